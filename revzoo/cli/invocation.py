@@ -1,4 +1,4 @@
-"""How the user started revzoo, so that commands in messages and new processes start alike."""
+"""How the user started revzoo, so that messages and new processes use the same command."""
 
 from __future__ import annotations
 

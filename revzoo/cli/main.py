@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: for wrong arguments or a failed subcommand, with a message; 130 after Ctrl-C;
-            141 without a message where the reader of the output ended, as ``| head`` does.
+            141 without a message if the reader of the output ended, as ``| head`` does.
     """
     # By default OpenMP threads wait for each other in a busy loop: with other programs on the same
     # cores, a training step took 7.0 s instead of 2.0 s (docs/experiments.md).
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def closed_output() -> Iterator[None]:
-    """End without a message where nobody reads standard output any more."""
+    """End without a message if nobody reads standard output any more."""
     try:
         yield
         sys.stdout.flush()
@@ -106,7 +106,7 @@ def closed_output() -> Iterator[None]:
         output = select.poll()
         output.register(sys.stdout.fileno(), 0)
         if not any(event & select.POLLERR for _, event in output.poll(0)):
-            raise  # the pipe of something else
+            raise  # another pipe
         # Python flushes again as it exits, and would print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)  # as in a shell
@@ -117,7 +117,7 @@ def interruptible_imports() -> Iterator[None]:
     """Let Ctrl-C end the process at once while a module is imported.
 
     An exception in the middle of an import leaves half a module behind. Libraries catch it and
-    import again: that ended in a RecursionError of NumPy, or in a crash of the interpreter.
+    import again, which ended in a RecursionError of NumPy, or in a crash of the interpreter.
     """
     before = signal.getsignal(signal.SIGINT)
     # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
@@ -152,13 +152,13 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     name = _command(arguments[:1] or ["--help"])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")
-    # the module's docstring is the help; notes for developers come last in it. python -OO has none
+    # the help is the module's docstring, without its notes for developers; python -OO has none
     about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
     parser = argparse.ArgumentParser(
         prog=f"revzoo {name}",
         description=about,
         formatter_class=_Help,
-        # an abbreviation would change its meaning with a new option
+        # a new option would change the meaning of an abbreviation
         allow_abbrev=False,
     )
     command.add_arguments(parser)
@@ -198,7 +198,7 @@ def _command(arguments: list[str]) -> str:
     overview.add_argument(
         "--version", action="version", version=__version__, help="show the version and exit"
     )
-    # no choices=...: argparse suggests no near name before Python 3.14
+    # no choices=...: before Python 3.14, argparse does not suggest a near name
     overview.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     name: str = overview.parse_args(arguments).command
     if name not in COMMANDS:

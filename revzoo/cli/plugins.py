@@ -1,7 +1,7 @@
-"""Plugins: modules of the user that register models, data sets, callbacks and optimisers.
+"""Plugins: user modules that register models, data sets, callbacks and optimisers.
 
 ``--import mymodels`` on the command line imports a module before the configuration is composed.
-Installed packages name theirs as entry points of the group ``revzoo.plugins``. A plugin calls
+Installed packages name their plugins as entry points ``revzoo.plugins``. A plugin calls
 ``revzoo.register_model`` and so on. Configuration files and checkpoints cannot name a module: only
 the command line or an installation can import code.
 """
@@ -39,7 +39,7 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import the entry points and ``modules``, and add what they register to the configuration.
+    """Import the entry points and ``modules``, and add their names to the configuration.
 
     Raises:
         ConfigError: a module cannot be imported.
@@ -55,7 +55,7 @@ def load_plugins(modules: Sequence[str]) -> None:
         _load(lambda module=module: import_module(module), f"--import {module}")
         if module not in imported:
             imported.append(module)
-    # otherwise the registries, which import torch, are not needed
+    # otherwise do not load the registries, which import torch
     if modules or plugins:
         add_config_nodes()
 
@@ -94,9 +94,9 @@ def add_config_nodes() -> None:
             plain = {k: v for k, v in options.items() if k not in ("variant", *FITTED)}
             store.store(group="model", name=name, node={"name": name, **plain})
     for name, kind in DATA.items():
-        # ours have files; the table's keys of ours are import paths
+        # our data sets have files; their keys in the table are import paths
         if not name.startswith("revzoo.data."):
-            # as in our files; the table alone turns the name into a class
+            # as in our files; only the table turns the name into a class
             node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
             store.store(group="data", name=name, node=node)
 

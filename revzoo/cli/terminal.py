@@ -20,8 +20,8 @@ def folded(text: str, *, indent: int, end: str = "") -> str:
 
     Args:
         text: one or more lines.
-        indent: the number of these spaces.
-        end: ends all lines but the last: a backslash continues a command of the shell.
+        indent: the number of spaces.
+        end: ends all lines except the last: a backslash continues a shell command.
     """
     width = columns()
     if not width:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIXED = "as set"  # the name of the present setting if its steps have different modes
+_MIXED = "as set"  # the name of the current setting if its steps have different modes
 
 _SHOWN = 8  # rows of the largest tensors in the printed report
 _STAGES = 10  # colours in the picture
@@ -65,7 +65,7 @@ class Row:
         operation: the operator that made it.
         shape: of the tensor.
         dtype: without ``torch.``.
-        bytes: of the storage.
+        bytes: size of the storage.
         saved: number of saved tensors in this storage; 0 if a tape holds it.
     """
 
@@ -90,7 +90,7 @@ class Audit:
             activations and temporary tensors.
         stages: kept bytes of each part of the model.
         rows: see :class:`Row`, the largest first.
-        uncounted: what takes memory that is not counted, and why.
+        uncounted: users of memory that is not counted, and why.
     """
 
     def __init__(self, mode: str, trace: Trace, extra: int) -> None:
@@ -161,15 +161,15 @@ class Converted:
 
 
 class Report:
-    """One training step of a model, in its present setting and in each memory mode.
+    """One training step of a model, in its current setting and in each memory mode.
 
     Attributes:
-        audits: by mode, the present setting first.
-        kept_bytes, activation_bytes, peak_bytes, rows: of the present setting, see :class:`Audit`.
+        audits: by mode, the current setting first.
+        kept_bytes, activation_bytes, peak_bytes, rows: of the current setting, see :class:`Audit`.
         input_shape: of the batch.
         converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
         plain: the audit of the plain network; None without such blocks.
-        uncounted: what takes memory that is not counted in some mode, and why; mostly empty.
+        uncounted: users of memory that is not counted in some mode, and why; usually empty.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Report:
         self.audits = {audit.mode: audit for audit in audits}
         self._listed = [self.audits[mode] for mode in in_table_order(self.audits)]
         self._on_host = on_host  # modes with activations in host memory; not counted
-        # each once: most are the same in all modes
+        # each note once: most are the same in all modes
         of_modes = itertools.chain.from_iterable(audit.uncounted for audit in audits)
         self.uncounted = [*dict.fromkeys([*uncounted, *of_modes])]
         self._present = present = audits[0]
@@ -386,7 +386,7 @@ def check_matplotlib() -> None:
 
 
 def new_figure(**options: Any) -> Figure:
-    """An empty figure of matplotlib. Not pyplot's, which would change the caller's backend.
+    """An empty figure of matplotlib. Not by pyplot, which would change the caller's backend.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -415,7 +415,7 @@ def audit(
             of tensors. Wrap one with other inputs in a module that makes them from such a tensor.
             The loss is cross-entropy for logits ``(B, classes)``, a sum for other outputs.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        modes: modes to count beside the present setting; None for all modes that fit all steps.
+        modes: modes to count beside the current setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing (but see
             :mod:`revzoo.profiling.workspaces`).
         extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such
@@ -446,7 +446,7 @@ def audit(
     blocks: list[tuple[BlockRow, str]] = []
     plain = None
     with undisturbed(model):
-        for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
+        for mode in dict.fromkeys([present, *wanted]):  # each once, the current setting first
             log.debug("counting a training step in mode %s", mode)
             twin = twin_of(model)  # a step changes it
             if mode != present:
@@ -474,7 +474,7 @@ def audit(
 
 def _blocks_of(model: nn.Module, twin: nn.Module) -> list[tuple[BlockRow, str]]:
     """The reversible blocks of ``model`` and their memory modes, after a step of its twin."""
-    # the twin saw other images, so its grids differ: report the model's
+    # the twin saw other images, so its grids differ: report the model's grids
     grids = {row.path: row.grid for row in reversible_blocks(model)}
     memory = {path: step.memory for path, step in steps_in(twin).items()}
     return [

@@ -107,7 +107,7 @@ def _measured(
     name: str, mode: str, seconds: Mapping[str, Sequence[float]], batch: int, peak: int
 ) -> Measured:
     first = next(iter(seconds.values()))
-    # by round: both times of a ratio come from the same seconds on the machine
+    # by round: both times of a ratio were measured within the same seconds
     ratios = [time / base for time, base in zip(seconds[mode], first, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     median = statistics.median(seconds[mode])

@@ -12,8 +12,8 @@ NOTE [ The peak of a chain ]
         backward   K(i) + streams that link i reads from words + temporary bytes of its backward
                    pass, with its replay
 
-    A stream counts once, even if several links hold it. An inverted step keeps nothing of its own:
-    what a run of them keeps is its last output, which the operators behind the run hold.
+    A stream counts once, even if several links hold it. An inverted step keeps nothing itself: a
+    run of inverted steps keeps its last output, which the operators after the run hold.
 
     Earlier links affect both lines only through ``K``, the streams they hold, and the ``kind`` of
     the last choice, which decides which choices can follow. So among partial assignments that agree
@@ -44,7 +44,7 @@ _UNLIMITED = 2**63  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A link in one memory mode, behind certain choices of the link before.
+    """A link in one memory mode, after certain choices of the link before.
 
     Attributes:
         mode: the memory mode of a step; empty for operators outside steps.
@@ -53,8 +53,8 @@ class Choice:
         follows: the ``kind`` of the choice before it; ``()`` for the first link.
         holds: the streams that it keeps for the backward pass.
         tapes: the streams that it keeps to recompute from them. If a link before holds the words of
-            such a stream (see :func:`words_of`), it keeps these instead, and reads them.
-        renews: the streams that leave it as new tensors; the old ones, if held, count in addition.
+            such a stream (see :func:`words_of`), it keeps and reads the words instead.
+        renews: the streams that leave it as new tensors; old ones that are held count as well.
         keeps: other bytes that it keeps.
         forward: largest number of temporary bytes in the forward pass.
         backward: largest number of temporary bytes in the backward pass.
@@ -75,7 +75,7 @@ class Choice:
     def held_after(
         self, held: frozenset[int]
     ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """The streams held after the link, the new ones among them, and those read from words."""
+        """Three sets of streams: held after the link, the new ones among them, read from words."""
         old = held - self.renews
         read = frozenset(s for s in self.tapes if words_of(s) in old)
         now = old | self.holds | (self.tapes - read)
@@ -83,7 +83,7 @@ class Choice:
 
 
 def words_of(stream: int) -> int:
-    """The key of a fixed-point stream's words, which are a tensor of their own."""
+    """The key of a fixed-point stream's words, which are a separate tensor."""
     return -stream - 1  # negative, so no stream has it
 
 
@@ -136,8 +136,8 @@ class Outcome(NamedTuple):
 def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
     """Bytes alive at the start of each link's forward pass, and of its backward pass.
 
-    They include the base; in the forward pass the link's input; in the backward pass the streams
-    that it reads from words.
+    Both include the base. The first include the link's input, the second the streams that it reads
+    from words.
     """
     held: frozenset[int] = frozenset()
     kept = chain.base
@@ -182,7 +182,7 @@ _State = tuple[Kind, frozenset[int]]  # kind of the last choice; streams held
 def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
-    # dynamic programming: per state, the partial assignments that no other one beats
+    # dynamic programming: for each state, the partial assignments that no other one beats
     states: dict[_State, list[_Label]] = {((), frozenset()): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
         later = _mentioned(chain.links[i + 1 :])

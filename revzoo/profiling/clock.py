@@ -1,8 +1,8 @@
 """Measures the time of each step on a few images.
 
-A step's time is a constant, which Python takes even for the smallest step, plus a part that is
-proportional to the counted work. The slope between two images and a sample of some milliseconds
-gives the second part, in mode ``store``; two images in each mode give the constants. For steps so
+A step's time is a constant, which Python takes even for the smallest step, plus a part proportional
+to the counted work. The slope between two images and a sample of a few milliseconds gives the
+second part, in mode ``store``; two images in each mode give the constants. For steps so
 large that two images exceed the sample and take longer than ``_LONG``, we time only ``store`` and
 set the constants to 0. Equal steps are timed once. We time copies of steps on random streams and
 keyword arguments, never the model.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 _LONG = 0.02  # seconds; a constant is at most a few per cent of it
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
-_FEW = 2  # images at least: BatchNorm refuses a single value
+_FEW = 2  # fewest images: BatchNorm refuses a single value
 
 
 def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
@@ -119,12 +119,12 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool)
     replica = _replica(step, device)
     if train:
         replica.train()
-    replica.streams = len(layout)  # a block of a converted network has one or two
+    replica.streams = len(layout)  # a block of a converted network takes one or two
     inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
 
     def fastest(mode: str, n: int) -> float:
         set_memory(replica, {"": mode})
-        # the first one also warms up, and other programs only add time; two of a long step suffice
+        # the first run also warms up, and other programs only add time; two suffice for a long step
         times = [_time(replica, inputs[n], device) for _ in range(2)]
         if min(times) < _LONG:
             times.append(_time(replica, inputs[n], device))
@@ -135,7 +135,7 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool)
     rise = (stored[count] - stored[few]) / max(1, count - few)
     per_image = rise if rise > 0 else stored[count] / count
     factor = per_image * whole / max(1, plain.cost)
-    # one sample gives no slope, and beside its time the constants do not count
+    # one sample gives no slope, and the constants are small beside its time
     if count == few and stored[few] > 1e9 * _LONG:
         return _Rate(factor, {})
     # few images: the constant part shows where the work is small
@@ -179,7 +179,7 @@ class _Sample(NamedTuple):
             batched = value.shape[:1] == (whole,)
             return _random(value, [count, *value.shape[1:]] if batched else value.shape, device)
 
-        # a layout is a tuple, but no collection of arguments
+        # a layout is a tuple, but not a collection of arguments
         context = tree_map(few, call.context, is_leaf=lambda value: isinstance(value, Layout))
         return cls(tuple(map(few, call.layout)), context)
 
@@ -200,14 +200,14 @@ def _time(step: Step, sample: _Sample, device: torch.device) -> float:
     start = now(device)
     outputs = [t for t in as_state(step(*sample.state, **sample.context)) if t.requires_grad]
     seconds = now(device) - start
-    # in a training step, the step behind this one makes the gradients
+    # in a training step, the next step makes the gradients
     gradients = [torch.ones_like(t) for t in outputs]
     if outputs:
         start = now(device)
         torch.autograd.backward(outputs, gradients)
         seconds += now(device) - start
     for t in tensors_of(sample):
-        t.grad = None  # else the next timing would add to it
+        t.grad = None  # otherwise the next timing would add to it
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""The training step that is counted and timed; operations and bytes of activations per image."""
+"""The training step to count and time; operations and bytes of activations per image."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def activation_bytes(model: nn.Module, images: Tensor) -> int:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
         images: a batch; in small batches, bytes that do not grow with the batch distort the result.
     """
-    run_step(model, images)  # allocates the gradients, which the second step only adds to
+    run_step(model, images)  # allocates the gradients; the second step only adds to them
     return step_peak(model, images) // len(images)

@@ -1,8 +1,8 @@
 """Peak bytes of tensors alive: the memory of a training step, counted instead of sampled.
 
 The resident size of a process depends on the allocator and on earlier work, and CUDA's counters
-exist only on CUDA. We count the storages that operators create while they are referenced. The
-number is the same on every run and machine. It excludes memory that a kernel frees before it
+exist only on CUDA. We count the storages that operators create, for as long as they are referenced.
+The number is the same on every run and machine. It excludes memory that a kernel frees before it
 returns, and the allocator's rounding.
 """
 
@@ -27,7 +27,7 @@ _COMPRESSED = {
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live tensors that were created inside the context.
 
-    ``now`` is the present number of bytes, ``peak`` the largest so far. Slow: every operator calls
+    ``now`` is the current number of bytes, ``peak`` the largest so far. Slow: every operator calls
     Python.
 
     Example:
@@ -68,7 +68,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
-        # of the storage, not of the tensor: a view may outlive the tensor
+        # watch the storage, not the tensor: a view may outlive the tensor
         weakref.finalize(storage, self._forget, size)
 
     def _forget(self, size: int) -> None:
@@ -91,7 +91,7 @@ def operands(tree: Any) -> list[Tensor]:
 
 
 def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those that have a storage: dense tensors, and the parts of others."""
+    """The tensors with a storage: dense ones, and the parts of others."""
     for t in tensors:
         # first, since most tensors are dense, and each operator comes here
         if t.layout is torch.strided and not hasattr(type(t), "__tensor_flatten__"):

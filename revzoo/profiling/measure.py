@@ -5,23 +5,23 @@ The model runs a few training steps in different modes, without computing or all
 there, instead of deriving them from the definition of a mode.
 
 NOTE [ Neighbours of a step ]
-    What a step takes depends on whether it is inverted, on whether the step before it is, and on
+    The memory and time of a step depend on whether it and the step before it are inverted, and on
     which of its streams have words (:mod:`revzoo.core.fixedpoint`). The same holds for the
     operators between two steps. Training steps in one mode show steps among neighbours of the same
-    mode. In further ones, the inverting mode and ``recompute`` take turns:
+    mode. In further training steps, the inverting mode and ``recompute`` take turns:
 
         invert    every second step is inverted
         exact     every third: a coupling passes one of its streams on, so words outlive one step
                   that is not inverted, but not two
 
-    Each of them shifts the turns by one step. The chain has no choice for neighbours that no
-    training step shows. In ``exact`` this leaves out a single step with an inverse that is not
-    inverted between two inverted ones. A step that keeps its activations takes the same wherever it
-    could also be recomputed, so one training step in ``store`` is enough.
+    Each of these training steps shifts the turns by one step. The chain has no choice for
+    neighbours that no training step shows. In ``exact`` this excludes a single invertible step that
+    is not inverted between two inverted ones. A step that keeps its activations costs the same
+    wherever it could also be recomputed, so one training step in ``store`` is enough.
 
     Each training step takes a second, so we leave out one:
 
-        invert    the one in ``recompute``: the turns show this mode at every step
+        invert    the training step in ``recompute``: the turns show this mode at every step
         exact     the last turns, in a network of more than ``_MANY`` steps: the others show each
                   change of modes in many places, but one step in three cannot be the first or last
                   of an inverted run (``docs/experiments.md``, 2026-11-25)
@@ -92,7 +92,7 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
         assign_memory(steps, mode)
         traces.append(trace_step(twin, images))
     if traces[1].base != traces[0].base:
-        # the first forward pass left tensors in the model, such as features: count a later one
+        # the first forward pass left tensors in the model, such as features: count a later pass
         assign_memory(steps, modes[0])
         traces[0] = trace_step(twin, images)
     counts = Counter(call.name for call in traces[0].calls)
@@ -148,7 +148,7 @@ def chain_of(traces: Sequence[Trace]) -> Chain:
 def _distinct(measured: Sequence[Choice]) -> Iterable[Choice]:
     """The choices of a link, each once: the first trace counts."""
     choices: dict[tuple[str, Kind, Kind], Choice] = {}
-    # a step that is not inverted takes the same wherever another such mode was measured
+    # a step that is not inverted costs the same wherever another such mode was measured
     # (NOTE [ Neighbours of a step ])
     plain = [c for c in measured if not c.kind[0]]
     more = [
@@ -219,7 +219,7 @@ class _Pieces:
         ends = itertools.chain.from_iterable((call.start, call.end) for call in self.calls)
         self.starts = [0, *ends, trace.turn]
         plain = self._without_peaks()
-        # the chain tells what is alive when a link starts; the rest of the link's peak is temporary
+        # the chain gives the bytes alive when a link starts; the rest of its peak is temporary
         links = tuple(Link(None, entering, ()) for entering in streams.inputs)
         alive = levels(Chain(links, streams.sizes, trace.base), plain)
         peaks = self._peaks_and_costs()
@@ -229,7 +229,7 @@ class _Pieces:
         ]
 
     def _without_peaks(self) -> list[Choice]:
-        """What each link keeps, and which choice it follows."""
+        """The bytes that each link keeps, and the choice that it follows."""
         saved, keeps = self._saved()
         choices: list[Choice] = []
         kind: Kind = ()
@@ -269,7 +269,7 @@ class _Pieces:
     def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
         """Number of each stream to the number of the tensor kept for it: its words, or itself.
 
-        Streams of which nothing is kept are left out.
+        Leaves out streams of which nothing is kept.
         """
         kept = ((t, call.words.get(id(t), t)) for t in streams)
         return {
@@ -277,7 +277,7 @@ class _Pieces:
         }
 
     def _left_of_run(self, at: int) -> set[int]:
-        """What a run of inverted steps keeps of its last output, if it ends before step ``at``."""
+        """The part of its last output that an inverted run keeps, if it ends before step ``at``."""
         if not at or not self.calls[at - 1].inverted:
             return set()
         last = self.calls[at - 1]

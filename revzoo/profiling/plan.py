@@ -9,7 +9,7 @@ torch's ``torch._functorch.config.activation_memory_budget`` plans compiled grap
 the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice to the user. Both can
 only recompute from kept tensors; here a step can also be inverted.
 
-Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
+Known limits: we count neither the memory that a kernel frees before it returns nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
 another step's branch get the mode of that step. In ``exact`` no plan keeps or recomputes a single
 step between two inverted ones, unless that step has no inverse; in a network of more than 24 steps,
@@ -57,10 +57,10 @@ _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
 
 _COUNTED = 8
-"""Plans that the search for one budget counts."""
+"""How many plans the search for one budget counts."""
 
 _GUESSES = 8
-"""Numbers that :func:`largest` tries before it bisects."""
+"""How many numbers :func:`largest` tries before it bisects."""
 
 SLACK = 1.02
 """The largest peak of ``auto``, as a multiple of the inverting mode's peak."""
@@ -83,8 +83,8 @@ class Plan(Mapping[str, str]):
         inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
             ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
             :func:`plan_memory`.
-        uncounted: what takes memory that the peak does not count, and why; mostly empty.
-        extra: bytes in the peak that were added for an optimiser's state and copies of the weights.
+        uncounted: users of memory that the peak does not count, and why; usually empty.
+        extra: bytes in the peak for an optimiser's state and copies of the weights.
     """
 
     modes: dict[str, str]
@@ -144,15 +144,15 @@ def count_modes(modes: Sequence[str]) -> str:
 class Planner:
     """Plans for one model and one shape of input. Measures first, which takes seconds.
 
-    If the model's parameters change, make a new one.
+    If the model's parameters change, make a new planner.
 
     Args:
         model: a module that holds steps and takes one floating-point tensor; may be on the meta
             device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
-            ``exact``, which is free of drift; None for the present inverting mode of the model's
-            steps; if none inverts, ``exact`` where it fits each of them, otherwise ``invert``.
+            ``exact``, which is free of drift; None for the current inverting mode of the model's
+            steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
         clock: measure times, on a few images. False: assume a nominal processor, which gives the
             same plan on every machine and in every process.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
@@ -212,8 +212,8 @@ class Planner:
         """
         limit = bytes_from(budget)
         room = goal = limit - self._reserve
-        # The chain predicts the peak of mixed modes within 1 %, so we count each plan, and
-        # search again with less room if it exceeds the goal.
+        # The chain predicts the peak of mixed modes within 1 %, so we count each plan and, if it
+        # exceeds the goal, search again with less room.
         for _ in range(_COUNTED):
             choices = fastest(self.chain, room)
             if choices is None:
@@ -265,7 +265,7 @@ class Planner:
 
     @property
     def _factor(self) -> float:
-        """Measured over nominal time of the operators outside steps."""
+        """The ratio of measured to nominal time for operators outside steps."""
         outside = [k for k, link in enumerate(self.chain.links) if link.name is None]
         measured, nominal = (
             sum(chain.links[k].choices[0].cost for k in outside)
@@ -313,8 +313,9 @@ class Planner:
         log.debug("counting a training step of a plan")
         if _parameters_of(self.model) != self._parameters:
             raise ValueError(
-                f"{type(self.model).__name__} has other parameters than when Planner() measured "
-                "it: expected the same names, shapes, dtypes and requires_grad. Make a new Planner"
+                f"the parameters of {type(self.model).__name__} have changed since Planner() "
+                "measured it: expected the same names, shapes, dtypes and requires_grad. Make a "
+                "new Planner"
             )
         with undisturbed(self.model):
             set_memory(self._twin, modes)
@@ -344,7 +345,7 @@ class Planner:
     def _smaller_side(self, share: float) -> int:
         """The largest side of images of this share of the area; 0 if none makes sense.
 
-        A multiple of the model's total stride, and at least a quarter of the present side.
+        A multiple of the model's total stride, and at least a quarter of the current side.
         """
         if not isinstance(self.model, ImageNetwork):
             return 0
@@ -418,14 +419,14 @@ def plan_memory(
 
 
 class PlannedMode:
-    """A value of ``memory.mode`` for which a run plans the mode of each step; this one is ``auto``.
+    """A value of ``memory.mode`` for which a run plans the mode of each step; this is ``auto``.
 
     To add one, write a subclass and add it to :data:`PLANNED`.
     """
 
     name = "auto"
     bounded = False
-    """Whether it keeps to ``memory.bytes``; then a run that cannot be planned cannot start."""
+    """Whether it respects ``memory.bytes``; then a run that cannot be planned cannot start."""
 
     def plans(self, model: nn.Module) -> bool:
         """Whether it plans this model; if not, a run keeps the model's default mode."""
@@ -449,7 +450,7 @@ PLANNED: Mapping[str, PlannedMode] = {mode.name: mode for mode in (PlannedMode()
 
 
 def inverting_mode(model: nn.Module) -> str:
-    """The present inverting mode of ``model``'s steps; if none inverts, ``exact`` where it fits."""
+    """The current inverting mode of ``model``'s steps; if none inverts, ``exact`` if it fits."""
     steps = [*steps_in(model).values()]
     present = (step.memory for step in steps if mode_of(step.memory).inverts)
     return next(present, default_mode(steps))
@@ -474,9 +475,9 @@ def largest(
 ) -> int | None:
     """The largest integer whose ``need`` is at most ``budget``.
 
-    We take the need as linear in ``number ** power``. A guess is where the line through the last
-    two needs reaches the budget; the first line starts at zero. After ``_GUESSES`` guesses we
-    bisect. For an impossible number we take the need of the next smaller possible one.
+    We assume that the need is linear in ``number ** power``. The next guess is where the line
+    through the last two needs reaches the budget; the first line starts at zero. After ``_GUESSES``
+    guesses we bisect. For an impossible number we take the need of the next smaller possible one.
 
     Args:
         need: bytes for a number, increasing; None for an impossible number. A call takes seconds.

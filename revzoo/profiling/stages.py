@@ -1,8 +1,8 @@
 """The parts of a model for which reports add up bytes: ``stem``, ``stages.1``, ``layer1``.
 
-They are the model's own parts. But a part that holds nearly everything says nothing: the stages of
-a ResNet are in a list ``stages``, a network from a library in a wrapper ``net``. So we open such a
-part, and each module in it is a stage.
+They are the model's own parts. But a part that holds nearly everything tells the reader nothing:
+the stages of a ResNet are in a list ``stages``, a network from a library in a wrapper ``net``. So
+we open such a part, and each module in it is a stage.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 OUTSIDE = "(outside)"
-"""The stage of operators outside the model's parts: in its own ``forward``, or of the loss."""
+"""The stage of operators outside the model's parts: in its own ``forward`` or in the loss."""
 
-_MOST = 0.8  # of the layers; the longest of a network's four stages has up to three quarters
+_MOST = 0.8  # share of the layers; the longest of a network's four stages has up to three quarters
 _LONGEST = 10  # colours in a picture: a longer list of blocks is one stage
 
 
@@ -31,7 +31,7 @@ def stages_of(paths: Collection[str]) -> dict[str, str]:
     while parts := _parts(layers, opened):
         name = max(parts, key=parts.__getitem__)
         inside = _parts(layers, f"{opened}{name}.")
-        # "layer_0" and "layer_1" are items of a list; numbers alone say nothing without its name
+        # "layer_0" and "layer_1" are items of a list; bare numbers mean nothing without its name
         kinds = {item.rstrip("0123456789") for item in inside}
         wraps = not opened and len(parts) == 1 and kinds != {""}
         is_long = len(kinds) == 1 and len(inside) > _LONGEST

@@ -5,14 +5,14 @@ and allocate nothing. The same code, ours and autograd's, decides which tensors 
 give the same count.
 
 Why not ``torch.distributed._tools.mem_tracker.MemTracker``: it is private, it keeps snapshots per
-module instead of a row per tensor, and it does not know that a step of ours runs again in the
-backward pass. Its peak is the same (``tests/profiling/test_audit.py`` compares the two).
+module instead of a row per tensor, and it does not know that our steps run again in the backward
+pass. Its peak is the same (``tests/profiling/test_audit.py`` compares the two).
 
 NOTE [ Who made a tensor ]
-    In the forward pass and in a replay: the innermost running module of the model. Sequences do not
-    count, nor modules that are created during the pass. In the backward pass: the module whose
-    forward pass recorded the running node. Autograd numbers nodes in order of creation, so the
-    nodes of a module have the numbers between its start and its end.
+    In the forward pass and in a replay: the innermost running module of the model. Sequences and
+    modules that the pass creates do not count. In the backward pass: the module whose forward pass
+    recorded the running node. Autograd numbers nodes in order of creation, so the nodes of a module
+    have the numbers between its start and its end.
 
 NOTE [ Links of a trace ]
     The forward pass is a row of links: the operators before step 0, step 0, the operators between
@@ -193,7 +193,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._outside: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()
 
     def register(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Set the kind of tensors that exist before the step, and count them."""
+        """Set the kind of the tensors that exist before the step, and count them."""
         for t in tensors:
             self.allocation_of(t).kind = kind
 
@@ -210,7 +210,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     @property
     def uncounted(self) -> list[str]:
-        """What takes memory that is not counted, and why."""
+        """The users of memory that is not counted, and why."""
         return [
             f"the workspace of {operation} in {shortened(modules, 3)}, whose size only a real step "
             f"knows ({reason})"
@@ -271,10 +271,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return outputs
 
     def _set_gradients_aside(self, tree: Any) -> None:
-        """Take the gradients of leaves in ``tree`` that are not the model's, until the step ends.
+        """Take the gradients of foreign leaves in ``tree``, until the step ends.
 
-        A forward pass may read parameters through a closure, which the copy of a model shares with
-        it. They would keep the gradients of the counted step, fake ones included.
+        A forward pass may read parameters through a closure, which a model shares with its copy.
+        They would keep the gradients of the counted step, even fake ones.
         """
         for t in operands(tree):
             if not t.requires_grad or id(t) in self._learned:
@@ -419,15 +419,15 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return t if t.is_leaf else t.detach()
 
 
-# A processor that does 10 floating-point operations while it moves a byte (most CPUs and GPUs do so
-# within a factor of three) and needs 5 microseconds to start an operator.
+# A processor that does 10 floating-point operations while it moves a byte (true of most CPUs and
+# GPUs within a factor of three) and needs 5 microseconds to start an operator.
 _FLOPS, _BYTES, _START = 100e9, 10e9, 5e-6
 
 
 def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     """Nanoseconds of an operator on a nominal processor, from its FLOPs and the bytes it moves.
 
-    It serves to compare steps, is equal on every machine, and needs no data.
+    Good for comparing steps, equal on every machine, and independent of data.
     """
     tensors = operands((args, kwargs, outputs))
     if func.is_view or not tensors:  # a view moves no data
@@ -461,7 +461,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
     trace = Trace(model)
     with mode:
         for p in trained:
-            # else gradients would count as made by the backward pass
+            # otherwise gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p)
         held = (tree_iter(vars(module)) for module in model.modules())
         tensors = (t for t in itertools.chain.from_iterable(held) if isinstance(t, Tensor))
@@ -503,7 +503,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
-            "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
+            "tensors lack: expected one that depends only on shapes. Use audit(real=True), and "
             "set the memory modes by hand instead of planning them. An ActNorm reads "
             "values in its first pass only: run that pass before planning"
         ) from error
@@ -513,11 +513,11 @@ def _explained(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run under the conditions of a plain training step, then undo its effects.
 
-    They are on the random states, and on tensors that a copy shares with the model.
+    It affects the random states, and tensors that a copy shares with the model.
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # a forward pass may use them
-    # a copy of the model shares what its functions hold in closures and globals
+    # a copy of the model shares the objects that its functions hold in closures and globals
     shared = _reached_leaves(model)
     gradients = [t.grad for t in shared]
     changing = [t for t in shared if not isinstance(t, nn.Parameter) and has_values(t)]
@@ -594,7 +594,7 @@ def _check_countable(model: nn.Module) -> None:
 
 
 def uncounted_in(model: nn.Module) -> Iterator[str]:
-    """What takes memory in a training step of ``model`` that its audits and plans do not count."""
+    """The users of memory in a training step of ``model`` that audits and plans do not count."""
     compiled = [
         path or "the model"
         for path, module in model.named_modules()
@@ -602,7 +602,7 @@ def uncounted_in(model: nn.Module) -> Iterator[str]:
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None
     ]
     if compiled:
-        yield f"what torch.compile changes in {shortened(compiled)}: the eager step is counted"
+        yield f"the effect of torch.compile on {shortened(compiled)}: the eager step is counted"
     others = [
         f"{path} ({type(p).__name__})"
         for path, p in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Copies of a model with other tensors: fake ones, on the meta device, or clones; their input.
+"""Copies of a model with other tensors (fake, on the meta device, or clones), and their input.
 
 ``module.to("meta")`` would change the module itself and forget tensors in plain attributes.
 """
@@ -42,7 +42,7 @@ class _TensorCopies(TorchFunctionMode):
 def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
     """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is not a leaf."""
     held = tree_iter([vars(m) for m in module.modules()])
-    # not by deepcopy, which would replace the tensor of their state, too
+    # not by deepcopy, which would also replace the tensor of their state
     generators = {id(g): g.clone_state() for g in held if isinstance(g, torch.Generator)}
     with torch.no_grad(), _TensorCopies(copy_of):
         return copy.deepcopy(module, generators)
@@ -87,7 +87,7 @@ def real_twin(model: nn.Module) -> nn.Module:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """``model`` in training mode; one that trains already keeps the modes of its submodules."""
+    """``model`` in training mode; if it already trains, its submodules keep their modes."""
     return model if model.training else model.train()
 
 

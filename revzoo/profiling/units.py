@@ -55,10 +55,10 @@ def in_one_unit(largest: float) -> Callable[[float], str]:
 
 
 def peak_note(extra: int = 0, sized: Callable[[float], str] = in_units) -> str:
-    """A line that says what a counted peak includes, the same in audits, plans and benches.
+    """A line with the contents of a counted peak, the same in audits, plans and benches.
 
     Args:
-        extra: the bytes that were added for an optimiser's state.
+        extra: the bytes added for an optimiser's state.
         sized: formats them.
     """
     if extra:

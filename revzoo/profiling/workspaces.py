@@ -1,12 +1,12 @@
-"""Sizes that fake tensors do not know: the workspaces of fused kernels.
+"""Sizes that fake tensors lack: the workspaces of fused kernels.
 
 An LSTM on the CPU is one kernel, which keeps a workspace for its backward pass. Only oneDNN (on a
 GPU, cuDNN) knows its size, so the kernel's fake version returns an empty tensor of bytes. We run
 such an operator once on zeros, free the results, and give the fake outputs storages of the real
 size.
 
-Known limit: if the operator cannot run, as without the GPU that it needs, the workspace stays
-empty, and the report has a line about it.
+Known limit: if the operator cannot run (for lack of a GPU, say), the workspace stays empty, and the
+report says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _layout(t: Tensor) -> _Layout:
     return _Layout(t.shape, t.stride(), t.dtype, t.device)
 
 
-# equal layers, and the steps of the memory modes, run one operator on tensors of one layout
+# equal layers, and steps in different memory modes, run one operator on tensors of one layout
 @functools.lru_cache(maxsize=512)
 def _real_outputs(func: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[_Layout, ...]:
     with unset_fake_temporarily():

@@ -65,7 +65,7 @@ class Classifier(pl.LightningModule):
             changes the speed of convolutions, and values by rounding only.
 
     Raises:
-        ValueError: for a specification that names no known model, option or value.
+        ValueError: for an unknown model, option or value in a specification.
 
     Example:
         >>> from revzoo.training.classifier import Classifier
@@ -157,7 +157,7 @@ class Classifier(pl.LightningModule):
         try:
             module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
-            # then the caller's own arguments may be wrong, not the file
+            # the caller's own arguments may be wrong, not the file
             if options:
                 raise
             raise CheckpointError(
@@ -321,7 +321,7 @@ def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
-    # weights may change classes and options, and have another name than their architecture
+    # weights may change classes and options, and their name differs from their architecture's
     if kept != spec or kept["name"] != model.spec.architecture:
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
         kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
@@ -372,5 +372,5 @@ def _is_valid(data_state: Mapping[str, Any], module: Classifier) -> bool:
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits for a loss: float32 after autocast, float64 stays."""
+    """Logits for a loss: float32 after autocast; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -76,7 +76,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Log the row that a checkpoint was saved with, if the file lacks it; return whether."""
+        """Log the row that a checkpoint was saved with; False if the file already has it."""
         if self._columns is None:
             self._begin()
         names = set(figures)
@@ -94,7 +94,7 @@ class MetricsCSV(Logger):
         assert self._columns is not None
         if not self.path.exists():  # removed during the run
             self._write(self._columns, [])
-        # figures of a validation appear later: the header changes, so the file is written anew
+        # figures of a validation appear later: the header changes, so write a new file
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:
             self._write([*self._columns, *dict.fromkeys(new)], self._read())

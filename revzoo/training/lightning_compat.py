@@ -1,6 +1,6 @@
 """Every use of Lightning's private parts, with its reason.
 
-One other file has one: ``batches_of_epoch`` in :mod:`revzoo.data.order`, a floor below.
+The only other use is ``batches_of_epoch`` in :mod:`revzoo.data.order`, a floor below.
 
 Written for pytorch-lightning 2.6, which ``pyproject.toml`` pins. ``test_lightning_compat.py`` fails
 if a later release changes one of these parts.
@@ -38,10 +38,10 @@ def epoch_is_open(trainer: pl.Trainer) -> bool:
 
 
 def count_epochs(trainer: pl.Trainer) -> None:
-    """Resume by epochs, also in a run of ``max_steps``.
+    """Resume by epochs, even in a run of ``max_steps``.
 
     Otherwise Lightning ends the current epoch once more when it resumes. It counts the epoch twice,
-    and all later epochs draw other images.
+    and all later epochs draw different images.
     """
     assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
     trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]

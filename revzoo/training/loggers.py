@@ -32,11 +32,11 @@ COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's
 class TensorBoard(TensorBoardLogger):
     """Event files that read well in TensorBoard.
 
-    TensorBoard orders groups of charts by name and opens the first two. So all figures but those
-    for training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
-    throughput, rates, and the largest drift (``metrics.csv`` has each step's). The test's other
-    figures get no chart: with two points, TensorBoard's axis ends at 1, which hides the losses of
-    two runs.
+    TensorBoard orders groups of charts by name and opens the first two. So the figures besides
+    training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
+    throughput, rates, and the largest drift (``metrics.csv`` has the drift of each step). Other
+    test figures get no chart: with two points, TensorBoard's axis ends at 1, which hides the losses
+    of two runs.
 
     TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
 
@@ -88,7 +88,7 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         elif group in ("train", "val"):
             yield name, value
         elif name != "epoch" and group not in ("drift", "test"):
-            # those get no chart; metrics.csv has them
+            # these get no chart; metrics.csv has them
             yield f"{GROUP}/{name.replace('/', '_')}", value
 
 
@@ -110,7 +110,7 @@ def wandb(
     logger = WandbLogger(
         # the same id continues the record
         name=name,
-        # two sweeps may have folders of one name
+        # two sweeps may have folders of the same name
         id=f"{name}-{zlib.crc32(str(run_dir.absolute()).encode()):08x}",
         save_dir=run_dir,
         project=project,

@@ -23,10 +23,10 @@ Input: TypeAlias = str | Path | Image.Image | Tensor
 """A file, a Pillow image, or a tensor (C, H, W) of bytes or of floats in [0, 1]."""
 
 OVERSHOOT = 0.1
-"""Bicubic interpolation leaves [0, 1] by as much at an edge; such floats are clamped."""
+"""Bicubic interpolation exceeds [0, 1] by as much at an edge; such floats are clamped."""
 
 Probabilities: TypeAlias = dict[str, float]
-"""Of each class by its name, the most probable first."""
+"""Probability of each class by its name, the most probable first."""
 
 
 @overload
@@ -64,8 +64,8 @@ def predict(
         images: a file, a Pillow image, a tensor (C, H, W) of bytes or of floats in [0, 1]; or a
             list of these.
         model: the name of weights (``revnet38.cifar10``), a checkpoint of a run, or the folder of a
-            run, for its best one; a safetensors file, a folder from ``save_pretrained``; or a model
-            with weights from one of these, which keeps its device and mode.
+            run, for its best checkpoint; a safetensors file, a folder from ``save_pretrained``; or
+            a model with weights from one of these, which keeps its device and mode.
         size: side in pixels to which images are resized and cropped; None for the weights' size.
         top: number of classes to return; None for all.
 
@@ -110,8 +110,8 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
 
     Raises:
         DataError: there is no such file, or it is not an image, or a grey one of more than 8 bits.
-        TypeError: ``image`` has another type.
-        ValueError: a tensor is not (C, H, W), or is neither of bytes nor of floats in [0, 1].
+        TypeError: ``image`` has the wrong type.
+        ValueError: a tensor is not (C, H, W), or holds neither bytes nor floats in [0, 1].
     """
     if isinstance(image, Tensor):
         if image.dim() != 3:
@@ -175,7 +175,7 @@ def classify(
         ValueError: classes or normalisation are not known.
     """
     transforms, classes = network.transforms(size), network.facts.get("classes")
-    # a new head has random weights, whatever the names of its classes
+    # a new head has random weights, even if its classes have names
     if classes is None or network.fresh_head or len(classes) != network.num_classes:
         raise ValueError(
             f"this {type(network).__name__} has a classifier with unknown classes: train it first, "

@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Free bytes on ``device``; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    # the tightest one ends the process
+    # the tightest limit ends the process
     limits = (_of_machine(), _of_control_groups(), _of_address_space())
     known = [limit for limit in limits if limit is not None]
     return max(0, min(known)) if known else None
@@ -50,7 +50,7 @@ def peak_host_bytes() -> int | None:
 def reset_peak() -> bool:
     """Reset the peak of this process's memory. Returns whether the system could."""
     try:
-        (PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to present use
+        (PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to current use
     except OSError:
         return False
     return True
@@ -80,7 +80,7 @@ def _of_control_groups() -> int | None:
     if not paths:
         return None
     group = CGROUPS / paths[0].lstrip("/")
-    # a limit of any group above holds too; a container sees its own group as the root
+    # limits of the groups above also hold; a container sees its own group as the root
     folders = [group, *group.parents] if group.is_relative_to(CGROUPS) else [CGROUPS]
     free = [_of_group(folder) for folder in folders if folder.is_relative_to(CGROUPS)]
     return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)

@@ -55,7 +55,7 @@ class Attempt(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What all processes found in a backward pass."""
+    """The findings of all processes in a backward pass."""
 
     error: DriftError | RangeError
     drifted: list[str]
@@ -71,8 +71,7 @@ class Redo:
     Attributes:
         running: whether a step is being repeated.
         counted: whether the metrics have counted the repeated step already.
-        may_widen: whether streams of this step live on a grid, so that a loss of NaN may come from
-            their range.
+        may_widen: whether this step has streams on a grid, whose range may cause a NaN loss.
         loss: the loss of a repeated step, on its device; None if the last step was not repeated.
     """
 
@@ -116,7 +115,7 @@ class Redo:
                 raise self._final(drift) from drift
             return
         params = list(self.module.parameters())
-        # of earlier batches of this optimiser step, to which a failed pass has added
+        # from earlier batches of this optimiser step; a failed pass adds to them
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         # each failure removes a cause, so this ends: fewer inverted steps or a coarser grid
         while (failure := self._failure(loss, run)) is not None:
@@ -139,7 +138,7 @@ class Redo:
         steps = [step for step in _steps(self.module).values() if step.grid is not None]
         before = [step.grid for step in steps]
         try:
-            while True:  # ends: each error coarsens the grid, and the coarsest has none that fits
+            while True:  # ends: each error coarsens the grid, until error.grid is None
                 try:
                     logits: Tensor = self.module(images)
                     return logits
@@ -170,15 +169,15 @@ class Redo:
             drifted = [name for name, step in steps.items() if _drifted(step) or step is drift.step]
         except RangeError as beyond:
             error = beyond.with_traceback(None)
-        # a process that repeats the step alone would wait for the others for ever;
-        # this is one small collective at each step, the next one follows a failure only
+        # a process that repeats the step alone would wait for the others forever;
+        # this costs one small collective per step, the next one only after a failure
         if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
             return None
         report: Any = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
         reports = gathered(report)
         names = sorted({name for part, _, _ in reports for name in part})
         grids = [grid for _, beyond, grid in reports if beyond]
-        # None: some process found no grid that fits
+        # None: no grid fits in some process
         grid = None if None in grids else min(grids, default=None)
         error = error or DriftError("another process of this run reports a drift or a range")
         return Failure(error, names, bool(grids), grid)
@@ -250,7 +249,7 @@ class Redo:
 
 
 def _reason(error: Exception) -> str:
-    """The message without its advice, which a repetition follows."""
+    """The message without its advice, which the repetition already follows."""
     return str(error).partition(", so the gradients")[0].partition("; normalise")[0]
 
 

@@ -4,13 +4,12 @@ When the backward pass reaches a layer, we compute the norms of its parameters' 
 (:mod:`revzoo.layers.per_sample`). The per-sample gradients themselves are never kept.
 
 NOTE [ Clipping inside the backward pass ]
-    If no layer mixes samples, it makes no difference whether sample n's loss or sample n's row of
-    the logits' gradient is weighted by w_n: the parameters get the same gradients. So clipping
-    needs no per-sample losses and works with any training loop. When a backward pass reaches the
-    logits, a first pass below them measures the norms. Then the gradient is weighted, and the
-    backward pass continues. The first pass only asks for the gradient of the images, so it computes
-    no gradients of weights. This is ghost clipping (arXiv 2110.05679) inside one call of
-    ``backward``.
+    If no layer mixes samples, weighting sample n's row of the logits' gradient by w_n gives the
+    parameters the same gradients as weighting sample n's loss. So clipping needs no per-sample
+    losses and works with any training loop. When a backward pass reaches the logits, a first pass
+    below them measures the norms. Then we weight the gradient, and the backward pass continues. The
+    first pass only asks for the gradient of the images, so it computes no gradients of weights.
+    This is ghost clipping (arXiv 2110.05679) inside one call of ``backward``.
 
 Shapes: B samples.
 """
@@ -46,7 +45,7 @@ class SampleNorms:
         collecting: whether backward passes count; False at first.
 
     Raises:
-        ValueError: in a backward pass, if a layer mixes samples or counts others.
+        ValueError: in a backward pass, if a layer mixes samples or their number differs.
 
     Example:
         >>> from revzoo.training.sample_gradients import SampleNorms
@@ -71,7 +70,7 @@ class SampleNorms:
             handle.remove()
 
     def start(self, samples: int | None = None) -> None:
-        """Collect for a batch of ``samples``, without what an interrupted backward pass left."""
+        """Collect for a batch of ``samples``; drop the rest of an interrupted backward pass."""
         self._forget()
         self.collecting, self._samples = True, samples
 
@@ -84,7 +83,7 @@ class SampleNorms:
         total, sums, seen = self._total, self._sums, self._seen
         self._forget()
         for name, module in layers(self.model).items():
-            # frozen layers and those in evaluation mode have no part in the norm
+            # frozen layers and layers in evaluation mode do not contribute to the norm
             if module.training and trainable(module) and module not in seen:
                 raise RuntimeError(
                     f"{name!r} got no gradient, so the norms lack its part: freeze its parameters, "
@@ -115,7 +114,7 @@ class SampleNorms:
                 "samples along dimension 0 of each layer with parameters"
             )
         parameters = own_parameters(module)
-        # the norm of a sum is not a sum of norms: gradients of shared parameters are added first
+        # the norm of a sum is not a sum of norms: add the gradients of shared parameters first
         if any(p in self._sums or self._captures.left(p) > 1 for p in parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
                 p = parameters[name]
@@ -136,15 +135,16 @@ class ClippedGradients:
     Args:
         model: ``(B, ...) -> (B, ...)``, called with one floating-point tensor.
         max_norm: largest norm of a sample's gradient.
-        size: gives the divisor for a batch of B samples; B itself by default.
+        size: returns the divisor for a batch of B samples; by default B.
 
     Raises:
-        ValueError: ``max_norm`` is not positive, or the model's gradients are clipped already; in a
+        ValueError: ``max_norm`` is not positive, or the model's gradients are already clipped; in a
             forward pass, if a layer mixes samples.
-        TypeError: in a forward pass, if the input is not floating-point or the output no tensor.
+        TypeError: in a forward pass, if the input is not floating-point or the output is not a
+            tensor.
         FloatingPointError: in a backward pass, if the gradient of a sample is not finite.
-        RuntimeError: a backward pass reaches two forward passes, whose gradients of one sample
-            would be clipped one by one.
+        RuntimeError: a backward pass reaches two forward passes, and clipping each would not bound
+            their sum.
 
     Example:
         >>> from revzoo.training.sample_gradients import ClippedGradients
@@ -163,7 +163,7 @@ class ClippedGradients:
         check_number("max_norm", max_norm, open_low=True, open_high=True)
         hooks = model._forward_pre_hooks.values()
         if any(isinstance(getattr(h, "__self__", None), ClippedGradients) for h in hooks):
-            raise ValueError("gradients of this model are clipped already: call remove() before")
+            raise ValueError("gradients of this model are already clipped: call remove() first")
         self.max_norm = max_norm
         self.size = size
         self.norms: Tensor | None = None
@@ -219,23 +219,23 @@ class ClippedGradients:
         if task == self._task:
             raise RuntimeError(
                 "the loss uses two forward passes of the model, so a sample's gradient could have "
-                "twice the norm: call backward() after each, or put both inputs into one batch of "
-                "a model that returns both outputs as one sample's"
+                "twice the norm: call backward() after each, or use a model that takes both inputs "
+                "and returns both outputs as one sample"
             )
         if not count:
             self.norms = gradient.new_zeros(0)
             return self.norms
         self._sums.start(count)
         try:
-            # a first pass to the images alone, which accumulates no gradient of parameters
+            # a first pass only to the images, which accumulates no gradients of parameters
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)
-            # the loss is a mean over the batch, so its gradients are 1 / count of a sample's
+            # the loss is a mean over the batch: a sample contributes 1 / count of its gradient
             norms = self._sums.take().clamp(min=0).sqrt() * count
         finally:
             self._sums.collecting = False
         self.norms = norms
         refuse_infinite(norms)
-        # 1e-6 is Opacus' constant; it matters for gradients near zero only
+        # 1e-6 is Opacus' constant; it matters only for gradients near zero
         return (self.max_norm / (norms + 1e-6)).clamp(max=1) * (count / self.size(count))
 
 

@@ -124,7 +124,7 @@ def test_a_compiled_network_is_counted_as_the_eager_one(compiled, where):
     report = audit(compiled(net), (4, 8))
     assert report.kept_bytes == plain.kept_bytes
     (note,) = report.uncounted
-    assert note == f"what torch.compile changes in {where}: the eager step is counted"
+    assert note == f"the effect of torch.compile on {where}: the eager step is counted"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")

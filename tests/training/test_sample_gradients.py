@@ -272,7 +272,7 @@ def test_wrong_options_and_outputs_are_refused():
         with pytest.raises(ValueError, match="max_norm"):
             ClippedGradients(net, norm)
     clipped = ClippedGradients(net, CLIP)
-    with pytest.raises(ValueError, match="clipped already"):
+    with pytest.raises(ValueError, match="already clipped"):
         ClippedGradients(net, CLIP)
     clipped.remove()
     net.append(nn.Identity())

@@ -30,12 +30,12 @@ def add_bits_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bits",
         type=int,
-        help="make a ResNet, torchvision:NAME or timm:NAME reversible with so many bits",
+        help="make a ResNet, torchvision:NAME or timm:NAME reversible with this many bits",
     )
 
 
 def add_saved_bits_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--bits`` for trained weights; without it, they keep theirs."""
+    """Declare ``--bits`` for trained weights; without it, they keep their bits."""
     parser.add_argument(
         "--bits",
         type=_saved_bits,
@@ -93,7 +93,7 @@ def memory_chart(path: Path) -> Iterator[Any]:
 
 
 def check_picture(path: Path | None) -> None:
-    """Refuse a path at which no picture could be drawn, before the work that it shows.
+    """Refuse a path for a picture that could not be drawn, before the work that it shows.
 
     Raises:
         ValueError: matplotlib is not installed or has no such format; the path is not writable.
@@ -128,7 +128,7 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
     """Check that the model takes images of this size, before a step that may take minutes.
 
     Raises:
-        ValueError: it does not; the message names the option.
+        ValueError: the model does not take it; the message names the option.
     """
     from revzoo.cli.config.sizes import try_image
 

@@ -1,4 +1,4 @@
-"""Messages beside a command's result: the present computation, and the written files.
+"""Messages beside a command's result: the current computation, and the written files.
 
 Both go to standard error, since standard output may go into a file.
 """
@@ -25,7 +25,7 @@ def show_status(text: str) -> None:
 
 
 def show_written(*paths: Path | None) -> None:
-    """Name the files that a command has written, on standard error; None was not asked for."""
+    """Name the files that a command has written, on standard error; skip None."""
     for path in paths:
         if path is not None:
             sys.stderr.write(f"wrote {path}\n")
@@ -35,7 +35,7 @@ def show_written(*paths: Path | None) -> None:
 def status_of(subject: str) -> Iterator[None]:
     """Show what :mod:`revzoo.profiling` counts or times, with ``subject`` and the seconds so far.
 
-    Print after it: the line would stay before the text.
+    Print only after it, or the line would stay before the text.
     """
     log, start = logging.getLogger("revzoo.profiling"), time.perf_counter()
     show_status(subject)  # building a model takes seconds, too

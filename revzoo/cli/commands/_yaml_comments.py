@@ -28,8 +28,8 @@ def _joined(lines: list[str], width: int) -> list[str]:
     for line in lines:
         words = re.match(r"# (\S.*)", line)
         before = joined[-1] if joined else ""
-        # a line continues the sentence before if it begins with a small letter, a digit or a
-        # bracket, or if that one ends with a comma or a word in small letters
+        # a line continues the line before if it begins with a small letter, a digit or a bracket,
+        # or if the line before ends with a comma or a word in small letters
         continues = words and (
             re.match(r"[a-z0-9(]", words[1]) or re.search(r"(,| [a-z]+)$", before)
         )
@@ -41,7 +41,7 @@ def _joined(lines: list[str], width: int) -> list[str]:
 
 
 def _folded(line: str, width: int) -> list[str]:
-    """The lines of a line of YAML that is too long, by the kind of its comment."""
+    """Break a YAML line that is too long, according to the kind of its comment."""
     if command := re.fullmatch(r"(\s*#\s\s+)(\S.*?)(?:\s+# (.*))?", line):
         # a command stays whole, so that it can be copied
         margin = f"{command[1]}  "
@@ -52,7 +52,7 @@ def _folded(line: str, width: int) -> list[str]:
     start = comment.start()
     if start <= width // 2:
         return _filled(line, width, f"{' ' * start}# ")
-    # beside a long value the column would be narrow: above it
+    # beside a long value the column would be narrow, so above it
     margin = " " * (len(line) - len(line.lstrip())) + "# "
     return [*_filled(margin + line[comment.end() :], width, margin), line[:start].rstrip()]
 

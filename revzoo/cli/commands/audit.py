@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a model, e.g. revnet38")
     add_batch_options(parser, batch=64)
     parser.add_argument(
-        "--memory", metavar="MODE", help="only this mode (default: all that save memory here)"
+        "--memory", metavar="MODE", help="only this mode (default: all modes that save memory here)"
     )
     parser.add_argument("--real", action="store_true", help="run real steps")
     parser.add_argument("--csv", type=Path, help="write every kept tensor")
@@ -40,13 +40,13 @@ def run(args: argparse.Namespace) -> None:
     """Print the report and write the requested files.
 
     Raises:
-        ValueError: model, mode, batch or size do not exist.
+        ValueError: the model, mode, batch or size is not valid.
     """
     import torch
 
     from revzoo.profiling.audit import audit, check_matplotlib
 
-    # what would fail after the count fails before it
+    # check first whatever would fail after the count
     if args.tensorboard:
         check_matplotlib()
     check_picture(args.plot)

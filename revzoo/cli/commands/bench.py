@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and print row by row.
 
     Raises:
-        ValueError: there is no such model or mode, or batch, size or rounds are impossible.
+        ValueError: there is no such model or mode, or batch, size or rounds are not valid.
     """
     import torch
 
@@ -111,7 +111,7 @@ def _checked_names(args: argparse.Namespace, modes: Sequence[str]) -> list[str]:
     """The names of the models, all checked before the first one is measured.
 
     Raises:
-        ValueError: a name is one of ``modes`` or no model, or batch or size are impossible.
+        ValueError: a name is one of ``modes`` or not a model, or batch or size are not valid.
     """
     import torch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    # no choices=...: argparse would not say what the word is for
+    # no choices=...: argparse would not explain the word
     parser.add_argument("what", metavar="data", help="the word data")
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of images")
     parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _usage(what: str, folder: Path | None) -> str:
-    """What to write instead of these arguments."""
+    """The message for wrong arguments, with the right ones."""
     form = "expected revzoo check data DIR, where DIR is a folder of images"
     if what == "data":
         return f"check data: {form}"

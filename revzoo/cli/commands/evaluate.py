@@ -3,13 +3,13 @@
   revzoo eval ckpt=RUN_DIR
 
 ckpt is a checkpoint, such as RUN_DIR/checkpoints/last.ckpt, or the folder of a run, for its best
-one. It may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file or a
-folder of save_pretrained. Weights do not name their data, so data= is needed.
+checkpoint. It may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file
+or a folder of save_pretrained. Weights do not name their data, so data= is needed.
 
-The default data is the run's, from its config.yaml. Another set must have the same classes
-(data=imagefolder data.root=DIR); it is normalised with the checkpoint's mean and deviation. Prints
-one line per figure. The memory mode does not matter: no activation is kept. bits=null evaluates a
-network of reversible blocks as the plain network.
+By default it evaluates the run's data, from its config.yaml. Other data must have the same classes
+(data=imagefolder data.root=DIR); they are normalised with the checkpoint's mean and deviation.
+Prints one line per figure. The memory mode does not matter: an evaluation keeps no activations.
+bits=null evaluates a network of reversible blocks as the plain network.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
 """
@@ -24,10 +24,10 @@ from collections.abc import Iterable
 from revzoo.cli.config.errors import ConfigError
 from revzoo.weights.source import resolve_source
 
-# why an evaluation has no such section
+# the reason why an evaluation lacks a section
 REASONS = {
-    "memory": "; the memory mode does not matter: no activation is kept",
-    "model": "; the model is the checkpoint's, and bits=null makes its blocks plain",
+    "memory": "; the memory mode does not matter: an evaluation keeps no activations",
+    "model": "; the checkpoint contains the model, and bits=null makes its blocks plain",
 }
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _check_keys(args.overrides)
     config = to_plain(compose_checked(args.overrides, Source("eval")))
-    # wrong keys and names are refused before torch is imported
+    # refuse wrong keys and names before importing torch
     check_evaluated(config)
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_keys(overrides: Iterable[str]) -> None:
-    """Refuse what a user of revzoo train would write; Hydra would suggest nothing.
+    """Refuse overrides that only revzoo train takes; Hydra would suggest nothing.
 
     Raises:
-        ConfigError: an override has another form or key.
+        ConfigError: the form or the key of an override is wrong.
     """
     from revzoo.cli.config.compose import CONFIGS
     from revzoo.cli.config.quick import EVAL_KEYS

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), the folder of "
-        "a run, for its best one, a folder of save_pretrained, or a model, with random weights",
+        "a run, for its best checkpoint, a folder of save_pretrained, or a model, with random "
+        "weights",
     )
     parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
@@ -87,7 +88,7 @@ def _job(args: argparse.Namespace) -> Export:
         restored = restore(best or args.name, bits=args.bits)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
-    # any name but a bare model's is of weights
+    # any name except a bare model's means weights
     trained = args.pretrained or args.name not in MODELS
     model = create_model(args.name, pretrained=trained, table=weights_table(args))
     change_bits(model, args.bits)

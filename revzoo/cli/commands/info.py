@@ -87,10 +87,10 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
 
 def _print(key: str, value: object) -> None:
-    # clear the status before the row that it announced
+    # clear the status before the row that it announced appears
     show_status("")
     sys.stdout.write(f"{folded(f'{key:24}{_text(value)}', indent=24)}\n")
-    # counting takes seconds, and the facts should not wait
+    # counting takes seconds, so show the facts first
     sys.stdout.flush()
 
 

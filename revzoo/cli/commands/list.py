@@ -22,7 +22,7 @@ def model_names() -> list[str]:
     # files, not the registry of models, which imports torch
     folder = files("revzoo.configs") / "model"
     names = {f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")}
-    return sorted(names.difference(LIBRARIES))  # such a file has the options of all its networks
+    return sorted(names.difference(LIBRARIES))  # their files hold the options of all networks
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:

@@ -79,7 +79,7 @@ def texts(folder: Path, name: str) -> list[str]:
         ValueError: there is no such group or choice; the message names the nearest.
     """
     known = choices(folder)
-    # data=cifar10 is what a user types elsewhere
+    # users write data=cifar10 elsewhere
     group, _, choice = name.replace("=", "/").partition("/")
     check_choice("group", group, known)
     if choice:
@@ -89,7 +89,7 @@ def texts(folder: Path, name: str) -> list[str]:
     paths = [*bases, *chosen]
     return [
         f"== {path.relative_to(folder).with_suffix('')}\n"
-        # a directive of Hydra, no comment for readers
+        # a directive of Hydra, not a comment for readers
         + path.read_text().replace("# @package _global_\n", "")
         for path in paths
     ]

@@ -90,7 +90,7 @@ def _summary(checkpoint: Path) -> dict[str, float]:
     if not path.is_file():
         return {}
     summary = json.loads(path.read_text())
-    # without a best checkpoint, the test was of the last weights
+    # without a best checkpoint, the run tested the last weights
     tested = path.parent / (summary.get("checkpoint") or f"{CHECKPOINTS}/{LAST}")
     if tested.resolve() != checkpoint.resolve():
         return {}

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the plan, or the largest batch, image or depth that fits.
 
     Raises:
-        ValueError: model, mode, batch or size do not exist; the budget is wrong or too small.
+        ValueError: the model, mode, batch or size is not valid; the budget is wrong or too small.
     """
     import torch
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
     if args.memory is not None:
         check_choice("--memory", args.memory, INVERTING)
-    # a wrong budget is refused before the model is built
+    # refuse a wrong budget before building the model
     budget = bytes_from(args.budget)
     check_picture(args.plot)
     check_writable(args.save, makes_folders=True)
@@ -127,7 +127,7 @@ def _usage(args: argparse.Namespace, shape: Shape) -> str:
 
 
 class Fit:
-    """What ``--fit`` searches for: a number that sets how much memory a step needs.
+    """The number that ``--fit`` searches for; it sets how much memory a step needs.
 
     Args:
         args: the command's.
@@ -171,7 +171,7 @@ class Fit:
             check_side(model, shape[2], "--image")
         except ValueError:
             return None
-        # clock=False: only bytes matter, so no step is timed
+        # clock=False: only bytes matter, so do not time steps
         return Planner(model, shape, inverting=self.args.memory, clock=False).least
 
 
@@ -226,7 +226,7 @@ class FitDepth(Fit):
             raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
         self._units: Sequence[int] | None = None if hasattr(row, "depth") else row.units
         self.start = row.depth if self._units is None else max(self._units)
-        # inverted steps keep so little that thousands may fit; planning those takes hours
+        # inverted steps keep so little that thousands may fit; planning thousands takes hours
         self.most = DEEPEST * self.start
 
     def keywords(self, value: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     """A sentence with the largest batch, image or depth that has a plan, and how to see the plan.
 
     Raises:
-        ValueError: none fits.
+        ValueError: no value fits.
     """
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_one_unit

@@ -2,10 +2,10 @@
 
   revzoo predict NAME_OR_CKPT IMAGE_OR_FOLDER...
 
-NAME_OR_CKPT is a checkpoint, or the folder of a run, for its best one; or weights: a name such as
-revnet38.cifar10, a safetensors file, a folder of save_pretrained. Images are prepared as for
-evaluation: converted to the model's channels, resized, cropped to the centre, and normalised with
-the checkpoint's mean and deviation. No data set is needed. Prints a table with the --top most
+NAME_OR_CKPT is a checkpoint, or the folder of a run, for its best checkpoint; or weights: a name
+such as revnet38.cifar10, a safetensors file, a folder of save_pretrained. Images are prepared as
+for evaluation: converted to the model's channels, resized, cropped to the centre, and normalised
+with the checkpoint's mean and deviation. It needs no data set. Prints a table with the --top most
 probable classes of each image, or all classes with --json or --csv.
 """
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("top", "size", "batch_size"):
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
-    # as users write it for revzoo eval
+    # the form that revzoo eval takes
     source = args.ckpt.removeprefix("ckpt=")
     # before torch is imported, which takes seconds
     for path in args.images:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        # torch.device("cuda:7") raises nothing; a tensor there does
+        # torch.device("cuda:7") does not raise; a tensor there does
         device = torch.empty(0, device=args.device or default).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

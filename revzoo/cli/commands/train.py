@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: the run cannot work; no file is written.
         SystemExit: see :func:`revzoo.cli.run.train.train`.
     """
-    # Hydra's grammar has the option, so it is declared and refused
+    # Hydra's grammar has the option, so declare and refuse it
     if args.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun reads a pickle, which can run code: use overrides")
     if args.resume is not None:
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
         _show(args, source)
         return
     cfg, whole = compose_whole(args.overrides, source)
-    # after composing: a wrong override is refused here, too
+    # after composing, which refuses a wrong override here, too
     if args.info or args.hydra_help:
         _show(args, source)
     elif args.cfg is not None:
@@ -149,7 +149,7 @@ def _resume(args: argparse.Namespace) -> None:
             "in its folder; leave the option out"
         )
     check_changes(args.overrides)
-    # again in `resume`; here it answers a typo before torch is imported
+    # `resume` checks again; here a typo gets its answer before torch is imported
     compose_checked(args.overrides)
     recorded_config(args.resume.absolute())  # only for its errors
     from revzoo.cli.run.resume import resume

@@ -1,7 +1,7 @@
 """Builds the parts of a run from plain configuration sections.
 
-Classes come from tables: a configuration holds names, and a name that no table has is refused. We
-do not use Hydra's ``instantiate``: it imports any path that a configuration names.
+Classes come from tables: a configuration holds names, and unknown names are refused. We do not use
+Hydra's ``instantiate``: it imports any path that a configuration names.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_image_size(config: Mapping[str, Any], side: int) -> None:
     """Check on the ``meta`` device that the model takes images of this size.
 
     Raises:
-        ValueError: it does not; says what to change.
+        ValueError: the model does not take it; the message says what to change.
     """
     model = check_model(config)
     # any other failure may be due to the meta device: build_module tries the real model
@@ -164,7 +164,7 @@ def build_trainer(
     options = dict(config["trainer"])
     if specs.get("finetuning") is not None and in_parallel(options):
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
-    # by name alone, Lightning's profilers only log their table
+    # given only by name, Lightning's profilers just log their table
     if (profiler := options.pop("profiler", None)) is not None:
         profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile")
     return make_trainer(
@@ -190,7 +190,7 @@ def make_trainer(**options: Any) -> pl.Trainer:
         return pl.Trainer(
             **options,
             plugins=[PlainCheckpointIO()],
-            enable_model_summary=False,  # the opening of the log says it in one line
+            enable_model_summary=False,  # the start of the log has it in one line
         )
     except MisconfigurationException as error:
         raise ConfigError(str(error)) from error
@@ -217,7 +217,7 @@ def _count_devices(trainer: Mapping[str, Any]) -> int:
 def apply_precision(precision: Mapping[str, Any]) -> None:
     """Switch TensorFloat-32 on or off for this process.
 
-    Torch uses it for convolutions by default, which are then not computed in float32.
+    Torch uses it for convolutions by default, so they do not compute in float32.
     """
     torch.set_float32_matmul_precision("high" if precision["tf32"] else "highest")
     # the other switch is for matrix products only

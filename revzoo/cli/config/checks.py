@@ -1,8 +1,8 @@
 """Checks a composed configuration before reading any data.
 
-Each section is checked by building the object that it describes, or by the rules below, so each
-rule has one place. The checks write no files and initialise no weights: the model is built on
-torch's ``meta`` device.
+We check each section by building the object that it describes, or by the rules below, so each rule
+has one place. The checks write no files and initialise no weights: they build the model on torch's
+``meta`` device.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
         check_callbacks(config["callbacks"])
         check_monitors(config["callbacks"])
-        # each constructor checks its values
+        # the constructors check their values
         callbacks = build_callbacks(config["callbacks"], run_dir=Path())
         check_logger(config["logger"])
         check_data(config["data"])
@@ -93,7 +93,7 @@ def check_finetuning(config: Mapping[str, Any]) -> None:
 
 
 def check_network(callbacks: Sequence[pl.Callback], network: ImageNetwork) -> None:
-    """Check that the network has what callbacks need of it."""
+    """Check that the network meets the requirements of the callbacks."""
     names = {factory: name for name, factory in CALLBACKS.items()}
     for callback in callbacks:
         try:
@@ -109,8 +109,8 @@ def check_compiled(callbacks: Mapping[str, Any]) -> None:
     others = [name for name in OF_SAMPLES if callbacks.get(name) is not None]
     if callbacks.get("compiled_branches") is not None and others:
         raise ConfigError(
-            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes gradients of "
-            "samples at each layer: a compiled part does not call its layers. Set one of the two "
+            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes per-sample "
+            "gradients at each layer: a compiled part does not call its layers. Set one of the two "
             "to null"
         )
 

@@ -3,7 +3,7 @@
 NOTE [ Hydra's section ]
 ``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
 environment variables and files to write. Hydra merges that section from every file it reads, so
-``experiment=x`` of a downloaded folder can set them. Therefore:
+``experiment=x`` in a downloaded folder can set them. Therefore:
 1. Hydra only composes. No class of its section is instantiated before rule 3 holds; callbacks,
    launchers and sweepers never are (:mod:`revzoo.cli.commands.train`).
 2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
@@ -91,7 +91,7 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
     for folder in (source.folder, source.extra):
         if folder not in (CONFIGS, None):
             _check_folder(folder)
-    # otherwise Hydra warns, and keeps habits of version 1.1
+    # otherwise Hydra warns, and behaves as version 1.1
     version.setbase(HYDRA_VERSION)
     search_path = create_config_search_path(f"file://{source.folder.resolve()}")
     if source.extra is not None:
@@ -170,7 +170,7 @@ def compose_whole(
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
     cfg = whole.copy()
-    # Hydra locks the configuration against new and removed keys
+    # Hydra locks the configuration: no key can be added or removed
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
     check_value_types(cfg, base)
@@ -229,7 +229,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
             f"Hydra: {', '.join(FREE)}"
         )
     name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
-    # FREE keys are free in value too, so the dangerous ones are checked here
+    # FREE keys may have any value, so check the dangerous ones here
     if not isinstance(verbose, bool | str | ListConfig):
         raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
     name = str(name)
@@ -242,7 +242,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
 
 @cache  # the jobs of a sweep ask again
 def _packaged_section(chosen: tuple[str, ...]) -> Any:
-    """What Hydra would compose without a user, with the same log handlers."""
+    """Hydra's own configuration, without a user's overrides, with the same log handlers."""
     with hydra_of(TRAIN):
         return OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
 

@@ -29,12 +29,12 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
 
 MOST_VALUES = 10_000  # of one key in a multirun
-# key -> why some options of its group lack it
+# key -> the reason why some options of its group lack it
 REASONS = {
     "model.reversible_bits": "it makes plain networks reversible; RevNets, i-RevNets and RevViTs "
     "are reversible without it",
 }
-# a number in some options of the group, a word in others
+# keys with a number in some options of the group, a word in others
 WORD_OR_NUMBER = ("trainer.devices",)
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
@@ -55,7 +55,7 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
     """Parse overrides; of Hydra's section, only :data:`FREE` is allowed.
 
     Raises:
-        ConfigError: another key of Hydra, or no valid override.
+        ConfigError: a key of Hydra that is not free, or an override that is not valid.
     """
     try:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
@@ -104,7 +104,7 @@ def _check_range(override: Override, values: RangeSweep) -> None:
 
 
 def _reason(error: HydraException) -> str:
-    """Why Hydra's parser refuses an override."""
+    """The reason why Hydra's parser refuses an override."""
     first, _, rest = str(error).partition("\n")
     # for choice(), interval() and so on, the first line only repeats the override
     return rest.partition("\n")[0] if first.startswith("Error parsing override") else first
@@ -125,7 +125,7 @@ def _parse_error(text: str, reason: str) -> str:
     if text.count("=") > 1 and '"' not in text:
         reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
     elif "choice(" in text and "NoneType" in reason:
-        return f"{text}: choice() takes no null: leave choice() out, 'KEY=null,VALUE'"
+        return f"{text}: choice() does not take null: leave choice() out, 'KEY=null,VALUE'"
     return f"{text}: {reason}" if text else reason
 
 
@@ -143,7 +143,7 @@ def check_option(override: Override, loader: ConfigLoader) -> None:
     for option in chosen:
         if option is not None and str(option) not in options:
             group = override.key_or_group
-            # model=resnet18 is torchvision's or timm's
+            # model=resnet18 belongs to torchvision or timm
             hint = library_hint(str(option)) if group == "model" else ""
             hint = hint or _meant(str(option), options)
             # a long list would hide the hint
@@ -156,13 +156,13 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     """Refuse a key that the configuration does not have.
 
     Args:
-        override: not the choice of a group's option.
+        override: any override except the choice of a group's option.
         base: the configuration with the chosen options.
         groups: the names of all groups.
         folder: of the packaged options, for the message.
 
     Raises:
-        ConfigError: with the way to write the key that is probably meant.
+        ConfigError: with the key that the user probably means.
     """
     key, known = override.key_or_group, list(_keys(base))
     section, dot, _ = key.partition(".")
@@ -175,13 +175,13 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
 
 
 def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder: Path) -> str:
-    """How to write the key that is meant; the first guess that applies."""
+    """A hint with the key that the user probably means; the first guess that applies."""
     if key == "resume":
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, section) if section else None
     if section in known and node is None:
-        # data.root=DIR in an evaluation, whose data is the checkpoint's
+        # data.root=DIR in an evaluation, whose data come from the checkpoint
         if having := _options_with(leaf, folder / section):
             listed = either(f"{section}={name}" for name in having)
             return f", as {section} is null; add {listed}"
@@ -205,7 +205,7 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
 
 
 def _options_with(leaf: str, group: Path) -> list[str]:
-    """The options of a group that have a key, those that inherit it last."""
+    """The options of a group that have a key; options that inherit it come last."""
     pattern = re.compile(rf"^{re.escape(leaf)}:", re.MULTILINE)
     having: dict[str, bool] = {}  # name -> whether the option inherits the key
     for path in sorted(group.glob("*.yaml")):
@@ -234,7 +234,7 @@ def check_value_types(cfg: DictConfig, base: DictConfig) -> None:
     for key, (before, after) in pairs.items():
         if after is None or key in WORD_OR_NUMBER or type(before) not in (bool, int, float):
             continue
-        # equal values are right even with another type, such as 1 for 1.0
+        # equal values are right even if types differ, such as 1 for 1.0
         if before != after and (expected := expected_type(after, type(before))):
             raise ConfigError(f"{key}={after}: expected {expected}, such as {before}")
 
@@ -252,11 +252,11 @@ def _keys(node: Any, prefix: str = "") -> Iterable[str]:
 
 
 def _meant(key: str, known: Sequence[str]) -> str:
-    """The nearest known key; a last part alone (``lr``) finds its place (``optim.lr``)."""
+    """The nearest known key; a bare last part (``lr``) finds its place (``optim.lr``)."""
     same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = same_leaf[:1] or nearest(key, known, cutoff=0.6)
     if not near:
-        # a misspelt last part alone: `lrr`
+        # a bare, misspelt last part: `lrr`
         leaves = {name.rpartition(".")[2]: name for name in known}
         near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
     return f"; did you mean {near[0]!r}?" if near else ""

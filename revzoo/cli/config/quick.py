@@ -1,6 +1,6 @@
 """Checks a configuration without Lightning, which takes seconds to import.
 
-``revzoo train`` runs these checks first, those that import torch (the optimiser, the model) last.
+``revzoo train`` runs these checks first; those that import torch (optimiser, model) come last.
 :func:`revzoo.cli.config.checks.check_config` runs them and all others.
 """
 
@@ -34,13 +34,13 @@ VALUES = ("seed", "test")
 OPTIONAL = ("threads",)  # missing in runs of earlier versions
 TUNER = "tuner"
 EVAL_KEYS = ("ckpt", "split", "batch_size", "bits", "data", "precision", "trainer")
-# arguments that model_spec fills in, and from where
+# arguments that model_spec fills in, and their sources
 FITTED = {
     "memory": "the mode of memory=MODE",
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
 }
-# arguments of create_model that a run sets itself, or that only some models take
+# arguments of create_model that the run sets itself, or that only some models take
 NOT_SUGGESTED = (*FITTED, "reversible_bits", "features_only", "out_indices")
 POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
 ENDLESS = ("max_epochs", "max_steps")  # may be -1
@@ -56,7 +56,7 @@ MANAGED_BY_TRAIN = (
     "enable_progress_bar",
     "enable_model_summary",
 )
-CSV_ONLY = "csv"  # the kind of logger for metrics.csv only, which the others write too
+CSV_ONLY = "csv"  # the logger that only writes metrics.csv, which the others write too
 PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
@@ -107,7 +107,7 @@ def check_evaluated(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def type_errors_explained() -> Iterator[None]:
-    """Explain in one line what Python raises for a value of another type (a list for a name).
+    """Explain in one line the error that Python raises for a value of the wrong type.
 
     Raises:
         ConfigError: with the type of the error.
@@ -129,7 +129,7 @@ def check_trainer_numbers(trainer: Mapping[str, Any]) -> None:
         if value is not None and not (is_count(value) or (value == -1 and key in ENDLESS)):
             endless = ", or -1" if key in ENDLESS else ""
             raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1{endless}")
-    # without max_epochs Lightning's default of 1000 applies; that is an end
+    # without max_epochs, Lightning's default of 1000 ends the run
     ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
     if not any(ends) and trainer.get("max_time") is None:
         raise ConfigError(
@@ -138,9 +138,9 @@ def check_trainer_numbers(trainer: Mapping[str, Any]) -> None:
     if (clip := trainer.get("gradient_clip_val")) is not None:
         check_number("trainer.gradient_clip_val", clip)
     for key, instead in {"train": "allow some", "test": "test=false skips the test"}.items():
-        # limit_val_batches=0 is allowed: it trains without validation
+        # limit_val_batches=0 is allowed: training without validation
         if trainer.get(f"limit_{key}_batches") == 0:
-            raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
+            raise ConfigError(f"trainer.limit_{key}_batches=0 leaves no batch; {instead}")
     if trainer.get("val_check_interval") == 0:
         raise ConfigError("trainer.val_check_interval=0: expected a fraction or number of batches")
 
@@ -163,8 +163,8 @@ def check_data_complete(data: Mapping[str, Any]) -> None:
 def check_names_by_source(config: Mapping[str, Any]) -> None:
     """Check names in tables, and names of options, against the source files.
 
-    The modules with the tables check the same names, but import torch or Lightning. The names of a
-    module that is imported already are not checked here: a plugin may have added rows.
+    The modules with the tables check the same names, but import torch or Lightning. If a module is
+    already imported, we do not check its names here: a plugin may have added rows.
     """
     data, logger, trainer = config["data"], config["logger"], config["trainer"]
     if rows := _rows("revzoo.training.callbacks.registry", "CALLBACKS"):
@@ -182,7 +182,7 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
     optimizers, optim = "revzoo.training.optim.optimizers", config["optim"]
     if rows := _rows(optimizers, "OPTIMIZERS"):
         check_names(optim, fields(optimizers, "OptimSpec"), where="optim")
-        # another type than a string gets its own message later
+        # a value that is not a string gets its own message later
         if isinstance(name := optim.get("name"), str):
             check_choice("optim.name", name, rows)
     if arguments := options("pytorch_lightning.trainer.trainer", "Trainer"):
@@ -190,7 +190,7 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
         check_names(trainer, known, where="trainer")
     if rows := _rows("revzoo.cli.config.build", "PROFILERS"):
         check_choice("trainer.profiler", trainer.get("profiler"), (*rows, None))
-    # weights, such as revnet38.cifar10, have their architecture's keywords
+    # weights, such as revnet38.cifar10, take their architecture's keywords
     architecture = str(config["model"].get("name")).partition(".")[0]
     if "revzoo.models.registry" not in sys.modules and (found := model_keywords(architecture)):
         model = config["model"]
@@ -263,7 +263,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
         if planned is None:
             raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
         check_choice("memory.inverting", inverting, INVERTING)
-    mappings = {"plan": "steps to memory modes", "planned_for": "what the plan was made for"}
+    mappings = {"plan": "steps to memory modes", "planned_for": "the conditions of the plan"}
     for key, content in mappings.items():
         value = memory.get(key)
         if value is not None and not isinstance(value, Mapping):

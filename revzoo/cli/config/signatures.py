@@ -1,7 +1,7 @@
 """The options of functions, classes and configuration files, read from the files.
 
-Python's ``inspect`` needs an import: two seconds for torch, six for Lightning. A wrong name should
-not cost that.
+Python's ``inspect`` needs an import: two seconds for torch, six for Lightning, too long just to
+report a wrong name.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def table_options(module: str, table: str, *, positional: bool = False) -> dict[
     """The options of each row of ``table: ... = {"name": function_or_class}``.
 
     Args:
-        module: the dotted name of a module; its rows are defined in it, or imported by name from
-            another module of the package. A row that is neither has no options.
+        module: the dotted name of a module, which defines its rows or imports them by name from
+            another module of the package. Other rows have no options.
         table: the name of the dictionary.
         positional: whether positional parameters are options too.
 
@@ -71,8 +71,8 @@ def fields(module: str, name: str) -> list[str]:
 def model_keywords(name: str) -> list[str]:
     """The keywords of a model: of ``create_model``, of its network class and of its row's class.
 
-    Where several network classes share a file, the keywords of all of them. Empty for a name that
-    is not a key of a table ``...: dict[str, Row]`` in ``revzoo.models``, and without source files.
+    If several network classes share a file, the keywords of all of them. Empty for a name that is
+    not a key of a table ``...: dict[str, Row]`` in ``revzoo.models``, and without source files.
     """
     for module in [f"revzoo.models.{path.stem}" for path in sorted(MODEL_SOURCES.glob("*.py"))]:
         statements = _statements(module)
@@ -84,7 +84,7 @@ def model_keywords(name: str) -> list[str]:
                     ast.unparse(node.annotation).removeprefix("dict[str, ").removesuffix("]")
                 )
                 classes = [item.name for item in statements if isinstance(item, ast.ClassDef)]
-                # of the classes in the file, networks take a number of classes
+                # networks are the classes in the file that take a number of classes
                 networks = [keys for c in classes if "num_classes" in (keys := options(module, c))]
                 return [
                     *options("revzoo.models.registry", "create_model", positional=True),

@@ -1,6 +1,6 @@
-"""Tries a model on one black image, before images are read or a step is measured.
+"""Tries a model on one black image, before reading images or measuring a step.
 
-Some networks of libraries take images of one size only, and raise only when they run.
+Some networks of libraries take images of only one size, and do not raise until they run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
         model: on any device; its BatchNorms keep their statistics.
         side: in pixels.
         channels: of the image.
-        remedy: the end of the message; ``{size}`` stands for the side that the model is made for.
+        remedy: the end of the message; ``{size}`` stands for the side that the model was made for.
 
     Raises:
-        ConfigError: the model fails on this size, but not on the size that it is made for.
+        ConfigError: the model fails on this size, but not on the size that it was made for.
         ValueError: from the model, if it checks the size.
     """
     try:

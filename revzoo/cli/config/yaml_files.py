@@ -101,7 +101,7 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
     """Read ``config.yaml``.
 
     Raises:
-        ConfigError: there is none, or it is no YAML mapping.
+        ConfigError: there is no such file, or it is not a YAML mapping.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():

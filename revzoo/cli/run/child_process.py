@@ -1,4 +1,4 @@
-"""Runs a program in a child process, and passes signals on to it.
+"""Runs a program in a child process, and forwards signals to it.
 
 Trials of a sweep and jobs of a multirun are plain runs of ``revzoo train``, started here. In a
 separate process, a run cannot change the memory, random states or environment of the next one, and
@@ -32,7 +32,7 @@ def run_program(
 
     Args:
         command: the program and its arguments.
-        output: a file for its output and errors; None for this process's.
+        output: a file for its output and errors; None for this process's streams.
         should_end: called every ``poll`` seconds; once it returns True, the program gets SIGTERM.
         poll: seconds.
 

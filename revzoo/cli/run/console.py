@@ -40,7 +40,7 @@ PRECISION_NAMES = {
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
 COUNTED = 2  # images of the counted step, on the meta device
-LEFT_OUT_SHARE = 0.05  # of the training images that an epoch may leave out without a word
+LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
 
 class LogFormat(logging.Formatter):
@@ -59,7 +59,7 @@ class LogFormat(logging.Formatter):
         line = f"{record.asctime} {level}{record.message}"
         if not self.fold:
             return line
-        # a backslash inside quotes would be part of the word
+        # inside quotes, a backslash would be part of the word
         is_command = getattr(record, "command", False)
         if is_command and "'" in line:
             return line
@@ -147,7 +147,7 @@ def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
 
 def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
     """How many images each epoch leaves out, if they are many."""
-    # batches that are drawn independently leave none out
+    # independently drawn batches do not leave out images
     if callbacks_of(trainer, PrivateTraining):
         return ""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)
@@ -158,7 +158,7 @@ def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
 
 
 def _length(trainer: pl.Trainer, max_time: object) -> str:
-    """What ends the run: ``"30 epochs or 2,000 steps"``, whichever comes first."""
+    """The end of the run: ``"30 epochs or 2,000 steps"``, whichever comes first."""
     epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
     limits = []
     if epochs > 0:
@@ -185,7 +185,7 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
 
 def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     """The memory mode; for a plan, the number of steps in each mode."""
-    # a mode such as auto says little; the plan that came out says more
+    # the plan says more than a mode such as auto
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
         return module.memory_mode
@@ -222,7 +222,7 @@ def log_result(
         figures: the last figures of the validation and of the test.
         seconds: of the training.
         run_dir: the run's folder.
-        best: the best checkpoint; None without one, then the figures are the last weights'.
+        best: the best checkpoint; None if the figures belong to the last weights.
         has_test: whether the data have a test split.
     """
     length = f"{_epochs(trainer.current_epoch)}, {trainer.global_step:,} steps"

@@ -38,10 +38,10 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         ValueError: the configuration is wrong.
         CheckpointError, WeightsError: the checkpoint or the weights cannot be used.
-        DataError: the data cannot be used, or have other classes than the checkpoint.
+        DataError: the data cannot be used, or their classes differ from the checkpoint.
         NoMemoryError: a batch does not fit into memory.
     """
-    # everything that needs no files, before any is read
+    # check everything that needs no files before reading any
     check_eval(config)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
@@ -114,22 +114,22 @@ def check_eval(config: Mapping[str, Any]) -> None:
 
 
 def run_data(checkpoint: str) -> dict[str, Any] | None:
-    """The data section of the run whose folder contains a checkpoint; None outside of one.
+    """The data section of the run whose folder contains a checkpoint; None outside of a run.
 
     Raises:
-        ConfigError: the run's configuration names no data.
+        ConfigError: the run's configuration does not name its data.
     """
     run_dir = run_of(checkpoint)
     if not (run_dir / CONFIG_FILE).is_file():
         return None
     data = recorded_config(run_dir).get("data")
     if not isinstance(data, dict):
-        raise ConfigError(f"{run_dir / CONFIG_FILE} names no data: give data=NAME")
+        raise ConfigError(f"{run_dir / CONFIG_FILE} does not name its data: give data=NAME")
     return data
 
 
 def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
-    """Check that the validation split is the run's: another one would contain training images.
+    """Check that the split is the run's validation split; another one has training images.
 
     For weights outside the folder of a run the split is unknown: this logs a warning.
 
@@ -145,7 +145,7 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
                 checkpoint,
             )
         return
-    # of another data set, no image was a training image
+    # images of another data set were not training images
     same = _place(data) == _place(trained)
     differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
     if same and differing:
@@ -171,5 +171,5 @@ def _check_images(restored: Restored, *, in_chans: int) -> None:
     if in_chans != restored.in_chans:
         raise DataError(
             f"the model takes images of {restored.in_chans} channels, the data have "
-            f"{in_chans}: set data.in_chans={restored.in_chans}, or use the data of its training"
+            f"{in_chans}: set data.in_chans={restored.in_chans}, or use its training data"
         )

@@ -2,7 +2,7 @@
 
 - ``config.yaml``: the resolved configuration.
 - ``sessions.jsonl``: a line for each start of the run, with overrides, versions and git state.
-- ``summary.json``: the final figures, also of a run that was stopped or failed.
+- ``summary.json``: the final figures, even if the run was stopped or failed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
 def errors_naming(path: Path) -> Iterator[None]:
     """Turn all errors in the block into one line that names the file.
 
-    A configuration that was edited by hand may hold any value anywhere, while the checks expect the
-    types of a composed configuration.
+    A configuration edited by hand may hold any value anywhere, but the checks expect the types of a
+    composed configuration.
 
     Raises:
         ConfigError: for any error in the block.
@@ -80,10 +80,10 @@ def check_files(run_dir: Path) -> None:
 
 
 def check_unused(run_dir: Path) -> None:
-    """Check that the folder of a new run contains no run.
+    """Check that the folder of a new run does not contain a run.
 
     Raises:
-        ConfigError: it does; the message has the command that resumes that run.
+        ConfigError: it contains a run; the message has the command that resumes it.
         ValueError: as :func:`check_files`.
     """
     check_files(run_dir)
@@ -106,10 +106,10 @@ def resume_hint(run_dir: Path) -> str:
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
     """Remove the files that Hydra has written, then empty folders; keep the working directory."""
-    # only what a run that failed to start can have written
+    # only files that a run can write before it fails to start
     for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
         path.unlink(missing_ok=True)
-    # outputs/MODEL-DATA/TIME: two parents may be new as well
+    # outputs/MODEL-DATA/TIME: two parents may be new, too
     for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
         if folder.resolve() == Path.cwd():
             return
@@ -195,7 +195,7 @@ def describe_run(
         "parameters": sum(p.numel() for p in module.parameters()),
         # relative, since users move folders
         "checkpoint": os.path.relpath(best, root) if best else None,
-        # of its validation; those in metrics are the last ones
+        # from its validation; metrics has the last figures
         "best": best_figures(trainer) if best else {},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),

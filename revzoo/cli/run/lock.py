@@ -1,8 +1,8 @@
 """Locks a folder, so that only one program at a time uses it.
 
-The lock belongs to the open file: the system releases it when the holder ends, also after a kill.
-Programs that the holder starts do not inherit it. Nor do its forks, such as data-loading workers,
-which outlive a killed holder for seconds.
+The lock belongs to the open file: the system releases it when the holder ends, even after a kill.
+Programs that the holder starts do not inherit it. Its forks, such as data-loading workers, which
+outlive a killed holder for seconds, do not inherit it, either.
 
 Why not ``filelock``: it does not name the holder, and empties the file when it asks for the lock.
 """

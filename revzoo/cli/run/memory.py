@@ -1,9 +1,9 @@
 """Plans the memory modes of a run: ``memory=auto`` and ``memory=budget``.
 
-The plan is for the run's batch and precision. It uses counts only, no measured times, so every
-process makes the same plan. The run's configuration keeps the plan, and beside it what it was made
-for. A resumed run uses it again unless that has changed. A plan that a user has written has no such
-record, and stays.
+The plan fits the run's batch and precision. It uses only counts, not measured times, so every
+process makes the same plan. The run's configuration records the plan and the conditions that it was
+made for. A resumed run uses the plan again unless the conditions have changed. A plan written by a
+user has no such record, and stays.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def with_plan(
         if mode.bounded and callbacks_of(trainer, PrivateTraining) and is_first_process():
             log.warning(
                 "callbacks.private may take more than memory.bytes: a plan counts neither the "
-                "norms of single samples' gradients nor batches larger than data.batch_size; "
+                "norms of per-sample gradients nor batches larger than data.batch_size; "
                 "keep memory.bytes a third below a hard limit"
             )
     except Exception as error:  # a user's model may fail on fake tensors
@@ -98,8 +98,8 @@ def _conditions(
     data: ImageData,
     trainer: pl.Trainer,
 ) -> dict[str, Any]:
-    """All that a plan depends on, as plain data."""
-    # left out without a value: a run of an earlier version has no such key
+    """The conditions of a plan, as plain data."""
+    # left out without a value: runs of earlier versions lack the key
     inverting = memory.get("inverting")
     chosen = {"inverting": inverting} if inverting else {}
     return {
@@ -115,7 +115,7 @@ def _conditions(
 def _log_change(mode: PlannedMode, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     names = [name for name, value in now.items() if before.get(name) != value]
     changed = ", ".join(names).replace("_", " ")
-    log.info("memory=%s: plans again, since the run has another %s", mode.name, changed)
+    log.info("memory=%s: plans again, since the run has a different %s", mode.name, changed)
 
 
 def _new_plan(

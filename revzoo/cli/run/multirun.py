@@ -113,7 +113,7 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
 
 def source_arguments(source: Source) -> list[str]:
     """The command-line options that select ``source``."""
-    # only what differs from the default, so that logged commands stay short
+    # only differences from the default, so that logged commands stay short
     options = {
         "--config-name": source.name if source.name != TRAIN.name else None,
         "--config-path": source.folder if source.folder != CONFIGS else None,

@@ -37,7 +37,7 @@ def predict(
         restored: from :func:`revzoo.training.checkpoint.restore.restore`.
         paths: files and folders, which are searched recursively.
         batch_size: images per forward pass.
-        image_size: side in pixels; None for the checkpoint's.
+        image_size: side in pixels; None for the size in the checkpoint.
         device: the device of the network.
 
     Raises:
@@ -47,7 +47,7 @@ def predict(
     # before the first image is read
     if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint has no image size: give --size PIXELS")
-    # a list: all paths are checked before the first result
+    # a list: check all paths before the first result
     files = [str(path) for path in image_files(paths)]
     images = (open_image(path, restored.in_chans) for path in files)
     network = restored.network.to(device)

@@ -1,7 +1,7 @@
 """Resumes a run: ``revzoo train --resume RUN_DIR``.
 
 The run's ``config.yaml`` determines its results: on the CPU, a resumed run ends with the same
-weights and figures as one that was never stopped, bit for bit. The memory mode may change and, with
+weights and figures as an uninterrupted run, bit for bit. The memory mode may change and, with
 ``--allow-precision-change``, the precision. Changes are written to ``config.yaml``.
 """
 
@@ -57,13 +57,13 @@ def resume(
     Raises:
         SystemExit: the run cannot resume, or not with these changes; the message says why.
     """
-    # messages and records name it, and the process may change its folder
+    # messages and records name the path, and the process may change its folder
     run_dir = run_dir.absolute()
     path = run_dir / CONFIG_FILE
     with user_errors():
         # before any file is opened: a FIFO would block
         check_files(run_dir)
-        # before the configuration: it may name what a plugin registers
+        # before the configuration, which may use names that a plugin registers
         check_imports(run_dir)
         config = recorded_config(run_dir)
         # a file that someone may have edited
@@ -178,7 +178,7 @@ def logged_to(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # in a notebook, more may follow in this process
+        # in a notebook, more runs may follow in this process
         root.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)

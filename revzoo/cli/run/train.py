@@ -130,7 +130,7 @@ def begin(
                 hydra_context=HydraContext(None, Callbacks()),  # type: ignore[arg-type]
             )
             return dict(job.return_value)
-        except BaseException:  # SystemExit and signals as well
+        except BaseException:  # SystemExit and signals, too
             if is_first_process() and not (run_dir / CONFIG_FILE).exists():
                 discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
             raise
@@ -170,7 +170,7 @@ def train(
     stop.hint = partial(resume_hint, run_dir)
     try:
         with stop.listening(), switches_restored(), logged_warnings():
-            # a resumed run has its value in the configuration
+            # a resumed run has the value in its configuration
             if config.get(TUNER) is not None and resume is None:
                 following = search(config, run_dir, overrides)
                 if config[TUNER]["then"] == "stop":
@@ -348,7 +348,7 @@ def fit_and_test(
 
 
 def figures_of(trainer: pl.Trainer) -> dict[str, float]:
-    """The figures of training and validation; for a resumed run, also those before the resume."""
+    """The figures of training and validation, also from before the resume of a resumed run."""
     before = [state.figures for state in callbacks_of(trainer, RunState)]
     now = {name: float(v) for name, v in trainer.callback_metrics.items()}
     # the first map wins: a figure of this session replaces the old one

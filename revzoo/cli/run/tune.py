@@ -1,4 +1,4 @@
-"""``revzoo train tuner=lr`` and ``tuner=batch_size``: search a value before or instead of a run.
+"""``revzoo train tuner=lr`` or ``tuner=batch_size``: search for a value before a run, or instead.
 
 The search trains copies (:mod:`revzoo.training.tuning.trial`). The run that follows builds all its
 parts again, so it equals a run without a tuner, bit for bit.
@@ -89,7 +89,7 @@ def search_lr(
     curve: LRCurve = find_lr(module, data, trainer=trainer, **options)
     span = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}, {len(curve.rates)} steps"
     if curve.suggestion is None:
-        log.warning("optim.lr: the loss falls at no rate (%s)", span)
+        log.warning("optim.lr: the loss does not fall at any rate (%s)", span)
         return None, curve.write(folder)
     # more digits would suggest a precision that the test does not have
     value = float(f"{curve.suggestion:.3g}")

@@ -7,7 +7,7 @@ compares the trials by a figure of their summary.json. Options, besides the over
 train:
 
   dir=DIR            the sweep's folder (default outputs/sweep/DAY/TIME)
-  trials=20          number of trials, with failed ones
+  trials=20          number of trials, failed ones included
   metric=val/acc     the figure of summary.json to compare
   direction=maximize or minimize; default minimize for losses, else maximize
   sampler_seed=0     seed of the proposals; trials use the configuration's seed

@@ -117,7 +117,7 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
         return folder, SweepPlan(arguments, **options)
     recorded = _recorded(path)
     wanted = {**recorded, "overrides": arguments or recorded["overrides"], **options}
-    # the results so far would not compare
+    # the results so far would not be comparable
     for name, value in wanted.items():
         if name != "trials" and value != recorded.get(name):
             raise ConfigError(

@@ -49,7 +49,7 @@ class Curve:
 
     def __init__(self, run_dir: Path, metric: str, trial: Any) -> None:
         self.path, self.metric, self.trial = run_dir / METRICS_FILE, metric, trial
-        # a resumed trial has reported some; optuna refuses the same step twice
+        # a resumed trial has reported some values; optuna refuses the same step twice
         self.reported = len(trial.study.trials[trial.number].intermediate_values)
         self.pruned = False
 

@@ -58,7 +58,7 @@ class Search:
                 storage=f"sqlite:///{file}",
                 study_name="revzoo",
                 direction=plan.direction,
-                # used only with prune=true, which reports values
+                # only with prune=true, which reports values
                 pruner=self.optuna.pruners.MedianPruner(),
                 load_if_exists=True,
             )
@@ -83,7 +83,7 @@ class Search:
             trials = self.study.get_trials(deepcopy=False)
             write_results(trials, self.plan, self.folder)
             failed = failed + 1 if state == self.states.FAIL else 0
-            # later failures may come from unlucky values; at the start, everything is wrong
+            # later failures may come from unlucky values, but not failures of all first trials
             if failed >= GIVE_UP and not any(t.value is not None for t in trials):
                 error = trials[-1].user_attrs["error"]
                 sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
@@ -99,8 +99,8 @@ class Search:
         number = interrupted[0].number if interrupted else len(trials)
         self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
         if interrupted:
-            # suggest() then returns the values that the trial has drawn already
-            # private in optuna 5: there is no public way to take up a trial again
+            # suggest() then returns the values that the trial has already drawn
+            # private in optuna 5: there is no public way to continue a trial
             trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
         else:
             trial = self.study.ask()

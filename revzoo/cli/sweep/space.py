@@ -35,7 +35,7 @@ class Parameter:
     """One dimension of a space: choices, or numbers from ``low`` to ``high``, both included.
 
     Attributes:
-        key: as on the command line, with ``+`` where it adds a key.
+        key: as on the command line, with ``+`` if it adds a key.
         choices: the values as text; empty for a range of numbers.
         low: the smallest number; an int if all numbers are ints.
         high: the largest number.
@@ -79,7 +79,7 @@ def _parameter(override: Override) -> Parameter:
         raise ConfigError(f"{override.input_line}: name the options, such as choice(a, b)")
     assert isinstance(sweep, Sweep)
     if sweep.tags - {"log"}:
-        raise ConfigError(f"{override.input_line}: expected no tag but log, as in tag(log, ...)")
+        raise ConfigError(f"{override.input_line}: the only tag is log, as in tag(log, ...)")
     log = "log" in sweep.tags
     if isinstance(sweep, ChoiceSweep):
         if log:
@@ -118,7 +118,7 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
     """
     # one parameter at a time: all combinations would be too many
     composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _samples(space)]
-    # torch is imported after the keys have been checked
+    # import torch after checking the keys
     from revzoo.cli.config.checks import check_config
     from revzoo.cli.config.quick import TUNER
 

@@ -10,11 +10,11 @@ from torch import nn
 
 
 class ChecksModel(pl.Callback, ABC):
-    """A callback that needs something of the network, which a run checks before it begins."""
+    """A callback with a requirement on the network, which a run checks before it begins."""
 
     @abstractmethod
     def check_model(self, network: nn.Module) -> None:
-        """Raise a ValueError if the network lacks it; called again when training starts."""
+        """Raise a ValueError if the network does not fit; called again when training starts."""
 
 
 class RestoresAfterFit(pl.Callback, ABC):

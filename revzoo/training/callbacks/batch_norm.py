@@ -1,4 +1,4 @@
-"""A warm-up of BatchNorm's momentum: short runs are evaluated with fresh running statistics.
+"""A warm-up of BatchNorm's momentum, so that short runs evaluate with fresh running statistics.
 
 After t batches the initial statistics still weigh ``(1 - momentum) ** t``: 45 % after 80 batches at
 the paper's momentum of 0.01. The warm-up gives batch t at least the weight ``9 / (10 + t)``, the
@@ -38,7 +38,7 @@ class BatchNormMomentum(RestoresAfterFit):
             first step (:func:`revzoo.recalibrate_batch_norm`).
 
     Raises:
-        ValueError: ``momentum`` is not in (0, 1], or ``recalibrate`` no whole number from 0 on.
+        ValueError: ``momentum`` is not in (0, 1], or ``recalibrate`` is not a whole number >= 0.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BatchNormMomentum(RestoresAfterFit):
             recalibrate_batch_norm(pl_module, (images for images, _ in moved))
         if trainer.is_global_zero:
             log.info(
-                "BatchNorm: statistics of %d batches of training images replace the weights' "
+                "BatchNorm: statistics of %d batches of training images replace the loaded ones "
                 "(callbacks.batch_norm.recalibrate)",
                 min(self.recalibrate, trainer.num_training_batches),
             )

@@ -30,8 +30,8 @@ from revzoo.weights.run_files import CHECKPOINTS, LAST
 log = logging.getLogger(__name__)
 
 TIE_BREAKER = "val/loss"
-BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
-SAVE_AGAIN_AFTER = 60.0  # seconds, after a failed save
+BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation
+SAVE_AGAIN_AFTER = 60.0  # seconds after a failed save
 
 
 class LastCheckpoint(Checkpoint):
@@ -52,7 +52,7 @@ class LastCheckpoint(Checkpoint):
         check_number("minutes", minutes, open_low=True)
         self.path = run_dir / CHECKPOINTS / LAST
         self.minutes = minutes
-        self._saved_at = self._step_began = time.monotonic()  # of a clock that never jumps
+        self._saved_at = self._step_began = time.monotonic()  # a clock that never jumps
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_at = time.monotonic()
@@ -81,7 +81,7 @@ class LastCheckpoint(Checkpoint):
         now = time.monotonic()
         age = now - self._saved_at
         due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
-        # a stop would drop such a step half-way, so the state after each one must be on disk
+        # a stop would drop such a step halfway, so the state after each step must be on disk
         due = due or (gathers and now - self._step_began > PATIENCE)
         return trainer.strategy.broadcast(due)  # the clock of process 0 decides
 
@@ -110,7 +110,7 @@ class BestCheckpoint(ModelCheckpoint):
     best. Paths in the callback's state are relative: users may move a run's folder.
 
     Attributes:
-        figures: of the best checkpoint's validation; empty if it was saved without a validation.
+        figures: the validation figures of the best checkpoint; empty if it was saved without one.
     """
 
     # class attributes: a constructor would have to repeat Lightning's arguments
@@ -149,7 +149,7 @@ class BestCheckpoint(ModelCheckpoint):
             better = better or bool(loss < self._least_loss)
         if better:
             self._least_loss = None if loss is None else float(loss)
-            # a figure of training may be the monitor: then the last validation may be old
+            # if the monitor is a figure of training, the last validation may be old
             is_new = self._validated_at == trainer.global_step
             named = trainer.callback_metrics.items() if is_new else ()
             self.figures = {name: float(v) for name, v in named if name.startswith("val/")}
@@ -162,7 +162,7 @@ class BestCheckpoint(ModelCheckpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(self._with_paths(state_dict, self._absolute))
         self._least_loss = state_dict.get("least_loss")
-        # a checkpoint of an earlier version has none, an edited one anything
+        # a checkpoint of an earlier version lacks it; an edited one may hold anything
         saved = state_dict.get("best_figures", {}).items()
         self.figures = {name: value for name, value in saved if isinstance(value, float)}
 

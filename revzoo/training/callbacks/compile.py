@@ -1,19 +1,19 @@
 """Compiles residual functions, and parts that store their activations, with ``torch.compile``.
 
-Inside a compiled part, no memory mode applies. So the chain of steps stays eager and each residual
-function is compiled, except where all steps have mode ``store``: such a part is compiled as a
-whole, and the network itself if it stores everything. Compiling in place (``module.compile()``)
-changes no key of a ``state_dict``. Parts of one shape share one compiled graph. The sums of
-fixed-point streams are compiled, too, with the same results bit for bit.
+Inside a compiled part, no memory mode applies. So the chain of steps stays eager and we compile
+each residual function. If all steps of a part have mode ``store``, we compile the whole part, and
+the network itself if it stores everything. Compiling in place (``module.compile()``) changes no
+keys of a ``state_dict``. Parts of one shape share one compiled graph. We also compile the sums of
+fixed-point streams, with the same results bit for bit.
 
-A graph keeps few activations: the backward kernels repeat all that they can fuse, such as norms
-and activations, which saves memory and time. Random draws are kept. torch's own option for this,
-``activation_memory_budget``, may draw them again (pytorch issue 190758).
+A graph keeps few activations: the backward kernels repeat everything that they can fuse, such as
+norms and activations, which saves memory and time. Random draws are kept. torch's own option for
+this, ``activation_memory_budget``, may draw them again (pytorch issue 190758).
 
 Known limits: the first steps wait for the compiler. Each shape needs one graph for training and one
 for evaluation. Torch allows eight graphs per function by default; beyond that it warns and runs
-eagerly. So we raise the limit until training ends. Parts are chosen when training starts: a storing
-part that gets another memory mode later still stores.
+eagerly. So we raise the limit until training ends. We choose the parts when training starts: a
+storing part whose memory mode changes later still stores.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ GRAPHS_PER_PART = 16
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 # Private in torch 2.15: by default, hooks that are registered after compiling would not run.
 SKIPS_HOOKS = "skip_nnmodule_hook_guards"
-# Rules by which torch's partitioner keeps what is cheap to repeat, for example if its uses lie far
-# apart. They are private in torch 2.15, but there is no other access.
+# Rules by which torch's partitioner keeps values that are cheap to repeat, for example if their
+# uses lie far apart. They are private in torch 2.15, but there is no other access.
 BANS = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
@@ -58,7 +58,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
             ``"aot_eager"``, which needs no compiler.
 
     Raises:
-        ValueError: torch knows no such backend.
+        ValueError: torch has no such backend.
 
     Example:
         >>> from revzoo.training.callbacks.compile import CompiledBranches
@@ -70,7 +70,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
-        # parts, with what a user's own compile() had set
+        # the parts, with the settings of a user's own compile()
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._replaced: list[tuple[Any, str, Any]] = []  # torch's settings, restored by `undo`
 
@@ -85,7 +85,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         if sum(isinstance(c, CompiledBranches) for c in getattr(trainer, "callbacks", ())) > 1:
             raise ValueError(
                 "the trainer has more than one CompiledBranches: expected one, since each would "
-                "put torch's settings back as it found them"
+                "restore torch's settings as it found them"
             )
         # of the children: Lightning calls training_step, never the module itself
         parts = [part for child in pl_module.children() for part in compiled_parts(child)]
@@ -101,11 +101,11 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         self._compiled = [(part, part._compiled_call_impl) for part in parts]
         for part in parts:
             # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose
-            # another one, which keeps other tensors.
+            # a different graph, which keeps other tensors.
             part.compile(backend=self.backend, dynamic=False)
 
     def check_model(self, network: nn.Module) -> None:
-        """Raise a ValueError if nothing of the network would be compiled."""
+        """Raise a ValueError if the network has nothing to compile."""
         if not any(True for _ in compiled_parts(network)):
             raise ValueError(_nothing_to_compile(network))
 
@@ -132,7 +132,7 @@ def _nothing_to_compile(module: nn.Module) -> str:
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
     """The largest parts of ``module`` that store, and the residual functions of its other steps.
 
-    Parts are steps and networks of this package: other modules may do what torch cannot compile.
+    Parts are steps and networks of this package: torch may be unable to compile other modules.
     """
     steps = steps_in(module).values()
     if not steps:

@@ -1,4 +1,4 @@
-"""Early stopping that survives a resume: a run that has stopped early does not train again.
+"""Early stopping that survives a resume: after an early stop, a resumed run does not train again.
 
 Why not only Lightning's callback: it saves that it stopped the run, but ignores this after
 loading. A run that is killed during its test would train one more epoch when it resumes.

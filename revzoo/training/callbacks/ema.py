@@ -8,10 +8,10 @@
 3. Lightning 2.6 swaps average and weights whenever it loads a checkpoint, even for a test, and so
    would test weights that were never validated. We swap them only to resume training.
 4. The average ends with its ``fit``. Lightning keeps it: the next validation would use the old
-   average, whatever the module, and a second ``fit`` with the same callback would not average
-   before it passed the steps of the first.
+   average for any module, and a second ``fit`` with the same callback would not average before it
+   passed the steps of the first.
 5. After an exception in a validation, the module has the training weights, not the average.
-6. A finished run that is resumed ends with the average again. Lightning copies the average into
+6. If a finished run is resumed, it ends with the average again. Lightning copies the average into
    the module at the end of the training loop, which such a run does not enter.
 """
 

@@ -4,7 +4,7 @@ Why not Lightning's ``BackboneFinetuning``: it adds parameter groups to the opti
 training, which the schedule does not know, and with ``train_bn=False`` the statistics of frozen
 BatchNorms still move. Here the optimiser holds every parameter from the first step on. A frozen
 parameter has no gradient, so the optimiser skips it: no decay, no momentum. Groups, rates and
-schedule are the same in every epoch. The epoch alone decides which part is frozen, so a resumed run
+schedule are the same in every epoch. The frozen part depends only on the epoch, so a resumed run
 needs no other state.
 
 The frozen part is always the first part of the network. It is in evaluation mode: its running
@@ -45,9 +45,9 @@ class Finetuning(RestoresAfterFit, ChecksModel):
         unfreeze: epochs, counted from 0, and the first part that trains from then on.
             ``{5: "stages.2", 8: "stages.0"}`` trains the classifier only in epochs 0 to 4, then the
             last stage too, then all but the stem. Pairs ``[[5, "stages.2"], ...]`` mean the same;
-            Hydra replaces them where it would merge mappings. A list of epochs unfreezes one more
-            part at each, from the last stage to the stem. None trains the classifier only: a
-            *linear probe*.
+            Hydra replaces pairs, but merges mappings. A list of epochs unfreezes one more part at
+            each, from the last stage to the stem. None trains only the classifier: a *linear
+            probe*.
 
     Raises:
         ValueError: the epochs are not whole numbers >= 0 in rising order.
@@ -144,7 +144,7 @@ class Finetuning(RestoresAfterFit, ChecksModel):
                 f"epoch must name an earlier part; expected an order from {backbone[-1]} to "
                 f"{backbone[0]}"
             )
-        # nothing would ever be frozen: probably a mistake
+        # freezes nothing: probably a mistake
         if plan.get(0) == 0:
             raise ValueError(
                 f"unfreeze={self.unfreeze} trains the whole network from epoch 0 on: remove the "

@@ -1,10 +1,10 @@
 """Ends a run whose loss is NaN or infinite, never saves such weights, warns of a diverged loss.
 
-On the CPU each loss is checked before its backward pass; in mode ``exact`` after it, since a stream
+On the CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream
 beyond its range makes the loss NaN, and :mod:`revzoo.training.redo` then repeats the step on a
 coarser grid. On a GPU such a check would wait for the device. There, the device records the first
 step whose loss is not finite and copies the record to the host asynchronously. The host reads it
-some steps later, and always before it saves a checkpoint.
+a few steps later, and always before it saves a checkpoint.
 
 A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
 uniform guessing. Random weights start near ln(classes); label smoothing, mixup and a few bad steps
@@ -58,7 +58,7 @@ class FiniteLoss(pl.Callback):
             self._check(trainer, pl_module, loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        """Check the loss of a network in mode ``exact``; of a repeated step, the last one.
+        """Check the loss of a network in mode ``exact``; for a repeated step, the last loss.
 
         Raises:
             FloatingPointError: as above.
@@ -93,7 +93,7 @@ class FiniteLoss(pl.Callback):
             FloatingPointError: a loss was not finite, or a parameter is not.
         """
         self._read(pl_module)
-        # one stack, so that a GPU is waited for once, not for each parameter
+        # one stack, so that we wait for a GPU once, not for each parameter
         checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
         if checks and not bool(torch.stack(checks).all()):
             name = next(n for n, p in pl_module.named_parameters() if not p.isfinite().all())

@@ -4,8 +4,8 @@
   and stops. A due or running validation is finished first: a run cannot resume before its end.
 - After :data:`PATIENCE` the rest of the step or validation is dropped. A resumed run computes it
   again, with the same figures.
-- A test stops after the batch. Anywhere else the run stops at once, and so it does at a second
-  Ctrl-C.
+- A test stops after the batch. Anywhere else the run stops at once. A second Ctrl-C also stops it
+  at once.
 - Distributed processes stop after the same batch, whichever of them receives the signal.
 - After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
@@ -62,7 +62,7 @@ class GracefulStop(pl.Callback):
         hint: how to resume the run, for the last line after a second Ctrl-C; None for no line.
         requested: the signal that this process has received, if any.
         agreed: the signal that all processes know since the end of a batch. Collective actions
-            (saving, leaving a loop) depend on this one only.
+            (saving, leaving a loop) depend only on this signal.
     """
 
     active: ClassVar[GracefulStop | None] = None
@@ -102,7 +102,7 @@ class GracefulStop(pl.Callback):
         text = f"revzoo: blocked for {DEADLINE:.0f} s after {name}; the last checkpoint is intact\n"
         os.write(2, text.encode())  # logging may hold a lock and block
         for process in started_processes(self._trainer) if self._trainer is not None else ():
-            # their own watchdogs may hang as well
+            # their own watchdogs may hang, too
             process.kill()
         os._exit(128 + signum)
 
@@ -185,7 +185,7 @@ class GracefulStop(pl.Callback):
             )
             requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
         if self.agreed is None and requested is not None:
-            # a process that got no signal itself starts its clock here
+            # a process without a signal of its own starts its clock here
             self.agreed, self._since = requested, self._since or time.monotonic()
 
     def _is_late(self, trainer: pl.Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""Validates a run that ends at ``max_steps``, also inside an epoch.
+"""Validates a run that ends at ``max_steps``, even inside an epoch.
 
 Lightning 2.6 ends such an epoch without a validation: the final weights could never be the best,
 and the final figures would belong to an earlier epoch.

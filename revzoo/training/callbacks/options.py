@@ -1,4 +1,4 @@
-"""Checks the names of callbacks and of their options. It needs no import of Lightning."""
+"""Checks the names of callbacks and their options, without importing Lightning."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 The callbacks reuse the batches of the validation and the logits that ``validation_step`` returns,
 from the validated weights (the moving average, if there is one). Samples are the same images in
-every validation, spread evenly over the split. No random number is drawn, so a run has the same
-weights, bit for bit, with and without pictures. Sanity checks and ``fast_dev_run`` show no picture.
+every validation, spread evenly over the split. The callbacks draw no random numbers, so a run has
+the same weights, bit for bit, with and without pictures. Sanity checks and ``fast_dev_run`` show no
+pictures.
 
 Any validation may be the last: a time limit, early stopping or a signal can end the run. So every
-validation keeps its few images and logits, which costs little. Inverses are computed only for the
+validation keeps its few images and logits, which costs little. We compute inverses only for the
 pictures that are shown.
 
 Pillow and torchvision draw the pictures; the package needs both anyway.
@@ -47,7 +48,7 @@ SIDE = 128  # small images are enlarged, by a whole factor, to at least this man
 LINE = 22  # pixels of a line of text
 GROUP = "watch"  # TensorBoard's group of pictures: sorts after train and val
 GAP = 4  # pixels around an image with its caption
-NAMED = 30  # a matrix of more classes has no room for names and numbers
+NAMED = 30  # a matrix with more classes has no room for names and numbers
 CELL = 48  # pixels of a cell of a matrix with names
 COLOURS = ("red", "green")  # of wrong and of correct predictions
 
@@ -55,7 +56,7 @@ COLOURS = ("red", "green")  # of wrong and of correct predictions
 class PictureCallback(pl.Callback, ABC):
     """Gathers images in each validation; shows a picture every few epochs and at the end.
 
-    A run that a signal stops shows its last picture too; a run that fails does not.
+    If a signal stops a run, it still shows its last picture; a run that fails does not.
 
     Args:
         every_n_epochs: epochs between two pictures.
@@ -71,7 +72,7 @@ class PictureCallback(pl.Callback, ABC):
 
     @abstractmethod
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
-        """Keep what the picture needs of the ``i``-th batch ``(images, labels)`` and its logits."""
+        """Keep the part of the ``i``-th batch ``(images, labels)`` and logits for the picture."""
 
     def finish_validation(self, trainer: pl.Trainer, module: Any) -> None:
         """Called at the end of a validation, in all processes."""
@@ -119,7 +120,7 @@ class PictureCallback(pl.Callback, ABC):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # the pictures of a run that failed would be misleading
+        # the pictures of a failed run would be misleading
         if isinstance(exception, RunStopped):
             self._show(trainer, pl_module)
 
@@ -287,7 +288,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[TextLine]], *, columns
 
     Args:
         images: (N, C, H, W) in [0, 1], C being 1 or 3.
-        captions: the lines of each image, equally many for all.
+        captions: the lines of each image, the same number for all.
         columns: images in a row.
     """
     min_width = text_width([line.text for lines in captions for line in lines])
@@ -297,7 +298,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[TextLine]], *, columns
 
 
 def _tile(image: Tensor, lines: Sequence[TextLine], *, min_width: int) -> Image.Image:
-    """One image above its lines, at least ``min_width`` pixels wide, so that no line is cut."""
+    """One image above its lines, at least ``min_width`` pixels wide to leave the lines uncut."""
     picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
     # rounded up: a whole factor keeps pixels square
     factor = max(1, -(-SIDE // max(picture.size)))
@@ -324,7 +325,7 @@ def text_width(texts: Sequence[str]) -> int:
 def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     """Counts (N, N) as blue cells: true classes from top to bottom, predicted classes across.
 
-    The colour of a cell shows its share of the row, that is of the true class. Shares of half a
+    The colour of a cell shows its share of the row, that is, of the true class. Shares of half a
     percent and more are printed in percent. Above 30 classes there are no names and numbers.
     """
     count, named = len(names), len(names) <= NAMED

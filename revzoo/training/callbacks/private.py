@@ -10,8 +10,9 @@ clipped inside the backward pass, in the network's memory mode
 
 NOTE [ What is private ]
     1. The weights of a run are (epsilon, delta)-private for adding or removing one training image.
-    2. Its log is not: training loss and accuracy come from the images, unclipped and without noise.
-       Nor are statistics of pixels, which the data module measures, nor choices between runs.
+    2. Its log is not private: training loss and accuracy come from the images, unclipped and
+       without noise. The pixel statistics of the data module and choices between runs are not
+       private, either.
     3. Batches and noise come from torch's generators and the run's seed: keep the seed of published
        weights secret, and do not pick the best of several seeds.
 """
@@ -53,7 +54,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         max_grad_norm: C.
         noise_multiplier: s; None for the smallest that keeps the budget. A value that you give may
             exceed the budget: watch ``private/epsilon``.
-        accountant: ``"rdp"``; ``"prv"`` allows some 5 % less noise and takes a minute to find it.
+        accountant: ``"rdp"``; ``"prv"`` needs about 5 % less noise, and a minute to find it.
 
     Raises:
         ValueError: an argument is out of range. When training starts: Opacus is missing, the model
@@ -90,7 +91,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         self._data: ImageData | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        """Refuse what would break the guarantee, and ask for Poisson batches."""
+        """Refuse options that would break the guarantee, and ask for Poisson batches."""
         if stage != "fit":
             return
         try:
@@ -188,14 +189,14 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         assert self._sampler is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         generator = torch.Generator(pl_module.device)
-        # by seed and step alone: a resumed run repeats the noise, and processes agree on it
+        # from seed and step only: a resumed run repeats the noise, and processes agree on it
         generator.manual_seed(noise_seed(self._sampler.seed, trainer.global_step))
         for p in parameters:
             if not p.requires_grad:
                 continue
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
             noise *= self._scale
-            # also without a gradient: missing noise would reveal an empty batch
+            # even without a gradient: missing noise would reveal an empty batch
             p.grad = noise if p.grad is None else p.grad.add_(noise)
         self._accountant.step(
             noise_multiplier=self.noise_multiplier, sample_rate=self._sampler.rate
@@ -226,7 +227,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         """Continue the accountant and the noise of the run that saved it.
 
         Raises:
-            ValueError: the run has other options.
+            ValueError: the run has different options.
         """
         # states of earlier versions lack the noise multiplier
         before = {"noise_multiplier": self.options["noise_multiplier"], **state_dict["options"]}
@@ -247,8 +248,8 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
 
 
 def noise_seed(seed: int, step: int) -> int:
-    """The seed of an optimiser step's noise; no batch and no augmentation has the same seed."""
-    # they hash up to four numbers; a fifth must not be 0, since trailing zeros do not count
+    """The seed of an optimiser step's noise, different from those of batches and augmentation."""
+    # those hash up to four numbers; the fifth here must not be 0: trailing zeros do not count
     return hash_seed(seed, step, 0, 0, 1)
 
 
@@ -267,7 +268,8 @@ def _check(trainer: pl.Trainer, data: Any) -> None:
         raise ValueError(
             f"callbacks.private with trainer.accumulate_grad_batches="
             f"{trainer.accumulate_grad_batches}: expected 1, since several batches drawn one by "
-            "one are not a Poisson batch. Raise data.batch_size: memory=exact holds larger ones"
+            "one are not a Poisson batch. Raise data.batch_size: memory=exact has room for larger "
+            "batches"
         )
     if trainer.precision not in PRECISIONS:
         raise ValueError(

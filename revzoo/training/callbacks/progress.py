@@ -2,8 +2,8 @@
 
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
 
-Why not Lightning's bars: they show batches a second, the time left of the epoch and every logged
-figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this one.
+Why not Lightning's bars: they show batches a second, the time left in the epoch and every logged
+figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this bar.
 Figures are means over the epoch so far, from the first process. The time left is for the whole
 run, validation included.
 """
@@ -30,7 +30,7 @@ from revzoo.training.metrics import so_far
 log = logging.getLogger(__name__)
 
 LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
-REDRAW_SECONDS = 0.2  # at least, between two drawings; more often costs time and helps no reader
+REDRAW_SECONDS = 0.2  # least time between two drawings; more often costs time without use
 
 
 class Progress(ProgressBar):
@@ -156,7 +156,7 @@ class Progress(ProgressBar):
 def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:
     """The columns of the bar, and the text after it: as many of ``words`` as fit.
 
-    On a narrow terminal the first words are dropped first.
+    On a narrow terminal, the first words go first.
     """
     for start in range(len(words) + 1):
         text = "  ".join([count, *words[start:]])

@@ -114,10 +114,10 @@ ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
 
 
 def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
-    """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's.
+    """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's own.
 
     Args:
-        name: a name that no callback has.
+        name: a new name.
         factory: a class or function whose keyword-only parameters are the options; a positional
             parameter gets the run's folder.
 

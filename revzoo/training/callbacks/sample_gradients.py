@@ -1,10 +1,10 @@
 """Two figures from per-sample gradients: the gradient noise scale, and the hardest images.
 
 Both take the norms from an ordinary backward pass, at little cost and without more memory
-(:mod:`revzoo.training.sample_gradients`). Steps that are not measured run as usual.
+(:mod:`revzoo.training.sample_gradients`). Steps without measurement run as usual.
 
 The gradient noise scale is the batch size up to which larger batches pay: the trace of the
-covariance of the samples' gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
+covariance of per-sample gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
 D. Amodei, "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, equation 2.9). With
 B samples of mean squared norm S, and the squared norm G of their mean gradient,
 
@@ -62,7 +62,7 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
 
     @abstractmethod
     def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
-        """Called with the squared norms ``(B,)`` of the gradients of each sample's loss."""
+        """Called with the squared norms ``(B,)`` of the per-sample gradients."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         name = type(self).__name__
@@ -86,7 +86,7 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
         refuse_unsupported(network)
 
     def restart(self) -> None:
-        """Forget the norms of a backward pass that failed; it is repeated."""
+        """Forget the norms of a failed backward pass, which is repeated."""
         if self._norms is not None and self._norms.collecting:
             self._norms.start(len(self._batch[0]))
 
@@ -143,7 +143,7 @@ class GradientNoiseScale(ReadsNorms):
         # both averages start at 0, and the same bias cancels in their ratio
         self._trace += (1 - self.decay) * (trace - self._trace)
         self._square += (1 - self.decay) * (square - self._square)
-        if self._square > 0:  # else noise hides the mean gradient
+        if self._square > 0:  # otherwise noise hides the mean gradient
             scale = self._trace / self._square
             module.log("gradients/noise_scale", scale, on_step=True, on_epoch=False)
 
@@ -187,7 +187,7 @@ class HardSamples(ReadsNorms):
             (float(v), images[i].detach().clone(), int(labels[i]))
             for v, i in zip(values, places.tolist(), strict=True)
         ]
-        # by norm alone: sorting compares the first items, and images have no order
+        # sort by the norm, the first item: images have no order
         self._top = sorted([*self._top, *hardest], key=lambda t: -t[0])[: self.count]
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:

@@ -1,8 +1,8 @@
 """More side bits over the last epochs, so that a converted network ends close to the plain one.
 
-The weight b = 2^-bits of :mod:`revzoo.layers.side_bits` goes towards 0, as Dr2Net's coefficients do
-(Zhao et al., CVPR 2024, arXiv 2401.04105). The epoch alone decides the bits, so a resumed run needs
-no other state. A checkpoint of a model created by name records the bits of its weights.
+The weight b = 2^-bits of :mod:`revzoo.layers.side_bits` goes towards 0, like Dr2Net's coefficients
+(Zhao et al., CVPR 2024, arXiv 2401.04105). The bits depend only on the epoch, so a resumed run
+needs no other state. A checkpoint of a model created by name records the bits of its weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AnnealedBits(ChecksModel):
         """Note the bits to start from.
 
         Raises:
-            ValueError: the run has no last epoch, or the network no such blocks.
+            ValueError: the run has no last epoch, or the network has no such blocks.
         """
         if stage != "fit":
             return
@@ -83,7 +83,7 @@ class AnnealedBits(ChecksModel):
             )
 
     def _bits(self) -> int:
-        """One number for all blocks: they start equal, except for those that a user has set."""
+        """One number for all blocks: they start equal, except blocks that a user has set."""
         return max(step.bits for step in self._first)
 
     def on_save_checkpoint(

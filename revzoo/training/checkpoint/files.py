@@ -1,4 +1,4 @@
-"""Writes and reads checkpoint files: a kill never leaves a damaged one, reading never runs code.
+"""Writes and reads checkpoint files: a kill never damages a file, reading never runs code.
 
 Why not Lightning's writer: its temporary file may be on another file system, so that a move is a
 copy, which a kill can cut short; and it never calls ``fsync``. Its reader runs the code of pickles
@@ -8,7 +8,7 @@ NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
 2. If the file is ``last.ckpt``, give the old one a second name, ``previous.ckpt``, in one rename.
 3. Rename the temporary file to the checkpoint, and sync the folder.
-Before step 3 the old file is complete, after it the new one. The name of an incomplete file never
+Before step 3 the old file is complete, after it the new file. The name of an incomplete file never
 ends in ``.ckpt``. Without hard links, step 2 moves the old file: until the next rename, only
 ``previous.ckpt`` is complete.
 """
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 TEMPORARY = ".saving"  # suffix of unfinished files
 PLAIN = (str, int, float, bool, type(None), bytes)
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
-GIVE_UP_AFTER = 3600.0  # seconds without a successful save that end a run
+GIVE_UP_AFTER = 3600.0  # a run ends after so many seconds without a successful save
 
 
 # a RuntimeError as well, as torch raises for a state that does not fit
@@ -62,8 +62,8 @@ class UnwritableCheckpoint(CheckpointError):
 def not_plain(value: Any, place: str = "checkpoint") -> Iterator[tuple[str, Any]]:
     """Yield (place, item) for each item and key in ``value`` that a checkpoint cannot hold.
 
-    Subclasses cannot be held either, such as ``nn.Parameter``: pickle writes their class, and
-    reading them runs its code.
+    A checkpoint cannot hold subclasses, either, such as ``nn.Parameter``: pickle writes their
+    class, and reading them runs its code.
     """
     # type() instead of isinstance: a subclass is another type
     if type(value) in MAPPINGS:
@@ -105,7 +105,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             _write(state, path)
             return
         except (OSError, RuntimeError) as error:
-            # not the disk: another attempt would fail in the same way
+            # not the disk's fault: another attempt would fail in the same way
             if not isinstance(error, OSError) and not _is_from_writer(error):
                 raise
             if seconds is None:
@@ -137,7 +137,7 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         if path.name == LAST and path.exists():
             _keep_previous(path)
         temporary.replace(path)
-        # a rename is an entry of the folder, which has its own cache
+        # a rename changes the folder, which has its own cache
         _sync_folder(path.parent)
     finally:
         # after a rename it is gone; the disk may refuse as before
@@ -186,7 +186,7 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     except UnreadableWeightsError as error:
         raise DamagedCheckpoint(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        # the keys say what the file is instead
+        # the keys show the kind of the file
         got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(
             f"{path} is not a checkpoint of a run: got {got}, expected a dictionary with "
@@ -214,7 +214,7 @@ def load_tensors(
         CheckpointError: names or shapes do not fit, a value is not a tensor, or a tensor has NaN or
             Inf. ``module`` is unchanged.
     """
-    # everything is checked before the first tensor changes
+    # check everything before the first tensor changes
     known = module.state_dict()
     expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
     tensors = {key: value for key, value in state.items() if key in expected or key not in known}
@@ -266,7 +266,7 @@ def read_last(
     try:
         state = _checked(previous, check)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{damage}; so is the one before it: {error}") from None
+        raise DamagedCheckpoint(f"{damage}; the one before it, too: {error}") from None
     log.warning("%s; resuming from %s, the checkpoint before it", damage, previous)
     # the other processes only read
     if last.exists() and is_first_process():

@@ -74,7 +74,7 @@ def _check_options(options: Any, where: str, *, nested: tuple[str, ...] = ()) ->
         raise _refused(where, "expected a mapping")
     for key, value in options.items():
         name = f"{where}.{key}"
-        # _target_ and its like select code in some libraries
+        # _target_ and similar keys select code in some libraries
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_"):
             raise _refused(name, "expected the name of an option")
         # only optim.schedule may hold a mapping
@@ -89,7 +89,7 @@ def _check_value(value: Any, name: str) -> None:
     for item in items:
         if type(item) not in SCALARS:
             raise _refused(name, f"expected a number, word or list of them, got {item!r:.80}")
-        # no reference that a library resolves, no import path, no file
+        # neither a reference that a library resolves, nor an import path, nor a file
         if isinstance(item, str) and ("${" in item or "." in item or "/" in item):
             raise _refused(name, f"expected a plain word, got {item!r:.80}")
 

@@ -71,8 +71,8 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
         source: a run's checkpoint (``.ckpt``), or its folder, for its best checkpoint; a
             safetensors file, or a folder from ``save_pretrained``; or the name of weights, such as
             ``revnet38.cifar10``.
-        bits: of its reversible blocks; None for the plain network; ``"saved"`` keeps the bits that
-            the weights were saved with.
+        bits: bits of its reversible blocks; None for the plain network; ``"saved"`` keeps the bits
+            that the weights were saved with.
 
     Raises:
         ValueError: the network cannot have these bits.
@@ -82,13 +82,13 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
     """
     source = resolve_source(source)
     path = Path(source)
-    # after resolve_source: first that it exists, then that it is the right kind
+    # after resolve_source: first check that it exists, then its kind
     if path.suffix in EXPORTS:
         raise CheckpointError(
             f"{path} is an exported program, which has no classes and normalisation: give the "
             f"checkpoint or weights that it was made from, or run it by {EXPORTS[path.suffix]}"
         )
-    # any other file counts as a checkpoint, whatever its name
+    # any other file counts as a checkpoint, under any name
     is_checkpoint = path.is_file() and path.suffix != SUFFIX
     restored = _from_checkpoint(path) if is_checkpoint else _from_weights(source)
     change_bits(restored.network, bits)
@@ -114,7 +114,7 @@ def _from_weights(source: str | Path) -> Restored:
     entry = model.entry
     assert entry is not None, "pretrained weights have one"
     facts = {name: getattr(entry, name) for name in ("classes", "mean", "std")}
-    # an entry may omit them, as weights of other programs do
+    # an entry may omit them, like weights of other programs
     if lacking := [name for name, value in facts.items() if not value]:
         raise EntryError(
             f"the entry of the weights {source} lacks {', '.join(lacking)}: add these fields to "

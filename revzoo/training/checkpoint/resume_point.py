@@ -10,8 +10,8 @@ from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
 def can_resume_here(trainer: pl.Trainer) -> bool:
     """Whether a run saved after this batch resumes exactly.
 
-    It does not between the batches of one optimiser step, because gradients are not saved. Nor does
-    it before a due validation or the end of an epoch, because Lightning would skip these.
+    Not between the batches of one optimiser step, because gradients are not saved; not before a due
+    validation or the end of an epoch, because Lightning would skip these.
     """
     batches = batches_of_epoch(trainer)
     whole_step = batches % trainer.accumulate_grad_batches == 0

@@ -1,8 +1,8 @@
 """The state that a run needs, beyond Lightning's, to resume exactly.
 
 Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
-of the random generators nor the metrics of an epoch in progress. A run of another length or with
-another number of processes cannot resume exactly; we refuse it.
+of the random generators nor the metrics of an epoch in progress. If the length of the run or the
+number of processes changed, it cannot resume exactly, and we refuse it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to
 
 def random_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
-    # of all devices: which one this process uses is known later
+    # of all devices: this process learns its device later
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {**random_states_of_cpu(), "cuda": cuda}
 
@@ -72,7 +72,7 @@ class RunState(pl.Callback):
         figures: the logged figures when the run was saved; empty in a new run.
         notes: warnings for the run's summary, by topic.
         recomputed: names of the steps whose drift was too large to invert; they are recomputed.
-        grid: fractional bits of the streams after one left its range; None before.
+        grid: fractional bits of the streams after a stream left its range; None before.
     """
 
     _trainer: pl.Trainer  # both from setup
@@ -134,10 +134,10 @@ class RunState(pl.Callback):
         """Keep a saved state, to restore it when training starts.
 
         Raises:
-            CheckpointError: the run has another number of processes, or of steps if the learning
-                rates depend on that number.
+            CheckpointError: the number of processes differs, or the number of steps if the learning
+                rates depend on it.
         """
-        # a test may use another number of devices
+        # a test may use a different number of devices
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_same_length(state_dict)
         self._loaded = state_dict
@@ -153,7 +153,7 @@ class RunState(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore here, not earlier: the setup of a run may draw random numbers, too."""
         for name, step in pl_module.named_modules():
-            # the resumed run may use another memory mode than before
+            # the resumed run may use a different memory mode
             if name in self.recomputed and isinstance(step, Step) and can_drift(step):
                 step.memory = "recompute"
         if self.grid is not None:

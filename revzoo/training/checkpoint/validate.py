@@ -1,9 +1,9 @@
 """Validates a checkpoint before a run resumes.
 
 Lightning ignores missing parts: without ``loops`` a run counts from 0 again, without ``callbacks``
-it draws other random numbers, and a buffer of another shape fails in the first step. We compare the
-state with the one that a run of the same hyperparameters would save. For this, the model is built
-on torch's ``meta`` device, which has names and shapes but no values.
+it draws other random numbers, and a buffer of the wrong shape fails in the first step. We compare
+the state with the state that a run of the same hyperparameters would save. For this we build the
+model on torch's ``meta`` device, which has names and shapes but no values.
 
 A good checkpoint of another run (model, recipe, length, number of processes) passes here. Then
 ``resume`` and :class:`~revzoo.training.checkpoint.state.RunState` refuse it.
@@ -65,7 +65,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
         DamagedCheckpoint: naming the first wrong part.
     """
     _raise_first(differences({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
-    # two counters of one thing: they differ if a file was edited or merged
+    # two counters of the same steps: they differ if a file was edited or merged
     steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
         raise DamagedCheckpoint(f"global_step is {state['global_step']}, but its loops say {steps}")
@@ -100,7 +100,7 @@ def check_contents(
 
 
 def differences(expected: Any, got: Any, key: str) -> Iterator[str]:
-    """Yield each place where ``got`` lacks a key, or has another type or shape than ``expected``.
+    """Yield each place where ``got`` lacks a key of ``expected``, or differs in type or shape.
 
     Values may differ, and ``got`` may have more keys. It may lack the keys of :data:`OPTIONAL`.
     None in ``expected`` matches anything.
@@ -157,7 +157,7 @@ def _wrong_weights(
         expected["averaging_state"] = {"n_averaged": torch.tensor(0)}
     yield from differences(expected, state, "")
     for name in expected:
-        # for weights, unlike elsewhere, more keys are wrong: another model has them
+        # for weights, unlike elsewhere, more keys are wrong: they belong to another model
         if more := [key for key in state[name] if key not in expected[name]]:
             yield f"{name} has {more[0]!r}, which the model does not have"
         yield from not_finite(state[name], name)
@@ -174,10 +174,10 @@ def _wrong_optimizer(
     yield from differences(expected, saved, key)
     for index, group in enumerate(expected["param_groups"]):
         if saved["param_groups"][index]["params"] != group["params"]:
-            yield f"{key}['param_groups'][{index}] lists other parameters than the model's"
+            yield f"{key}['param_groups'][{index}] does not list the model's parameters"
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
-    # frozen parameters have none, nor have parameters whose every step the scaler skipped
+    # frozen parameters, and parameters whose every step the scaler skipped, have no buffer
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
     # before the first step there are no buffers
     if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:

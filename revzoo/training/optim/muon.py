@@ -94,10 +94,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
-    # Frobenius norm: no singular value is above 1, as the iteration needs
+    # Frobenius norm: all singular values are at most 1, as the iteration needs
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
-        # an odd polynomial of x of degree 5, which acts on each singular value alone
+        # an odd polynomial of x of degree 5, which acts on each singular value separately
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

@@ -61,7 +61,7 @@ class OptimSpec:
 
     def __post_init__(self) -> None:
         check_choice("optim.name", self.name, OPTIMIZERS)
-        # a rate that nothing uses is probably a mistake
+        # an unused rate is probably a mistake
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
@@ -134,7 +134,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
     """Add an optimiser, which ``optim.name=NAME`` selects.
 
     Args:
-        name: a name that no optimiser has.
+        name: a new name.
         builder: takes the parameter groups, returns the optimiser.
         groups: ``groups(model, spec)``: the parameter groups of the trainable parameters. The
             default gives all of them ``optim.lr``, and decay to the weights of layers.

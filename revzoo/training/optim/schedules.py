@@ -124,7 +124,7 @@ class ConstantSchedule:
     name: ClassVar[str] = "constant"
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-        # a scheduler that changes nothing, so that all recipes log and save one
+        # a scheduler without effect, so that all recipes log and save one
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 

@@ -1,15 +1,15 @@
 """The largest batch that fits into memory, by Lightning's ``BatchSizeFinder`` on a copy.
 
-Lightning tries larger and larger batches until memory runs out. On a GPU an error says when to
-stop. On the CPU there is no error: the system swaps, or kills a process. So there we compute an
-upper end first:
+Lightning tries larger and larger batches until memory runs out. On a GPU an error ends the search.
+On the CPU there is no error: the system swaps, or kills a process. So there we compute an upper end
+first:
 
 1. A trial with two images triggers all lazy loading. We count the activations of one image in each
    memory mode (:func:`bytes_by_mode`). Together with gradients, momentum and the optimiser's
    copies this gives the largest batch for the free (or allowed) memory.
-2. Lightning's finder trains batches from an eighth of that size up to it. Before each one we
-   extrapolate the growth of the process, after each one we measure it. Beyond the limit we raise
-   the error of torch's allocator, which Lightning handles.
+2. Lightning's finder trains batches from an eighth of that size up to it. Before each batch we
+   extrapolate the growth of the process, after it we measure it. Beyond the limit we raise the
+   error of torch's allocator, which Lightning handles.
 3. The finder returns its upper end untried, so we train the result for two more steps and lower it
    until the process stays within the limit.
 
@@ -20,7 +20,7 @@ trial count, since the run has them too: the same 64 images took 169 MB, of whic
 32x32 pixels, glibc 2.36).
 
 Known limits: the search ignores memory that other processes take later. Gaps in the heap differ
-from trial to trial, so small limits (some 100 MiB) give batches that are too small.
+from trial to trial, so small limits (about 100 MiB) give too small batches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from revzoo.training.tuning.trial import Trial, random_states_kept, trial_traine
 log = logging.getLogger(__name__)
 
 SHARE = 0.8  # of the free memory; kernels' workspaces and gaps of the heap need the rest
-STEPS = 2  # of a trial: gradients and momentum exist from the second on
+STEPS = 2  # of a trial: gradients and momentum exist from the second step on
 SMALLEST = 2
 FIRST = 8  # the search starts at the largest batch that may fit, divided by this
 SUCCESSES = 6  # at most, on the CPU: finding the last image is not worth the time
@@ -149,7 +149,7 @@ def find_batch_size(
 
 
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:
-    """Bytes that a step may take beyond present use; None if only the device limits it."""
+    """Bytes that a step may take beyond current use; None if only the device limits it."""
     if device.type != "cpu":
         # on a GPU max_bytes limits the tensors, on the CPU the whole process
         return None if max_bytes is None else int(max_bytes)
@@ -167,7 +167,7 @@ def room_on(device: torch.device, max_bytes: float | None) -> int | None:
 def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of activations of one image, in each memory mode that the model has.
 
-    Counted in float32: autocast to a narrower dtype takes no more.
+    Counted in float32; autocast to a narrower dtype does not need more.
     """
     # float64 has twice the bytes
     factor = 2 if options.get("precision") == "64-true" else 1
@@ -194,7 +194,7 @@ class _Limit:
         Raises:
             RuntimeError: as torch's allocator raises it, if the estimate exceeds the room.
         """
-        # Lightning's search may go down again; then the last trial says nothing new
+        # Lightning's search may go down again; then the last trial is no guide
         if self.tried and batch_size > self.tried:
             # an upper bound: activations grow with the batch, the rest does not
             self._refuse(batch_size, (self.taken() or 0) * batch_size / self.tried)
@@ -267,7 +267,7 @@ class _Trials:
             )
         assert best is not None, "only fast_dev_run returns None"
         while best > SMALLEST and not self.train(best):
-            # gaps of the heap vary by some percent from trial to trial
+            # gaps of the heap vary by a few percent from trial to trial
             best = max(SMALLEST, int(0.9 * best))
         return best
 

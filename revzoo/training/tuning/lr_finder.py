@@ -10,8 +10,8 @@ copy of the module (see :mod:`revzoo.training.tuning.trial`). It differs in four
 3. Lightning's running mean of the losses starts at half of the first loss, because its bias
    correction counts one step too many. Here it starts at the first loss.
 4. We suggest the rate at which the loss falls fastest per *logarithm* of the rate, since the sweep
-   is exponential. Lightning uses the slope per rate, where noise makes the smallest rates win: 1e-4
-   on the digits, where this gives 0.10 (the recipe's peak is 0.2).
+   is exponential. Lightning uses the slope per rate, so noise makes the smallest rates win: 1e-4 on
+   the digits, where our rule gives 0.10 (the recipe's peak is 0.2).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LRCurve:
     @property
     def suggestion(self) -> float | None:
         """The rate at which the loss falls fastest; None if it never falls."""
-        # the last loss may be of a diverged step
+        # the last loss may come from a diverged step
         rates, losses = self.rates[SKIPPED:-1], self.losses[SKIPPED:-1]
         # a slope needs two points
         if len(rates) < 2:
@@ -75,7 +75,7 @@ class LRCurve:
         return rates[steepest] if slopes[steepest] < 0 else None
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``lr_finder.csv`` and, where matplotlib is installed, ``lr_finder.png``."""
+        """Write ``lr_finder.csv`` and, if matplotlib is installed, ``lr_finder.png``."""
         table = folder / CURVE_FILE
         with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
@@ -109,7 +109,7 @@ def find_lr(
         module: with its recipe; we train a copy.
         data: a data module after ``setup``.
         min_lr: rate of the first step.
-        max_lr: rate of the last step; the sweep may end before.
+        max_lr: rate of the last step; the sweep may end earlier.
         steps: optimiser steps, at least 15.
         trainer: options of the run's trainer, such as its precision.
 
@@ -143,12 +143,12 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
 
 
 def _check_that_lr_matters(module: Classifier, *rates: float) -> None:
-    """Raise a ValueError if ``optim.lr`` changes the rate of no parameter."""
+    """Raise a ValueError if ``optim.lr`` does not change the rate of any parameter."""
     spec = module.optim
     # with Muon and frozen layers, all trained parameters may use sgd_lr
     if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
         raise ValueError(
-            f"optim.lr is the rate of no trained parameter: with optim.name={spec.name} and the "
+            f"no trained parameter uses optim.lr: with optim.name={spec.name} and the "
             f"frozen layers, all use optim.sgd_lr={spec.sgd_lr}. Choose optim.sgd_lr by hand, "
             "search with SGD (optim=onecycle), or unfreeze more at the start "
             "(callbacks.finetuning.unfreeze=[0])"

@@ -1,8 +1,8 @@
 """An out-of-memory error lists the used memory and the needs of each memory mode.
 
 We count the needs in one training step of the same model with few images on the CPU: the peak of
-all tensors alive at the same time. An evaluation keeps no activations in any mode, so there only a
-smaller batch helps.
+all tensors alive at the same time. An evaluation keeps no activations in any mode, so only a
+smaller batch helps there.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size:
         return f"No mode takes less than {current}: lower data.batch_size ({batch_size})"
     if free is None:
         return f"Use memory={best}"
-    # a tenth is for everything that the count leaves out
+    # leave a tenth for everything that the count leaves out
     if needs[best] < 0.9 * free:
         return f"memory={best} would fit: {free / GIB:.3f} GiB are free without the step"
     return (

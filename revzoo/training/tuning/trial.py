@@ -92,7 +92,7 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
             **{name: options[name] for name in KEPT if name in options},
             devices=1,
             max_steps=max_steps,
-            # limit_val_batches=0 would not do: Lightning's finder sets it
+            # not limit_val_batches=0, which Lightning's finder overwrites
             check_val_every_n_epoch=sys.maxsize,
             num_sanity_val_steps=0,
             # Lightning's tuner saves a checkpoint there and restores it

@@ -183,7 +183,7 @@ def test_a_state_with_wrong_parts_is_damaged(
     before = files(stopped)
     message = refused(stopped)
     assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
-    assert f"so is the one before it: {previous} is damaged (global_step is 99" in message
+    assert f"the one before it, too: {previous} is damaged (global_step is 99" in message
     assert len(message.splitlines()) == 1
     assert files(stopped) == before
     previous.write_bytes(good)
@@ -277,7 +277,7 @@ def test_another_precision_makes_another_plan(
     before = config_of(stopped)["memory"]
     with caplog.at_level("INFO"):
         go_on(stopped, "precision=fp64", "--allow-precision-change")
-    assert "plans again, since the run has another precision" in caplog.text
+    assert "plans again, since the run has a different precision" in caplog.text
     after = config_of(stopped)["memory"]
     assert after["bytes"] == before["bytes"]
     assert after["plan"] != before["plan"]

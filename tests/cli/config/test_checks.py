@@ -101,7 +101,7 @@ def test_pretrained_weights_must_be_known(
         (["callbacks.gradient_noise_scale={}"], r"^callbacks\.gradient_noise_scale: .*norm=group"),
         (["callbacks.early_stopping={patience: -1}"], r"early_stopping\.patience=-1"),
         (["trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch=0: expected a whole"),
-        (["trainer.limit_train_batches=0"], "limit_train_batches=0: there would be no batch"),
+        (["trainer.limit_train_batches=0"], "limit_train_batches=0 leaves no batch"),
         (["trainer.limit_test_batches=0"], "test=false skips the test"),
         (["trainer.gradient_clip_val=-1"], "gradient_clip_val=-1: expected a number"),
         (["trainer.gradient_clip_val=abc"], "gradient_clip_val='abc': expected a number"),

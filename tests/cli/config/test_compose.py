@@ -74,7 +74,7 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.lr=tag(log,", r"a \( is not closed"),
         ("optim.lr=choic(1,2)", "Unknown function 'choic'"),
         ("optim.lr=interval(a,2)", "'interval\\(a,2\\)': .* start: str is incompatible"),
-        ("callbacks.ema=choice(null,{decay: 0.9})", "takes no null: .* 'KEY=null,VALUE'$"),
+        ("callbacks.ema=choice(null,{decay: 0.9})", "does not take null: .* 'KEY=null,VALUE'$"),
         ("+model.checkpoint_path=epoch=1-step=2.ckpt", "KEY='\"a=b\"'$"),
         ("~optim.lrr", r"did you mean 'optim\.lr'"),
         (

@@ -135,7 +135,7 @@ def test_a_run_says_what_side_bits_and_recalibration_do(
         train(compose(*SMALL, *options, *callbacks), run_dir=tmp_path / "run")
     lines = [line for line in caplog.messages if line.startswith(("side bits", "BatchNorm"))]
     assert lines == [
-        "BatchNorm: statistics of 2 batches of training images replace the weights' "
+        "BatchNorm: statistics of 2 batches of training images replace the loaded ones "
         "(callbacks.batch_norm.recalibrate)",
         "side bits: 6 in epoch 2/3 (callbacks.side_bits raises them to 8)",
         "side bits: 8 in epoch 3/3 (callbacks.side_bits raises them to 8)",

@@ -237,7 +237,7 @@ def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
         (checker(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
         (
             checker(damaged=[0, 1]),
-            r"1 is bad\): restore .*; so is the one before it: .*previous\.ckpt",
+            r"1 is bad\): restore .*; the one before it, too: .*previous\.ckpt",
             {LAST, PREVIOUS},
         ),
         (checker(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),

@@ -142,7 +142,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: s.pop("optimizer_states"), "optimizer_states is missing"),
     (lambda s: s.update(optimizer_states=[]), "optimizer_states is a list of 0"),
     (lambda s: optimizer(s)["param_groups"].pop(), "a list of 1, expected a list of 2"),
-    (lambda s: optimizer(s)["param_groups"][0]["params"].reverse(), "lists other parameters"),
+    (lambda s: optimizer(s)["param_groups"][0]["params"].reverse(), "does not list the model's"),
     (lambda s: optimizer(s)["state"].pop(1), r"\['state'\]\[1\] is missing"),
     (lambda s: optimizer(s)["state"][1].clear(), "momentum_buffer'] is missing"),
     (lambda s: optimizer(s)["state"].update({999: {}}), "999, which is not a parameter"),
