@@ -28,9 +28,9 @@ NOTE [ Words and floats ]
        with the functions of this module.
     5. With ``grid="auto"`` the range of a chain of steps is at least 16 times the largest value
        that enters it. It is computed on the device, for each input.
-    6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
-       also in a replay and without a host sync, and the backward pass raises a RangeError. If the
-       output needs no gradient, the forward pass of the sequence, or of the step called alone,
+    6. Sums overflow beyond 31 bits. So a value or stream beyond 30 bits turns the whole stream into
+       NaN, in replays too and without a host sync. The backward pass then raises a RangeError; if
+       the output needs no gradient, the forward pass of the sequence, or of the step called alone,
        raises it. Infinite values and NaN, as after an overflow of float16, become NaN.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
