@@ -10,8 +10,8 @@ from revzoo.core.entry import ReplayMismatchError
 from revzoo.core.guard import DriftError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.invertible_checkpoint import invertible_checkpoint
-from revzoo.core.modes import memory, set_memory
 from revzoo.core.ranges import RangeError
+from revzoo.core.set_memory import memory, set_memory
 from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
 from revzoo.layers.activation import InvertibleLeakyReLU

@@ -24,6 +24,12 @@ FACTS = {
 }
 
 
+def undescribed(entry: WeightsEntry) -> list[str]:
+    """The missing fields that a published entry must have."""
+    names = ("mean", "std", "license", "recipe", "metrics", "measured_on")
+    return [name for name in names if not getattr(entry, name)]
+
+
 def small(architecture: str = "revnet38", *, seed: int = 0, **keywords: Any) -> ImageNetwork:
     """A small network whose buffers are not defaults either."""
     torch.manual_seed(seed)

@@ -18,7 +18,7 @@ def command_line(command: str, *arguments: object) -> str:
     It repeats this process's ``--import``.
     """
     script, python = _script(), _as_typed("python", sys.executable)
-    if script == SCRIPT and command == "train":
+    if script == SCRIPT:
         words = [python, sys.argv[0]]
     elif script == "revzoo":
         words = [_as_typed("revzoo", sys.argv[0]), command]
@@ -29,11 +29,10 @@ def command_line(command: str, *arguments: object) -> str:
     return shlex.join([*words, *import_arguments(), *map(str, arguments)])
 
 
-def tool_line(name: str, *arguments: object) -> str:
-    """The text of another package's command in this environment: ``tensorboard ...``."""
-    return shlex.join(
-        [_as_typed(name, str(Path(sys.executable).parent / name)), *map(str, arguments)]
-    )
+def tensorboard_line(folder: object) -> str:
+    """The text of the command that shows ``folder`` in this environment's TensorBoard."""
+    program = Path(sys.executable).parent / "tensorboard"
+    return shlex.join([_as_typed("tensorboard", str(program)), "--logdir", str(folder)])
 
 
 def _as_typed(name: str, path: str) -> str:
@@ -48,18 +47,18 @@ def _as_typed(name: str, path: str) -> str:
     return str(short_path(program))
 
 
-def process_of(command: str) -> list[str]:
-    """The first words of a command line that runs ``command`` as this process was started.
+def train_words() -> list[str]:
+    """The first words of a command line that trains, as this process was started.
 
     They repeat this process's ``--import``.
     """
     script, path = _script(), str(Path(sys.argv[0]).absolute())  # the command may change folders
-    if script == SCRIPT and command == "train":
+    if script == SCRIPT:
         words = [sys.executable, path]
     elif script == "revzoo":
-        words = [sys.executable, path, command]
+        words = [sys.executable, path, "train"]
     else:
-        words = [sys.executable, "-m", "revzoo", command]
+        words = [sys.executable, "-m", "revzoo", "train"]
     return [*words, *import_arguments()]
 
 

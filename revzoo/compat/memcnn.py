@@ -205,7 +205,7 @@ class InvertibleModuleWrapper(nn.Module):
         TypeError: in a call that needs it, if ``fn`` has no ``inverse``.
     """
 
-    # revzoo.core.modes: messages of set_memory name these attributes
+    # revzoo.core.set_memory: messages of set_memory name these attributes
     memory_options = "keep_input, keep_input_inverse and disable"
 
     def __init__(

@@ -48,12 +48,15 @@ class InverseReport(tuple[StepError, ...]):
         """Largest relative error in ``dtype``.
 
         Raises:
-            ValueError: ``dtype`` was skipped.
+            ValueError: ``dtype`` was skipped, or not checked.
         """
         if dtype in self.skipped:
             raise ValueError(f"{dtype} was skipped: {self.skipped[dtype]}")
-        errors = torch.tensor([row.relative for row in self if row.dtype == dtype])
-        return float(errors.max())  # NaN if one is NaN
+        errors = [row.relative for row in self if row.dtype == dtype]
+        if not errors:
+            checked = ", ".join(dict.fromkeys(str(row.dtype) for row in self))
+            raise ValueError(f"dtype={dtype} was not checked; this report has {checked}")
+        return float(torch.tensor(errors).max())  # NaN if one is NaN
 
     def __str__(self) -> str:
         dtypes = list(dict.fromkeys(row.dtype for row in self))

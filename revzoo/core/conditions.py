@@ -63,7 +63,7 @@ from revzoo.core.global_state import (
     CountedDraws,
     RandomStates,
     Surroundings,
-    is_captured,
+    capturing_cuda_graph,
     is_faked,
     random_states,
     set_random_states,
@@ -213,7 +213,7 @@ class Conditions:
 
 def _captured_without_draws(reach: Reach) -> bool:
     """Whether a CUDA graph is being captured; raises a RuntimeError if the step may draw."""
-    captured = is_captured()
+    captured = capturing_cuda_graph()
     if captured and reach.draws:
         raise RuntimeError(
             "a step that draws random numbers, or has not run yet, runs while a CUDA graph is "

@@ -58,7 +58,7 @@ class ReplayMismatchError(RuntimeError):
 _SMALL_SHARE, _SMALL_PER_CHAIN = 512, 16
 
 
-class Entry:
+class TapeEntry:
     """One executed step with the data for its replay, but no activation and no graph."""
 
     __slots__ = (
@@ -367,7 +367,7 @@ class _NoRecorder:
 
     complete = True
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: TapeEntry) -> None:
         self.needs = entry.needs
         self.aside = entry.aside
 
@@ -386,7 +386,7 @@ class _NoRecorder:
 class SlotRecorder:
     """The tensors that a replay saves, matched one by one with the forward pass's."""
 
-    def __init__(self, entry: Entry, *, stops: bool = False) -> None:
+    def __init__(self, entry: TapeEntry, *, stops: bool = False) -> None:
         self.needs = entry.needs
         self.aside: Sequence[Tensor] = entry.aside
         self._entry = entry

@@ -28,9 +28,9 @@ NOTE [ Words and floats ]
        with the functions of this module.
     5. With ``grid="auto"`` the range of a chain of steps is at least 16 times the largest value
        that enters it. It is computed on the device, for each input.
-    6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
-       also in a replay and without a host sync, and the backward pass raises a RangeError. If the
-       output needs no gradient, the forward pass of the sequence, or of the step called alone,
+    6. Sums overflow beyond 31 bits. So a value or stream beyond 30 bits turns the whole stream into
+       NaN, in replays too and without a host sync. The backward pass then raises a RangeError; if
+       the output needs no gradient, the forward pass of the sequence, or of the step called alone,
        raises it. Infinite values and NaN, as after an overflow of float16, become NaN.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
@@ -50,8 +50,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from revzoo.core import integer_kernels
 from revzoo.core.bits import unpack_bits
 from revzoo.core.global_state import autocast_dtypes, runs_eagerly
+from revzoo.core.integer_kernels import (
+    add_and_read,
+    in_chunks,
+    quantise,
+    read,
+    renew,
+    shift_in,
+    shift_out,
+    subtract,
+    subtract_and_read,
+)
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
@@ -65,11 +77,6 @@ _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _LARGEST_RANGE = 2.0**116  # also of an infinite input: the end of the range must be a float32
 # the fewest bits that grid="auto" chooses: each doubling of the input above 4 costs one
 COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
-_CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
-_CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
-
-backend: str | None = None
-"""The backend of ``torch.compile`` that fuses the operations of a sum; None runs them eagerly."""
 
 Grid = int | str
 
@@ -220,7 +227,7 @@ class Fixed:
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
         if self.peak is not None:  # an empty stream has nothing to read
-            _in_chunks(_read, (self.words, floats), self.scale.down_within(self.peak.value))
+            in_chunks(read, (self.words, floats), self.scale.down_within(self.peak.value))
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
@@ -232,9 +239,9 @@ class Fixed:
         words = self.words
         fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
-        reuses = overwrite and fits and backend is None
+        reuses = overwrite and fits and integer_kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
-        _in_chunks(_subtract, (words, value, out), self.scale.up)
+        in_chunks(subtract, (words, value, out), self.scale.up)
         return self.with_words(out)
 
 
@@ -310,7 +317,7 @@ def renew_words(state: Iterable[Tensor]) -> None:
             continue
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
-        _in_chunks(_renew, (t.detach(), fixed.words.data), scale.up, scale.down)
+        in_chunks(renew, (t.detach(), fixed.words.data), scale.up, scale.down)
         if (known := fixed.peak) is not None:
             size = largest(t)
             # the cause of a NaN stays, until all values are finite again
@@ -430,7 +437,7 @@ class _Rounded(torch.autograd.Function):
 
 def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
-    _in_chunks(_quantise, (x.detach(), words), scale.up)
+    in_chunks(quantise, (x.detach(), words), scale.up)
     peak = _peak(largest(x), scale, x) if x.numel() else None
     rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak))
     return rounded
@@ -464,7 +471,7 @@ def _summed(
             # the first value beyond the range stays: it causes every later NaN
             before = fixed.peak.value
             peak = torch.where(before < scale.end, peak.maximum(before), before)
-        _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
+        in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
         # fmax: a NaN of rule 6 must not hide the value that caused it
         summed.peak = _peak(torch.fmax(peak, largest(total)), scale, value, total)
     _set_words(total, summed)
@@ -477,7 +484,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
-        fill = _add_and_read if sign > 0 else _subtract_and_read
+        fill = add_and_read if sign > 0 else subtract_and_read
         total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
         ctx.peaks = _used_by(summed)
         return total
@@ -512,7 +519,7 @@ class _SecondDifference(torch.autograd.Function):
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
-        total, summed = _summed(_shift_in, fixed, parts, x.dtype, bits, weight=2)
+        total, summed = _summed(shift_in, fixed, parts, x.dtype, bits, weight=2)
         ctx.peaks = _used_by(summed)
         return total
 
@@ -543,44 +550,10 @@ def undo_second_difference(
 ) -> Fixed:
     """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
     words = torch.empty_like(total.words)
-    _in_chunks(_shift_out, (total.words, x, value, words), total.scale.up, bits)
+    in_chunks(shift_out, (total.words, x, value, words), total.scale.up, bits)
     # the shift has left zeros in the low bits, where the dropped bits go
     words |= unpack_bits(side, words, bits)
     return total.with_words(words)
-
-
-def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Tensor, of_x: Tensor) -> None:
-    """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
-    total = value.to(_computed_in(words)) * of_value
-    words.copy_(total.addcmul_(x, of_x).round_())
-
-
-def _factors(up: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The factors of the value and of x in the second difference, in units."""
-    b = 2.0**-bits
-    return up * (1 + b), up * (-2 * b)
-
-
-def _shift_in(
-    before: Tensor,
-    x: Tensor,
-    value: Tensor,
-    words: Tensor,
-    total: Tensor,
-    up: Tensor,
-    down: Tensor,
-    n: int,
-) -> None:
-    _difference(x, value, words, *_factors(up, n))
-    # an arithmetic shift: it rounds down, also below zero, and _shift_out adds the rest
-    words += before >> n
-    _read(words, total, down)
-
-
-def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tensor, n: int) -> None:
-    _difference(x, value, before, *_factors(up, n))
-    torch.sub(total, before, out=before)
-    before <<= n
 
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
@@ -645,118 +618,3 @@ _NOT_MOVED = (
     "a step with exact = True got integers; expected forward and inverse to move them as they move "
     "floats. Use AdditiveCoupling for sums, or leave exact = False"
 )
-
-
-def _computed_in(words: Tensor) -> torch.dtype:
-    return torch.float64 if words.dtype == torch.int64 else torch.float32
-
-
-def _quantise(x: Tensor, words: Tensor, up: Tensor) -> None:
-    words.copy_((x.to(_computed_in(words)) * up).round_())
-
-
-def _read(words: Tensor, floats: Tensor, down: Tensor) -> None:
-    if floats.dtype == _computed_in(words):
-        floats.copy_(words).mul_(down)
-    else:
-        floats.copy_(words.to(_computed_in(words)).mul_(down))
-
-
-def _renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> None:
-    new = torch.empty_like(words)
-    _quantise(floats, new, up)
-    # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
-    known = torch.empty_like(floats)
-    _read(words, known, down)
-    # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow
-    changed = known.ne_(floats).to(words.dtype)
-    words += new.sub_(words).mul_(changed)
-
-
-def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
-    _quantise(value, out, up)
-    torch.sub(words, out, out=out)
-
-
-def _add_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
-) -> None:
-    _quantise(value, words, up)
-    torch.add(x, words, out=words)
-    _read(words, total, down)
-
-
-def _subtract_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
-) -> None:
-    _subtract(x, value, words, up)
-    _read(words, total, down)
-
-
-# Their results do not depend on how a compiler orders or fuses the operations: each one is exact,
-# or is a rounding.
-_COMPILABLE = (_quantise, _read, _subtract, _add_and_read, _subtract_and_read)
-
-
-@functools.cache
-def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
-    compiled: Callable[..., None] = torch.compile(fn, backend=backend, dynamic=True)
-    return compiled
-
-
-def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *options: Any) -> None:
-    """``fn(*tensors, *options)``, piece by piece, so that its temporary tensors are small."""
-    words = next(t for t in tensors if not t.is_floating_point())
-    if backend is not None and fn in _COMPILABLE and has_values(words):
-        _compiled(fn, backend)(*(_flat(tensors) or tensors), *options)
-        return
-    chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    flat = _flat(tensors) if words.numel() > chunk else None
-    if flat is None:
-        fn(*tensors, *options)
-    elif not has_values(words):
-        fn(*[t[:chunk] for t in flat], *options)  # one piece takes the memory of all
-    else:
-        count = -(-words.numel() // chunk)
-        for pieces in zip(*[t.chunk(count) for t in flat], strict=True):
-            fn(*pieces, *options)
-
-
-def _flat(tensors: tuple[Tensor, ...]) -> list[Tensor] | None:
-    """The tensors as rows, if the same places in memory hold corresponding elements."""
-    if any(t.stride() != tensors[0].stride() for t in tensors):
-        return None
-    flat = [t for t in map(in_memory_order, tensors) if t is not None]
-    return flat if len(flat) == len(tensors) else None
-
-
-class _Round(torch.autograd.Function):
-    """Round to multiples of ``1 / scale``; the gradient is the identity (straight-through)."""
-
-    # transforms and forward-mode AD run the rounding, too (rule 7)
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, scale: float) -> Tensor:
-        return (x * scale).round_().mul_(1 / scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent
-
-
-def round_to_grid(x: Tensor, bits: int) -> Tensor:
-    """``x`` rounded, half to even, to multiples of ``2**-bits``; same shape and dtype.
-
-    The gradient passes through unchanged. A narrow type keeps its own precision.
-    """
-    rounded: Tensor = _Round.apply(x, 2.0**bits)
-    return rounded

@@ -155,7 +155,7 @@ def is_faked(inputs: Iterable[Tensor]) -> bool:
     return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
 
 
-def is_captured() -> bool:
+def capturing_cuda_graph() -> bool:
     """Whether a CUDA graph is being captured. The host can then read no value or random state."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()

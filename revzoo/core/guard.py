@@ -13,13 +13,14 @@ need no gradient, in the forward pass. Steps whose limit is None are not guarded
 compared or read, and a value beyond the range shows only as NaN.
 
 NOTE [ Streams that overflow ]
-    Nothing can be recovered from an infinite output, and plain training has no finite gradients
-    there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
-    chains that ran in float16 and ended in values that are not finite. A fixed-point stream with
-    such a value is NaN as a whole. Then the guard skips all fixed-point streams of the backward
-    pass, and warns, unless the first such stream comes from float16. In other streams it still
-    compares the values that are finite in both passes, so that an overflow does not hide a wrong
-    inverse, and warns of the rest.
+    An infinite output cannot be inverted, and plain training has no finite gradient there either.
+    In float16 this is a normal event: GradScaler skips the step. So:
+
+    1. Chains that ran in float16 and ended in values that are not finite are skipped.
+    2. A fixed-point stream with such a value becomes NaN as a whole. The guard skips all
+       fixed-point streams of that backward pass, and warns unless the first one came from float16.
+    3. In other streams it compares the values that are finite in both passes, so a wrong inverse
+       does not hide behind an overflow, and warns about the rest.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of

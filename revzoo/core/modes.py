@@ -17,14 +17,13 @@ allows. To add a mode, write a subclass and add it to :data:`MODES`.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from revzoo._checks import check_module, did_you_mean
+from revzoo._checks import did_you_mean
 from revzoo.core.calls import (
     call_on_grid,
     explain_streams,
@@ -37,7 +36,6 @@ from revzoo.core.fixedpoint import (
     AUTO,
     Grid,
     can_have_words,
-    check_bits,
     keeps_words,
     put_on_grid,
     renew_words,
@@ -48,19 +46,15 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
-    is_container,
     kind_of,
     name_of,
     plain_call,
-    steps_in,
     streams_of,
 )
 from revzoo.core.offload import offloaded
 from revzoo.core.reach import reached
 from revzoo.core.slots import replays_are_rounded
 from revzoo.core.tape import differentiates, record
-
-_SETTINGS = ("memory", "grid")  # what set_memory sets on a step
 
 
 class Mode:
@@ -201,7 +195,7 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
     if step.needs_words and mode.inverts and step.grid is None:
-        raise ValueError(_needs_words(step, mode.name))
+        raise ValueError(needs_words(step, mode.name))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     # a branch that works in place on its stream trains the two streams on different values
     versions = versions_of(watched)
@@ -234,173 +228,9 @@ def on_grid_of(step: Step, state: State) -> State:
         return (*put_on_grid(state[:cut], step.grid), *state[cut:])
 
 
-def set_memory(
-    module: nn.Module, mode: str | Mapping[str, str], *, grid: Grid | None = None
-) -> None:
-    """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
-
-    The modes ``invert`` and ``exact`` recompute a step that has no inverse (a stem, a change of
-    resolution).
-
-    Args:
-        module: a module that holds steps.
-        mode: a name in :data:`MODES`; or a plan, which maps paths in ``module`` to such names
-            (``{"stages.0": "invert", "stages.1": "store"}``). If one path is inside another, the
-            later entry counts. Steps outside the plan's paths keep their mode.
-        grid: fractional bits of the fixed-point streams, whose range is ``2**(30 - grid)``; or
-            ``"auto"``, the default of mode ``exact``: 23, or fewer for large inputs. The other
-            modes compute in floating point by default, and in fixed point with a grid.
-
-    Raises:
-        TypeError: the mode is neither a name nor a plan.
-        ValueError: unknown mode, path or grid; no step in ``module``; an inverting mode if no step
-            has an inverse; ``invert`` for a step whose inverse works only in fixed point; ``exact``
-            or a grid for a step that is not exact.
-
-    Example:
-        >>> model = revzoo.create_model("revnet38")
-        >>> revzoo.set_memory(model, "invert")
-        >>> revzoo.set_memory(model.stages[2], "recompute")
-        >>> revzoo.set_memory(model, {"stages.0": "exact", "stages.1": "store"})
-    """
-    check_module("module", module)
-    if not isinstance(mode, (str, Mapping)):
-        raise TypeError(
-            f"mode is {mode!r}: expected one of {', '.join(map(repr, MODES))}, or a plan from "
-            "revzoo.plan_memory(...), which maps paths to modes"
-        )
-    plan = {"": mode} if isinstance(mode, str) else dict(mode)
-    chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]
-    for each, steps in chosen:
-        if isinstance(mode, str):
-            each.check(module, steps)
-        _check_fit(each, grid, steps)
-    # after all checks, so that an error changes nothing
-    for each, steps in chosen:
-        assign_memory(steps, each.name, grid=grid)
-    if not isinstance(mode, str):
-        for container in filter(is_container, module.modules()):
-            # the container splits and merges its streams in the mode of its first step
-            if first := next(iter(steps_in(container).values()), None):
-                container.memory, container.grid = first.memory, first.grid
-
-
-@contextlib.contextmanager
-def memory(
-    module: nn.Module, mode: str | Mapping[str, str], *, grid: Grid | None = None
-) -> Iterator[None]:
-    """Change the memory mode of ``module`` inside a ``with`` block; restore each step's mode after.
-
-    Args:
-        module: a module that holds steps.
-        mode: see :func:`~revzoo.set_memory`.
-        grid: see :func:`~revzoo.set_memory`.
-
-    Raises:
-        ValueError: as :func:`~revzoo.set_memory`; nothing changes.
-
-    Example:
-        >>> net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
-        >>> with revzoo.memory(net, "store"):
-        ...     net(torch.randn(2, 8)).sum().backward()
-        >>> [step.memory for step in net[0].steps]
-        ['exact', 'exact']
-    """
-    steps = [m for m in module.modules() if isinstance(m, Step)]
-    # from __dict__: a step may report a mode other than the one set (PaddedCoupling)
-    before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
-    try:
-        set_memory(module, mode, grid=grid)
-        yield
-    finally:
-        for step, settings in zip(steps, before, strict=True):
-            for key in _SETTINGS:
-                vars(step).pop(key, None)
-            vars(step).update(settings)
-
-
-def modes_in(module: nn.Module) -> set[str]:
-    """The memory modes in ``module``: of its steps, and of modules with ``memory_options``.
-
-    Such a module is not a step, but runs in a mode ``memory`` that follows from other attributes.
-    ``memory_options`` names these attributes.
-    """
-    others: Iterable[Any] = (m for m in module.modules() if hasattr(m, "memory_options"))
-    return {step.memory for step in steps_in(module).values()} | {m.memory for m in others}
-
-
-def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
-    """The steps of ``module`` at a path; raises a ValueError if there are none."""
-    try:
-        part = module.get_submodule(path)
-    except AttributeError:
-        paths = [name for name, _ in module.named_modules()]
-        raise ValueError(
-            f"the plan has a mode for {path!r}, but {kind_of(module)} has no such part: use "
-            f"the plan for the model that it was made for{did_you_mean(path, paths)}"
-        ) from None
-    steps = [m for m in part.modules() if isinstance(m, Step)]
-    if not steps:
-        for inner, m in part.named_modules():
-            # modules of revzoo.compat.memcnn: they have a mode, but are not steps
-            if options := getattr(m, "memory_options", None):
-                raise ValueError(
-                    f"{inner} {type(m).__name__}".strip()
-                    + f" has no memory mode to set to {mode!r}: "
-                    f"set its {options} instead, or build the model from ReversibleSequence and "
-                    "ReversibleBlock"
-                )
-        raise ValueError(
-            f"{kind_of(part)} holds no step whose memory mode could be set to {mode!r}: "
-            "build it from ReversibleSequence, ReversibleBlock or your own Step, or make its "
-            "blocks reversible: revzoo.make_reversible(model), on the command line --bits 4"
-        )
-    return steps
-
-
-def default_mode(steps: Sequence[Step]) -> str:
-    """``exact`` if it fits each step with an inverse, otherwise ``invert``."""
-    return "exact" if all(step.exact for step in steps if step.invertible) else "invert"
-
-
-def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None) -> None:
-    """Set the mode of ``steps`` like :func:`set_memory`, but allow that none has an inverse.
-
-    Raises:
-        ValueError: as :func:`set_memory`.
-    """
-    chosen = mode_of(mode)
-    _check_fit(chosen, grid, steps)
-    grid = chosen.grid if grid is None else grid
-    for step in steps:
-        step.memory = mode
-        # a step without inverse is recomputed from its inputs, which need no grid
-        step.grid = grid if step.invertible else None
-
-
-def _check_fit(mode: Mode, grid: Grid | None, steps: Sequence[Step]) -> None:
-    """Raise a ValueError if a step cannot run in ``mode`` on ``grid``; None: the mode's grid."""
-    grid = mode.grid if grid is None else grid
-    if grid is not None:
-        _check_grid(grid, steps)
-    elif mode.inverts:
-        for step in steps:
-            if step.needs_words:
-                raise ValueError(_needs_words(step, mode.name))
-
-
-def _needs_words(step: Step, mode: str) -> str:
+def needs_words(step: Step, mode: str) -> str:
+    """The message for a step whose inverse works only in fixed point, in another mode."""
     return (
         f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "
         "'exact', which inverts it on integers, or 'recompute' or 'store'"
     )
-
-
-def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
-    check_bits(grid)
-    for step in reversed(steps):  # reversed: name a member rather than its container
-        if step.invertible and not step.exact:
-            raise ValueError(
-                f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "
-                "squeezes and permutations instead, which are exact"
-            )

@@ -44,7 +44,7 @@ class _Channels(NamedTuple):
     chosen: tuple[int, ...] | None  # None for all
 
 
-class Plan(NamedTuple):
+class SamplePlan(NamedTuple):
     """The places of a stream to compare: sums, and single values of channels."""
 
     summed: range  # indices of the values in the sums
@@ -63,7 +63,7 @@ class Samples(NamedTuple):
     stream: int
     figures: Tensor  # see figures_of()
     operand: Tensor
-    plan: Plan
+    plan: SamplePlan
     scale: Scale | None = None  # of words
 
 
@@ -90,7 +90,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             if channels and t.is_floating_point():
                 singles = _draw.choice(_singles(t.shape, t.device))
         # a fixed-point stream must be equal bit for bit: rounding cannot lose a channel
-        plan = Plan(*_draw_summed(_count(t)), *(singles or ()))
+        plan = SamplePlan(*_draw_summed(_count(t)), *(singles or ()))
         figures = figures_of(t, plan)
         size = figures[:1]  # without an operand, any value of the stream
         if operand is not None:
@@ -116,7 +116,7 @@ def _count(t: Tensor | Fixed) -> int:
     return t.shape.numel() << (isinstance(t, Tensor) and t.is_complex())
 
 
-def figures_of(t: Tensor | Fixed, plan: Plan, scale: Scale | None = None) -> Tensor:
+def figures_of(t: Tensor | Fixed, plan: SamplePlan, scale: Scale | None = None) -> Tensor:
     """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
     values = t.words if isinstance(t, Fixed) else t.detach()
     places, each = plan.summed, plan.each

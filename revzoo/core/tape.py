@@ -74,9 +74,9 @@ from torch.autograd import forward_ad, profiler
 
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explain_transforms
 from revzoo.core.conditions import is_replaying, parameters_of
-from revzoo.core.entry import DIFFERENTIATES_INSIDE, Entry
+from revzoo.core.entry import DIFFERENTIATES_INSIDE, TapeEntry
 from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
-from revzoo.core.global_state import is_captured, runs_eagerly
+from revzoo.core.global_state import capturing_cuda_graph, runs_eagerly
 from revzoo.core.guard import COMPARED, Guard, note_peaks
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.slots import (
@@ -115,7 +115,7 @@ def record(
         inverts: whether the tape recovers the input from the output; if not, it keeps the input.
         drift_limit: largest relative error that the guard accepts in a replay; None: no guard.
     """
-    if drift_limit is not None and is_captured():
+    if drift_limit is not None and capturing_cuda_graph():
         raise RuntimeError(
             f"{name_of(step)} runs while a CUDA graph is captured, but the guard reads its figures "
             "on the host after each backward pass: switch it off with "
@@ -130,7 +130,7 @@ def record(
     rounded = replays_are_rounded() or (
         inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     )
-    entry = Entry(
+    entry = TapeEntry(
         *(step, state, context, drift_limit),
         inverts=inverts,
         rounded=rounded,
@@ -190,7 +190,7 @@ def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool
     return any(t.requires_grad for t in tensors)
 
 
-def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
+def _in_profiles(entry: TapeEntry) -> AbstractContextManager[Any]:
     """A named range in the profile; costs nothing while no profiler runs."""
     if not profiler._is_profiler_enabled:
         return nullcontext()
@@ -227,7 +227,7 @@ class Tape:
     """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
 
     def __init__(self, state: State | None = None) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[TapeEntry] = []
         self.small_bytes = 0  # of the small tensors that the graph keeps itself, see rule 1
         self._position = 0
         self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
@@ -249,7 +249,7 @@ class Tape:
         tape = _open_tapes.get(id(state[-1]))
         return tape if tape is not None and tape._knows(state) else Tape()
 
-    def append(self, entry: Entry, outputs: State | None, streams: Streams = ()) -> None:
+    def append(self, entry: TapeEntry, outputs: State | None, streams: Streams = ()) -> None:
         """Add an executed step.
 
         Its ``outputs`` become the known state, unless None (rule 7); ``streams`` are the same with

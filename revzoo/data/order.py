@@ -5,31 +5,15 @@ then depends on everything drawn before, and an epoch can only begin at its firs
 epoch's permutation has its own generator, and so has the augmentation of each batch (or of each
 image, in sets that augment themselves). If a run stops in the middle of an epoch, it resumes with
 the same images and the same crops.
-
-Lightning's protocol (loaders with ``load_state_dict``) does not work here: Lightning 2.6 loads the
-states when it builds the loaders, but a schedule that asks for the number of steps makes it build
-the loaders before it restores the checkpoint.
 """
 
-import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
-
-from revzoo.data.errors import DataError
-from revzoo.data.images import Batch, ImageSet
-
-log = logging.getLogger(__name__)
-
-RESTARTS = 3  # consecutive restarts of the workers, without a batch between them
+from torch.utils.data import DistributedSampler
 
 
 def hash_seed(*numbers: int) -> int:
@@ -134,108 +118,3 @@ class PoissonSampler(EpochSampler):
             # layers and losses need an image; gradient clipping gives this one zero weight
             yield self.batch(self.epoch, index) or [0]
         self.epoch += 1
-
-
-class RestartingLoader(DataLoader[Batch]):
-    """A loader that restarts its workers after one was killed.
-
-    The pass continues with the first missing batch, so the order stays the same.
-
-    Raises:
-        DataError: a worker is killed again after :data:`RESTARTS` restarts without a batch.
-    """
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._batches_from(0)
-
-    def _batches_from(self, done: int) -> Iterator[Batch]:
-        epoch = getattr(self.sampler, "epoch", 0)
-        restarts = 0
-        while True:
-            try:
-                # the sampler repeats the whole order; _start skips the delivered batches
-                for batch in self._start(done):
-                    yield batch
-                    done, restarts = done + 1, 0
-                return
-            except (RuntimeError, OSError, EOFError) as error:
-                if not self._lost_worker(error):
-                    raise
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-            restarts += 1
-            if restarts > RESTARTS:
-                raise DataError(
-                    f"workers were killed {restarts} times in a row at batch {done}, usually for "
-                    f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 "
-                    "loads without worker processes)"
-                )
-            log.warning("%s: restarting the workers at batch %d", reason, done)
-            self._iterator = None  # torch would reuse it with persistent workers
-            if hasattr(self.sampler, "epoch"):
-                self.sampler.epoch = epoch  # the aborted pass may have advanced it
-
-    def _lost_worker(self, error: Exception) -> bool:
-        """Whether a worker was killed, and did not raise the error itself."""
-        if not self.num_workers or str(error).startswith("Caught "):
-            return False
-        if isinstance(error, RuntimeError):
-            return str(error).startswith("DataLoader worker (pid")
-        return isinstance(error, ConnectionError | EOFError | FileNotFoundError)  # its pipes
-
-    def _start(self, first: int) -> Iterator[Batch]:
-        """The batches from number ``first`` on."""
-        return islice(self._without_sigchld(), first, None)
-
-    def _without_sigchld(self) -> Iterator[Batch]:
-        """The batches, without torch's handler of SIGCHLD.
-
-        When a worker dies, the handler raises anywhere in the main thread, such as in the middle of
-        an optimiser step or a save. Without the handler the loader notices within 5 s.
-        """
-        before = signal.getsignal(signal.SIGCHLD)
-        batches: Iterator[Batch] = super().__iter__()  # installs torch's handler
-        # Python allows signal handlers in the main thread only; elsewhere torch installs none
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, before)
-        return batches
-
-
-class TrainLoader(RestartingLoader):
-    """A loader that can begin in the middle of an epoch.
-
-    It draws and loads nothing until the first batch is asked for: Lightning makes the iterator
-    before it sets the epoch.
-
-    Attributes:
-        first_batch: returns the index of the batch to begin with; None for 0.
-    """
-
-    dataset: ImageSet  # type: ignore[assignment]
-    first_batch: Callable[[], int] | None = None
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._batches_from(self.first_batch() if self.first_batch is not None else 0)
-
-    def _start(self, first: int) -> Iterator[Batch]:
-        if not isinstance(self.sampler, EpochSampler):
-            return super()._start(first)
-        assert self.batch_size is not None
-        # the sampler skips them, so their images are not read
-        poisson = isinstance(self.sampler, PoissonSampler)
-        self.sampler.start = first if poisson else first * self.batch_size
-        if self.dataset.augments_itself:
-            self.dataset.begin_epoch(self.sampler.epoch_seed)
-        return self._without_sigchld()
-
-    @property
-    def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from
-        if isinstance(self.sampler, PoissonSampler):
-            return self.sampler
-        return super()._index_sampler
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty, since Lightning counts the batches; this method marks the loader as resumable."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""

@@ -17,8 +17,9 @@ branch is from i-RevNets (arXiv 1802.07088), with dropout where their release ha
 A branch does not change its input, which is a stream.
 """
 
+import itertools
 from collections import OrderedDict
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -49,7 +50,6 @@ class BasicBranch(_Branch):
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
-        stride_at_3x3: no effect: the first convolution is 3x3.
         norm_act: normalisation and activation.
     """
 
@@ -61,24 +61,24 @@ class BasicBranch(_Branch):
         stride: int = 1,
         activate_first: bool = True,
         dropout: float = 0.0,
-        stride_at_3x3: bool = False,
         norm_act: NormAct = RELEASE,
     ) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if activate_first:
-            _append_activation(layers, 1, in_channels, norm_act)
-        layers["conv1"] = conv2d(
-            in_channels, out_channels=out_channels, kernel_size=3, stride=stride
+        super().__init__(
+            _layers(
+                (in_channels, out_channels, out_channels),
+                kernels=(3, 3),
+                strides=(stride, 1),
+                activate_first=activate_first,
+                dropout=dropout,
+                norm_act=norm_act,
+            )
         )
-        _append_activation(layers, 2, out_channels, norm_act, dropout)
-        layers["conv2"] = conv2d(out_channels, out_channels=out_channels, kernel_size=3)
-        super().__init__(layers)
 
 
 class BottleneckBranch(_Branch):
     """1x1, 3x3 and 1x1 convolution, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
 
-    The inner width is ``out_channels / 4``; the first convolution has the stride.
+    The inner width is ``out_channels / 4``.
 
     Args:
         in_channels: channels of the stream read.
@@ -110,16 +110,16 @@ class BottleneckBranch(_Branch):
                 f"A bottleneck branch got out_channels={out_channels}; its inner width is a "
                 f"quarter of that, so give a positive multiple of {BOTTLENECK_EXPANSION}."
             )
-        strides = (1, stride) if stride_at_3x3 else (stride, 1)
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if activate_first:
-            _append_activation(layers, 1, in_channels, norm_act)
-        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=1, stride=strides[0])
-        _append_activation(layers, 2, inner, norm_act)
-        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3, stride=strides[1])
-        _append_activation(layers, 3, inner, norm_act, dropout)
-        layers["conv3"] = conv2d(inner, out_channels=out_channels, kernel_size=1)
-        super().__init__(layers)
+        super().__init__(
+            _layers(
+                (in_channels, inner, inner, out_channels),
+                kernels=(1, 3, 1),
+                strides=(1, stride, 1) if stride_at_3x3 else (stride, 1, 1),
+                activate_first=activate_first,
+                dropout=dropout,
+                norm_act=norm_act,
+            )
+        )
 
 
 class TripleBranch(_Branch):
@@ -146,51 +146,50 @@ class TripleBranch(_Branch):
         dropout: float = 0.0,
         norm_act: NormAct = RELEASE,
     ) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if activate_first:
-            _append_activation(layers, 1, in_channels, norm_act)
-        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=3, stride=stride)
-        _append_activation(layers, 2, inner, norm_act)
-        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
-        # left out at 0, so that state_dict and repr of plain networks do not change
-        if dropout != 0.0:
-            layers["dropout2"] = nn.Dropout(dropout)
-        _append_activation(layers, 3, inner, norm_act)
-        layers["conv3"] = conv2d(inner, out_channels=out_channels, kernel_size=3)
-        super().__init__(layers)
+        super().__init__(
+            _layers(
+                (in_channels, inner, inner, out_channels),
+                kernels=(3, 3, 3),
+                strides=(stride, 1, 1),
+                activate_first=activate_first,
+                dropout=dropout,
+                dropout_at_conv=True,
+                norm_act=norm_act,
+            )
+        )
 
 
-class BranchFactory(Protocol):
-    """The arguments of ResNet and RevNet branches."""
-
-    def __call__(
-        self,
-        in_channels: int,
-        *,
-        out_channels: int,
-        stride: int = 1,
-        activate_first: bool = True,
-        dropout: float = 0.0,
-        stride_at_3x3: bool = False,
-        norm_act: NormAct = RELEASE,
-    ) -> nn.Sequential: ...
-
-
-BRANCHES: dict[BranchKind, BranchFactory] = {
+BRANCHES: dict[BranchKind, type[BasicBranch | BottleneckBranch]] = {
     "basic": BasicBranch,
     "bottleneck": BottleneckBranch,
 }
 
 
-def _append_activation(
-    layers: OrderedDict[str, nn.Module],
-    index: int,
-    channels: int,
+def _layers(
+    widths: tuple[int, ...],
+    *,
+    kernels: tuple[int, ...],
+    strides: tuple[int, ...],
+    activate_first: bool,
+    dropout: float,
+    dropout_at_conv: bool = False,
     norm_act: NormAct,
-    dropout: float = 0.0,
-) -> None:
-    """Append BN, ReLU and optional dropout, numbered like the convolution after them."""
-    layers[f"norm{index}"] = norm_act.normalise(channels)
-    layers[f"relu{index}"] = norm_act.activate()
-    if dropout != 0.0:
-        layers[f"dropout{index}"] = nn.Dropout(dropout)
+) -> OrderedDict[str, nn.Module]:
+    """Convolutions between ``widths``, each behind BN-ReLU; all numbered from 1.
+
+    Dropout comes after the last activation, or, with ``dropout_at_conv``, after the convolution
+    before it. At 0 it is left out, so that the ``repr`` of plain networks does not show it.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    last = len(kernels)
+    convolutions = zip(itertools.pairwise(widths), kernels, strides, strict=True)
+    for i, ((before, after), kernel, stride) in enumerate(convolutions, start=1):
+        if i > 1 or activate_first:
+            layers[f"norm{i}"] = norm_act.normalise(before)
+            layers[f"relu{i}"] = norm_act.activate()
+        if dropout and i == last and not dropout_at_conv:
+            layers[f"dropout{i}"] = nn.Dropout(dropout)
+        layers[f"conv{i}"] = conv2d(before, out_channels=after, kernel_size=kernel, stride=stride)
+        if dropout and i == last - 1 and dropout_at_conv:
+            layers[f"dropout{i}"] = nn.Dropout(dropout)
+    return layers

@@ -45,8 +45,9 @@ from revzoo.core.invertible import (
     name_of,
     steps_in,
 )
-from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
+from revzoo.core.modes import mode_of, on_grid_of, run_step
 from revzoo.core.ranges import check_range
+from revzoo.core.set_memory import assign_memory, default_mode
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened

@@ -85,7 +85,7 @@ class Squeeze(Streamwise):
 
     def restore(self, y: Tensor) -> Tensor:
         self.check_squeezed(y)
-        return _unsqueezed(y, self.factors, order=self.order)
+        return unsqueezed(y, self.factors, order=self.order)
 
     def check_squeezed(self, y: Tensor) -> None:
         """Raise a ValueError if :meth:`transform` cannot return a tensor of this shape."""
@@ -115,11 +115,6 @@ class Squeeze(Streamwise):
         return f"{self._shown}, order={self.order!r}"
 
 
-def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
-    """The inverse of a squeeze by b: ``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``."""
-    return _unsqueezed(y, (factor, factor), order=order)
-
-
 def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     batch, channels, *sizes = x.shape
     small = [n // b for n, b in zip(sizes, factors, strict=True)]
@@ -135,7 +130,8 @@ def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     return blocks.reshape(batch, channels * math.prod(factors), *small)
 
 
-def _unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
+def unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
+    """The inverse of a squeeze: ``(B, b1*b2*C, H, W) -> (B, C, b1*H, b2*W)``."""
     batch, channels, *small = y.shape
     channels //= math.prod(factors)
     if y.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:

@@ -297,7 +297,7 @@ class _Unsqueezed(nn.Module):
     """The stream before its squeeze."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return unsqueezed(x, 2, order="irevnet")
+        return unsqueezed(x, (2, 2), order="irevnet")
 
 
 def _before_squeeze(branch: nn.Module) -> nn.Module:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.invertible import NotInvertibleError, State
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
 from revzoo.weights.errors import DownloadError, UnknownWeightsError

@@ -34,7 +34,7 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.layers.pool import GlobalPool
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves

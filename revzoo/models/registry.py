@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from revzoo._checks import did_you_mean
 from revzoo._libraries import library_hint, matching_names
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
@@ -43,7 +43,7 @@ from revzoo.weights.errors import EntryError
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 
-class Entry(NamedTuple):
+class Architecture(NamedTuple):
     """A network class and a row of its table."""
 
     network: type[ImageNetwork]
@@ -62,27 +62,27 @@ class Entry(NamedTuple):
         return (*names, "reversible_bits") if self.network.convertible else names
 
 
-class _Models(dict[str, Entry]):
+class _Models(dict[str, Architecture]):
     """The zoo's networks, and networks of libraries by name (``torchvision:resnet50``)."""
 
     # by form alone: asking the library would import it, which takes seconds
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or is_library_name(name)
 
-    def __missing__(self, name: str) -> Entry:
+    def __missing__(self, name: str) -> Architecture:
         if not is_library_name(name):
             raise KeyError(name)
         find_library_model(name)  # raises for a name that the library does not list
-        return Entry(LibraryNetwork, LibraryVariant(name))
+        return Architecture(LibraryNetwork, LibraryVariant(name))
 
 
-MODELS: dict[str, Entry] = _Models(
+MODELS: dict[str, Architecture] = _Models(
     {
-        **{name: Entry(RevNet, variant) for name, variant in REVNETS.items()},
-        **{name: Entry(ResNet, variant) for name, variant in RESNETS.items()},
-        **{name: Entry(IRevNet, variant) for name, variant in IREVNETS.items()},
-        **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
-        **{name: Entry(ViT, variant) for name, variant in VITS.items()},
+        **{name: Architecture(RevNet, variant) for name, variant in REVNETS.items()},
+        **{name: Architecture(ResNet, variant) for name, variant in RESNETS.items()},
+        **{name: Architecture(IRevNet, variant) for name, variant in IREVNETS.items()},
+        **{name: Architecture(RevViT, variant) for name, variant in REVVITS.items()},
+        **{name: Architecture(ViT, variant) for name, variant in VITS.items()},
     }
 )
 
@@ -118,7 +118,7 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
         raise TypeError(
             f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
         )
-    MODELS[name] = Entry(network, variant)
+    MODELS[name] = Architecture(network, variant)
 
 
 # arguments of create_model that choose weights
@@ -301,7 +301,7 @@ def _build(
     keywords: dict[str, Any],
 ) -> ImageNetwork:
     """The network, with initial values; weights and entry replace numbers that are None."""
-    entry = _entry_of(source.architecture)
+    entry = _architecture_of(source.architecture)
     # the caller's numbers, else the file's, else the entry's, else the defaults
     known = (num_classes, in_chans)
     if file is not None:
@@ -367,7 +367,7 @@ def _refused_bits(name: str) -> str:
 
 def default_memory(name: str, reversible_bits: int | None = None) -> str:
     """The mode of ``create_model(name, memory=None)``; reversible blocks are made for ``exact``."""
-    return "exact" if reversible_bits is not None else _entry_of(name).network.default_memory
+    return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
 
 
 def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:
@@ -382,7 +382,7 @@ def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ..
     return tuple(b if a is None else a for a, b in zip(values, defaults, strict=True))
 
 
-def _entry_of(name: str) -> Entry:
+def _architecture_of(name: str) -> Architecture:
     if name not in MODELS:
         # an exact name of a library is a better hint than a similar name of the zoo
         hint = library_hint(name)

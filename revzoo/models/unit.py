@@ -19,6 +19,8 @@ or, if the variant's convention projects:
     either      1x1 convolution with the stride, then normalisation
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -96,14 +98,16 @@ class Transition(Step):
 
 def branch(plan: UnitPlan) -> nn.Module:
     """The residual function of ``plan``, whose channels are per stream."""
+    at_3x3 = plan.convention.stride_at_3x3
+    options: dict[str, Any] = {"stride_at_3x3": at_3x3} if plan.branch == "bottleneck" else {}
     layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
         stride=plan.stride,
         activate_first=plan.activate_first,
         dropout=plan.dropout,
-        stride_at_3x3=plan.convention.stride_at_3x3,
         norm_act=plan.norm_act,
+        **options,
     )
     return add_drop_path(layers, plan.drop_path)
 

@@ -27,7 +27,8 @@ from torch import nn
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step, steps_in
-from revzoo.core.modes import MODES, assign_memory, in_table_order, modes_in, set_memory
+from revzoo.core.modes import MODES, in_table_order
+from revzoo.core.set_memory import assign_memory, modes_in, set_memory
 from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
 from revzoo.profiling.stages import OUTSIDE

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
 from revzoo.profiling.costs import run_step

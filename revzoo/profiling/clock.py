@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from revzoo.core.invertible import State, Step, as_state
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
 from revzoo.profiling.trace import Layout, StepCall

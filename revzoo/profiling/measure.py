@@ -40,7 +40,8 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_choice
 from revzoo.core.invertible import kind_of, steps_in
-from revzoo.core.modes import INVERTING, assign_memory, mode_of, set_memory
+from revzoo.core.modes import INVERTING, mode_of
+from revzoo.core.set_memory import assign_memory, set_memory
 from revzoo.profiling.chain import Chain, Choice, Kind, Link, levels, words_of
 from revzoo.profiling.trace import (
     Allocation,

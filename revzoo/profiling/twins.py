@@ -91,15 +91,14 @@ def in_training(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
-def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Random input for a twin; fake if the twin is.
+def images_for(twin: nn.Module, shape: Sequence[int]) -> Tensor:
+    """Random input for a twin, in the dtype of its first parameter; fake if the twin is.
 
     Args:
         twin: see :func:`fake_twin`.
         shape: of the whole batch.
-        dtype: None for the dtype of the first floating-point parameter.
     """
     like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
     mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
     with mode:
-        return torch.randn(*shape, dtype=dtype or like.dtype, device=like.device)
+        return torch.randn(*shape, dtype=like.dtype, device=like.device)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
+from revzoo.core.modes import mode_of
 from revzoo.core.samples import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
@@ -32,7 +33,7 @@ from revzoo.training.callbacks.max_steps import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.state import RunState
-from revzoo.training.lightning_compat import trainer_of
+from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
 from revzoo.training.metrics import (
     EpochFigures,
     count_unrepeated,
@@ -96,6 +97,12 @@ class Classifier(pl.LightningModule):
         """Set the memory format of weights and images; under bfloat16 it changes rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
+
+    @property
+    def memory_mode(self) -> str:
+        """The mode of a model from the zoo; ``store`` for one that keeps the same elsewhere."""
+        mode = str(self.hparams["model"].get("memory") or self.model.default_memory)
+        return "store" if mode_of(mode).on_host else mode
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -177,7 +184,7 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: they differ.
         """
-        classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
+        classes = getattr(data_of(self.trainer), "num_classes", None)
         # otherwise cross-entropy fails on a GPU without a message, or trains idle logits
         if isinstance(classes, int) and classes != class_count(self.model):
             raise ValueError(
@@ -187,7 +194,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = data_of(self.trainer)
         self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
 
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
@@ -244,7 +251,7 @@ class Classifier(pl.LightningModule):
         always = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
         if (trainer := trainer_of(self)) is not None:
             # an earlier fit left such callbacks; Lightning would log that it replaces them
-            types, present = {type(c) for c in always}, trainer.callbacks  # type: ignore[attr-defined]
+            types, present = {type(c) for c in always}, all_callbacks(trainer)
             trainer.callbacks = [c for c in present if type(c) not in types]  # type: ignore[attr-defined]
         return always
 

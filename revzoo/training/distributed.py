@@ -17,6 +17,7 @@ from revzoo.training.lightning_compat import started_processes, stop_watching
 
 T = TypeVar("T")
 
+WAIT = 10.0  # seconds until a process that should end is killed
 # in Lightning's order; SLURM's comes last because batch scripts set it too
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
@@ -50,13 +51,14 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
+def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
     """Leave the process group; wait for the processes that Lightning has started from this one.
 
     Args:
         trainer: of a run that has ended.
         ask: send them SIGTERM, since they may not know that the run ends.
-        wait: seconds until they are killed.
+
+    Kills processes that have not ended after :data:`WAIT` seconds.
     """
     started = started_processes(trainer)
     # before any process ends: the watchdog would kill this one
@@ -68,7 +70,7 @@ def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
             process.terminate()
     for process in started:
         try:
-            process.wait(wait)
+            process.wait(WAIT)
         except subprocess.TimeoutExpired:
             # it hangs in a collective operation, which no signal handler interrupts
             process.kill()

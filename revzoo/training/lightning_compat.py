@@ -97,9 +97,20 @@ def stop_watching(trainer: pl.Trainer) -> None:
         launcher.procs.clear()
 
 
+def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
+    """The trainer's own list; Lightning sets it where mypy does not see it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
+
+
 def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
-    """The trainer's callbacks of a class; Lightning sets the list where mypy does not see it."""
-    return [c for c in trainer.callbacks if isinstance(c, kind)]  # type: ignore[attr-defined]
+    """The trainer's callbacks of a class."""
+    return [c for c in all_callbacks(trainer) if isinstance(c, kind)]
+
+
+def data_of(trainer: pl.Trainer) -> Any:
+    """The trainer's data module, or None; Lightning sets it where mypy does not see it."""
+    return trainer.datamodule  # type: ignore[attr-defined]
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

@@ -88,11 +88,6 @@ class WeightsEntry:
         """Channels of the images."""
         return self.input_size[0]
 
-    def undescribed(self) -> list[str]:
-        """The missing fields that a published entry must have."""
-        names = ("mean", "std", "license", "recipe", "metrics", "measured_on")
-        return [name for name in names if not getattr(self, name)]
-
     def transforms(self) -> v2.Compose:
         """The transform from an image to an input, as in the evaluation of the weights.
 

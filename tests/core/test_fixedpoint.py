@@ -27,9 +27,10 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import fixedpoint
-from revzoo.core.fixedpoint import fixed_of, put_on_grid, round_to_grid
-from revzoo.core.modes import assign_memory
+from revzoo.core import fixedpoint, integer_kernels
+from revzoo.core.fixedpoint import fixed_of, put_on_grid
+from revzoo.core.rounding import round_to_grid
+from revzoo.core.set_memory import assign_memory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -633,7 +634,7 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
     """Sums of streams and their inverses, of pictures in both layouts, beyond the range, too."""
 
     def sums(backend):
-        monkeypatch.setattr(fixedpoint, "backend", backend)
+        monkeypatch.setattr(integer_kernels, "backend", backend)
         torch.manual_seed(0)
         found = []
         for layout in (torch.contiguous_format, torch.channels_last):
@@ -649,7 +650,7 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
         return found
 
     torch._dynamo.reset()
-    fixedpoint._compiled.cache_clear()
+    integer_kernels._compiled.cache_clear()
     eager = sums(None)
     compiled = sums("inductor" if dtype == torch.float32 else "aot_eager")
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0

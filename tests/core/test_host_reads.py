@@ -103,7 +103,7 @@ def test_without_the_guard_no_value_is_read_at_all(name, mode):
 def capturing(monkeypatch):
     """As if a CUDA graph were captured."""
     for module in (tape, conditions):
-        monkeypatch.setattr(module, "is_captured", lambda: True)
+        monkeypatch.setattr(module, "capturing_cuda_graph", lambda: True)
 
 
 def small_net(branch, mode="exact"):

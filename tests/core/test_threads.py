@@ -10,7 +10,7 @@ from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, is_replaying, set_memory
 from revzoo.core import threads
-from revzoo.core.entry import Entry
+from revzoo.core.entry import TapeEntry
 
 MODES = ["recompute", "invert"]
 
@@ -191,8 +191,8 @@ def test_another_forward_pass_between_capture_and_forward_pass(mode, monkeypatch
             time.sleep(0.3)
         return packer(*args)
 
-    captured, packer, read = threading.Event(), Entry.packer, threading.local()
-    monkeypatch.setattr(Entry, "packer", pausing)
+    captured, packer, read = threading.Event(), TapeEntry.packer, threading.local()
+    monkeypatch.setattr(TapeEntry, "packer", pausing)
     net = ReversibleSequence([AdditiveCoupling(Reader())], memory=mode)
 
     def train():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_weights import FACTS, OPTIONS, small, write_entry
+from small_weights import FACTS, OPTIONS, small, undescribed, write_entry
 
 from revzoo.layers.make_reversible import make_reversible
 from revzoo.layers.side_bits import SideBits
@@ -25,7 +25,7 @@ def test_a_folder_holds_weights_entry_and_card(tmp_path):
     assert json_of(read_entry(folder / "config.json")) == json_of(entry)
     assert dict(entry.options) == OPTIONS
     assert (entry.license, entry.num_classes, entry.input_size) == ("MIT", 5, (3, 8, 8))
-    assert entry.undescribed() == []
+    assert undescribed(entry) == []
     assert entry.sha256 in (folder / "README.md").read_text()
 
 

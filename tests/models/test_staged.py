@@ -7,7 +7,8 @@ import torch
 from torchvision.ops import StochasticDepth
 
 from revzoo.core.invertible import as_state
-from revzoo.core.modes import MODES, set_memory
+from revzoo.core.modes import MODES
+from revzoo.core.set_memory import set_memory
 from revzoo.models import create_model
 from revzoo.models.staged import Stem
 

@@ -68,7 +68,8 @@ def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
-    from revzoo.core.modes import DEVICE_MODES, set_memory
+    from revzoo.core.modes import DEVICE_MODES
+    from revzoo.core.set_memory import set_memory
     from revzoo.profiling.costs import activation_bytes, forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"

@@ -18,11 +18,11 @@ class ConfigError(ValueError):
     """A command line or configuration is wrong; the message says what to change."""
 
 
-def one_line(error: BaseException, *, lines: int = 2) -> str:
-    """The first lines of an error's message, joined."""
+def one_line(error: BaseException) -> str:
+    """The first two lines of an error's message, joined."""
     texts = [line.strip() for line in str(error).splitlines() if line.strip()]
     # some errors have no message
-    return " ".join(texts[:lines]) or type(error).__name__
+    return " ".join(texts[:2]) or type(error).__name__
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.cli.config.overrides import quoted_if_needed
-from revzoo.cli.invocation import command_line, short_path, tool_line
+from revzoo.cli.invocation import command_line, short_path, tensorboard_line
 from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
@@ -30,7 +30,6 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import clock, epoch_of
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
-from revzoo.training.tuning.out_of_memory import memory_of
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +188,7 @@ def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     # the plan says more than a mode such as auto
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
-        return memory_of(module)
+        return module.memory_mode
     return f"{config['memory']['mode']} ({count_modes(plan)})"
 
 
@@ -265,7 +264,7 @@ def _commands(
     trainer: pl.Trainer, run_dir: Path, best: Path | None, *, has_test: bool
 ) -> Iterator[tuple[str, str]]:
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
-        yield "curves", tool_line("tensorboard", "--logdir", short_path(run_dir))
+        yield "curves", tensorboard_line(short_path(run_dir))
     if best:
         # the folder stands for its best checkpoint
         run = short_path(run_dir)

@@ -18,7 +18,8 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAve
 from pytorch_lightning.strategies import DDPStrategy
 
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import in_table_order, set_memory
+from revzoo.core.modes import in_table_order
+from revzoo.core.set_memory import set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,

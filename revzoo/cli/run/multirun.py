@@ -22,8 +22,8 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.overrides import quoted
-from revzoo.cli.invocation import process_of
-from revzoo.cli.run.subprocess import run_program
+from revzoo.cli.invocation import train_words
+from revzoo.cli.run.child_process import run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
 
@@ -54,7 +54,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         try:
             status = run_program(
                 [
-                    *process_of("train"),
+                    *train_words(),
                     *source_arguments(source),
                     *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
                 ]

@@ -67,7 +67,7 @@ from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
-from revzoo.training.lightning_compat import batches_of_run, callbacks_of
+from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.lightning_messages import quiet
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
@@ -272,7 +272,7 @@ def record(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | Non
             log_resumed(trainer, resume)
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
-        run.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
+        all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
     log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume is not None)
 

@@ -19,7 +19,6 @@ from revzoo.cli.config.quick import TUNER
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_sweep, find_lr
-from revzoo.training.tuning.out_of_memory import memory_of
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ def search_batch_size(
     room = f"{result.room / GIB:.2f} GiB" if result.room is not None else "the GPU's memory"
     taken = f"{result.taken / GIB:.2f} GiB" if result.taken is not None else "an unknown amount"
     message = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
-    log.info(message, result.batch_size, memory_of(module), result.limited_by, taken, room)
+    log.info(message, result.batch_size, module.memory_mode, result.limited_by, taken, room)
     return result.batch_size, result.write(folder)
 
 

@@ -35,7 +35,7 @@ def load_optuna() -> Any:
 
 
 @dataclass
-class Plan:
+class SweepPlan:
     """A search; ``revzoo sweep --help`` describes the options.
 
     Raises:
@@ -83,7 +83,7 @@ class Plan:
         write_yaml(self.plain(), folder / PLAN_FILE)
 
 
-def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
+def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
     """The sweep's folder and plan. In the folder of an earlier sweep, only ``trials`` may change.
 
     Args:
@@ -114,7 +114,7 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     folder = Path(options.pop("dir", default))
     path = folder / PLAN_FILE
     if not path.exists():
-        return folder, Plan(arguments, **options)
+        return folder, SweepPlan(arguments, **options)
     recorded = _recorded(path)
     wanted = {**recorded, "overrides": arguments or recorded["overrides"], **options}
     # the results so far would not be comparable
@@ -124,7 +124,7 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
                 f"{folder} is a sweep with {name}={recorded.get(name)}, got {value}: only trials "
                 "may change; use another dir for another search"
             )
-    return folder, Plan(wanted.pop("overrides"), **wanted)
+    return folder, SweepPlan(wanted.pop("overrides"), **wanted)
 
 
 def _recorded(path: Path) -> dict[str, Any]:

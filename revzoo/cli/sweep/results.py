@@ -14,7 +14,7 @@ from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
 from revzoo.cli.invocation import command_line
 from revzoo.cli.run.folder import SUMMARY_FILE
-from revzoo.cli.sweep.plan import Plan
+from revzoo.cli.sweep.plan import SweepPlan
 
 
 def figure_of(run_dir: Path, metric: str) -> float:
@@ -75,7 +75,7 @@ class Curve:
         return self.pruned
 
 
-def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
+def write_results(trials: Sequence[Any], plan: SweepPlan, folder: Path) -> None:
     """Write ``trials.csv`` and, if a trial is complete, ``best.yaml``."""
     keys = [parameter.key for parameter in plan.space]
     rows = [["trial", "state", plan.metric, *keys, "seconds", "error"]]
@@ -98,13 +98,13 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
         write_yaml(description, folder / "best.yaml")
 
 
-def best_of(trials: Sequence[Any], plan: Plan) -> Any:
+def best_of(trials: Sequence[Any], plan: SweepPlan) -> Any:
     """The best complete trial; None if there is none."""
     sign = 1 if plan.direction == "maximize" else -1
     done = [trial for trial in trials if trial.state.name == "COMPLETE"]
     return max(done, key=lambda trial: sign * trial.value, default=None)
 
 
-def best_command(best: Any, plan: Plan) -> str:
+def best_command(best: Any, plan: SweepPlan) -> str:
     """The command line that trains with a trial's parameters."""
     return command_line("train", *plan.overrides(best.params))

@@ -16,10 +16,10 @@ from typing import Any
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.invocation import process_of
+from revzoo.cli.invocation import train_words
+from revzoo.cli.run.child_process import run_program
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.subprocess import run_program
-from revzoo.cli.sweep.plan import Plan, load_optuna
+from revzoo.cli.sweep.plan import SweepPlan, load_optuna
 from revzoo.cli.sweep.results import (
     Curve,
     best_command,
@@ -47,7 +47,7 @@ class Search:
         ConfigError: the study in the folder is damaged.
     """
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: SweepPlan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState
@@ -139,12 +139,12 @@ class Search:
         """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
-                return [*process_of("train"), "--resume", str(run_dir)]
+                return [*train_words(), "--resume", str(run_dir)]
         overrides = self.plan.overrides(trial.params)
         if not any(override.startswith("test=") for override in overrides):
             overrides.append("test=false")  # validation chooses; only the best run is tested, later
         folder = f"hydra.run.dir={quoted(run_dir.absolute())}"
-        return [*process_of("train"), *overrides, folder]
+        return [*train_words(), *overrides, folder]
 
     def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
         """Report the end of a trial to the study, and log it."""

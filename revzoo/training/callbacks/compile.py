@@ -29,7 +29,7 @@ import torch.compiler.config
 from torch import nn
 
 from revzoo._checks import check_choice
-from revzoo.core import fixedpoint
+from revzoo.core import integer_kernels
 from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
@@ -97,7 +97,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         for name in BANS:
             self._replace(torch._functorch.config, name, False)
         self._replace(torch._dynamo.config, SKIPS_HOOKS, False)
-        self._replace(fixedpoint, "backend", self.backend)
+        self._replace(integer_kernels, "backend", self.backend)
         self._compiled = [(part, part._compiled_call_impl) for part in parts]
         for part in parts:
             # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose

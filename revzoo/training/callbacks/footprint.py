@@ -1,8 +1,7 @@
 """Peak memory and throughput of each training epoch.
 
 Peak memory on a GPU is ``torch.cuda.max_memory_allocated`` over the epoch. On the CPU it is the
-high-water mark ``VmHWM`` in ``/proc/self/status``, since the process started. (Not ``getrusage``: a
-child's ``ru_maxrss`` starts at its parent's.) Systems that have neither log no peak memory.
+process's peak since it started. Systems that report neither log no peak memory.
 
 The CPU figure covers the whole process: libraries, data, and memory that the allocator keeps. To
 see what a memory mode saves, read ``footprint/activation_bytes``: the peak of the activations of
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,21 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
-from revzoo.training.tuning.memory_limit import field_bytes
+from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
-
-
-def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int | None:
-    """The process's peak resident set in bytes; None on systems without ``/proc/self/status``."""
-    return field_bytes(status, "VmHWM")
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Peak memory in bytes: of the GPU on CUDA, of the process elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_host_bytes()
 
 
 def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:

@@ -35,10 +35,12 @@ from torchvision.utils import make_grid
 
 from revzoo._checks import check_count
 from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
+from revzoo.core.fixedpoint import DEFAULT_BITS
+from revzoo.core.rounding import round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped
+from revzoo.training.lightning_compat import data_of
 from revzoo.training.metrics import true_classes
 
 COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
@@ -252,7 +254,7 @@ def chosen_images(trainer: pl.Trainer, count: int, images: int, batch: int) -> l
 
 def to_pixels(trainer: pl.Trainer, images: Tensor) -> Tensor:
     """Undo the normalisation of images; stretch them to [0, 1] if the data module is unknown."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
+    data = data_of(trainer)
     if isinstance(data, ImageData):
         return data.shown(images)
     low, high = images.amin(), images.amax()
@@ -261,7 +263,7 @@ def to_pixels(trainer: pl.Trainer, images: Tensor) -> Tensor:
 
 def class_names(trainer: pl.Trainer, count: int) -> list[str]:
     """The data's class names; numbers if the data module is unknown."""
-    data = trainer.datamodule  # type: ignore[attr-defined]
+    data = data_of(trainer)
     return data.classes if isinstance(data, ImageData) else [str(i) for i in range(count)]
 
 

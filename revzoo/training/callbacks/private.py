@@ -34,7 +34,7 @@ from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
-from revzoo.training.lightning_compat import batches_of_epoch
+from revzoo.training.lightning_compat import batches_of_epoch, data_of
 from revzoo.training.sample_gradients import ClippedGradients
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
             from revzoo.integrations import opacus
         except ImportError:
             raise ValueError("callbacks.private needs Opacus: pip install opacus") from None
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = data_of(trainer)
         _check(trainer, data)
         if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped
             raise ValueError(

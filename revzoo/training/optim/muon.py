@@ -2,9 +2,9 @@
 
 A weight of shape (out, in, ...) counts as the matrix (out, rest). Muon replaces its momentum
 ``B = U S V^T`` by ``U V^T``, so all directions of a layer learn at the same speed. A few
-Newton-Schulz steps compute this with matrix products only. In the same optimiser, SGD with Nesterov
-momentum trains the other parameters: norms and biases, which are not matrices, and the classifier,
-whose rows are classes.
+Newton-Schulz steps compute this with matrix products only. In the same optimiser, SGD with
+Nesterov momentum trains the other parameters: norms and biases, which are not matrices, and the
+classifier, whose rows are classes.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
 https://kellerjordan.github.io/posts/muon. Why not ``torch.optim.Muon``: it takes matrices only, so
@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from revzoo.training.optim.optimizers import OptimSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the cited source
 STEPS = 5
@@ -75,18 +72,6 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].mul_(momentum).add_(p.grad)
         return p.grad.add(buffer, alpha=momentum)
-
-
-def muon_groups(
-    weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
-) -> list[dict[str, Any]]:
-    """One group of hidden weights, orthogonalised, at ``spec.lr``; the rest at ``spec.sgd_lr``."""
-    hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
-    orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
-    return [
-        {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
-        {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
-    ]
 
 
 def _orthogonal(update: Tensor) -> Tensor:

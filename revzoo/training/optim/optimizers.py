@@ -1,10 +1,5 @@
 """Optimisers: SGD for RevNets and i-RevNets, AdamW for transformers, Muon for short runs.
 
-Weight decay acts on the weights of convolutions and linear layers only. Norms and biases are scales
-and offsets; decaying them changes the function instead of regularising it. Torch decays every
-parameter of a group, so we divide the parameters into two groups, by the type of their module, not
-by name or shape. ``decay_all`` decays all parameters.
-
 For fine-tuning, ``layer_decay`` lowers the learning rate from the classifier to the stem, by a
 factor for each part of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
 
@@ -18,19 +13,19 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo._checks import build_dataclass, check_choice, check_number
-from revzoo.models.parts import parts
-from revzoo.training.optim.muon import Muon, muon_groups
+from revzoo.training.optim.groups import (
+    Group,
+    muon_groups,
+    plain_groups,
+    sgd_groups,
+    split_by_depth,
+)
+from revzoo.training.optim.muon import Muon
 from revzoo.training.optim.schedules import make_schedule
-
-Group = dict[str, Any]  # a parameter group of torch
-# _ConvNd is private in torch 2.15, but the one base of all convolutions
-DECAYED = (_ConvNd, nn.Linear, nn.MultiheadAttention)
-WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +101,6 @@ class OptimSpec:
         return {**asdict(self), "schedule": dict(self.schedule)}
 
 
-def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters: weights of :data:`DECAYED` layers, and the others.
-
-    A parameter shared by several modules is a weight if one of them is such a layer.
-    """
-    layers = [module for module in model.modules() if isinstance(module, DECAYED)]
-    # by identity: `==` of tensors compares values
-    decayed = {id(getattr(layer, name, None)) for layer in layers for name in WEIGHTS}
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    weights = [p for p in trainable if id(p) in decayed]
-    return weights, [p for p in trainable if id(p) not in decayed]
-
-
 def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
     """The optimiser ``spec.name`` over the trainable parameters.
 
@@ -127,7 +109,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
             the model is not from the zoo.
     """
     divide, build = OPTIMIZERS[spec.name]
-    groups = divide(*split_weights(model), spec)
+    groups = divide(model, spec)
     if spec.layer_decay < 1:
         groups = split_by_depth(model, groups, spec.layer_decay)
     # frozen parts leave groups empty
@@ -137,44 +119,12 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
     return build(groups)
 
 
-def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
-    """Divide each of ``groups`` by the model's parts, and multiply rates by ``decay ** depth``.
-
-    The classifier has depth 0, the last stage depth 1.
-    """
-    split = []
-    for depth, part in enumerate(reversed(parts(model))):
-        ids = {id(p) for p in part.parameters()}
-        for i, group in enumerate(groups, start=1):
-            params = [p for p in group["params"] if id(p) in ids]
-            # the name appears in the log of learning rates
-            changed = {"lr": group["lr"] * decay**depth, "name": f"{part.name}/pg{i}"}
-            split.append({**group, "params": params, **changed})
-    return split
-
-
-def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
-    shared = {"momentum": spec.momentum, "nesterov": spec.nesterov}
-    return [{**group, **shared} for group in plain_groups(weights, others, spec)]
-
-
-def plain_groups(
-    weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
-) -> list[Group]:
-    """Two groups with rate and weight decay; the second one decays only with ``decay_all``."""
-    return [
-        {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
-        # True counts as 1
-        {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
-    ]
-
-
-Divide = Callable[[list[nn.Parameter], list[nn.Parameter], OptimSpec], list[Group]]
+Divide = Callable[[nn.Module, OptimSpec], list[Group]]
 Build = Callable[[list[Group]], Optimizer]
 
 # name: the function that divides parameters into groups, and the optimiser of the groups
 OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
-    "sgd": (_sgd, SGD),
+    "sgd": (sgd_groups, SGD),
     "adamw": (plain_groups, AdamW),
     "muon": (muon_groups, Muon),
 }
@@ -186,8 +136,8 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
     Args:
         name: a new name.
         builder: takes the parameter groups, returns the optimiser.
-        groups: ``groups(weights, others, spec)``: the groups of the weights of convolutions and
-            linear layers, and of the other parameters.
+        groups: ``groups(model, spec)``: the parameter groups of the trainable parameters. The
+            default gives all of them ``optim.lr``, and decay to the weights of layers.
 
     Raises:
         ValueError: the name is taken.

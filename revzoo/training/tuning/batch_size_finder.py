@@ -39,10 +39,16 @@ from pytorch_lightning.tuner.tuning import Tuner
 
 from revzoo._files import write_atomically
 from revzoo.data import ImageData
-from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier
-from revzoo.training.tuning.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
-from revzoo.training.tuning.out_of_memory import bytes_by_mode, is_out_of_memory, memory_of
+from revzoo.training.lightning_compat import data_of
+from revzoo.training.process_memory import (
+    free_bytes,
+    give_back,
+    peak_bytes,
+    reset_peak,
+    resident_bytes,
+)
+from revzoo.training.tuning.out_of_memory import bytes_by_mode, is_out_of_memory
 from revzoo.training.tuning.trial import Trial, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
@@ -127,7 +133,7 @@ def find_batch_size(
     left = (limit.room or 0) - FIXED_COPIES * sum(p.nbytes for p in module.parameters())
     largest = {name: int(max(0, left) // size) for name, size in per_image.items()}
     # on a GPU nothing is counted: its allocator finds the limit
-    bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
+    bounds = {"memory": largest.get(module.memory_mode, max_size), "max_size": max_size}
     bounds["training images"] = data.train_count
     limited_by = min(bounds, key=lambda name: bounds[name])
     if bounds[limited_by] < SMALLEST:
@@ -292,7 +298,7 @@ class _Guarded(Trial):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = data_of(self.trainer)
         self._limit.begin(data.batch_size)
 
     def on_train_end(self) -> None:

@@ -20,13 +20,14 @@ from pytorch_lightning.trainer.states import RunningStage
 
 from revzoo._checks import UserError
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import DEVICE_MODES, mode_of, set_memory
+from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.set_memory import set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.trace import trace_step, undisturbed
 from revzoo.profiling.twins import fake_twin, images_for
-from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier, model_from
-from revzoo.training.tuning.memory_limit import free_bytes, give_back
+from revzoo.training.lightning_compat import all_callbacks
+from revzoo.training.process_memory import free_bytes, give_back, peak_bytes
 
 FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
 LESS = 0.95  # a mode needs less than another if it needs at most this share
@@ -66,7 +67,7 @@ def memory_errors(
     """
     stages: list[RunningStage | None] = []  # the trainer resets it before the error arrives
     note = LambdaCallback(on_exception=lambda *_: stages.append(trainer.state.stage))
-    trainer.callbacks.append(note)  # type: ignore[attr-defined]
+    all_callbacks(trainer).append(note)
     try:
         yield
         return
@@ -76,7 +77,7 @@ def memory_errors(
         # before any advice: counting needs memory, too
         _drop_frames(error)
     finally:
-        trainer.callbacks.remove(note)  # type: ignore[attr-defined]
+        all_callbacks(trainer).remove(note)
     device = trainer.strategy.root_device
     # validations during a fit are evaluations
     if stages == [RunningStage.TRAINING]:
@@ -98,12 +99,6 @@ def _drop_frames(error: BaseException) -> None:
         torch.cuda.empty_cache()
 
 
-def memory_of(module: Classifier) -> str:
-    """The memory mode of a module; ``store`` for a mode that keeps the same elsewhere."""
-    mode = str(module.hparams["model"].get("memory") or module.model.default_memory)
-    return "store" if mode_of(mode).on_host else mode
-
-
 def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
     """A message: the peak memory, the activations in each memory mode, and a remedy.
 
@@ -115,12 +110,12 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
     plan = {path: step.memory for path, step in steps_in(module.model).items()}
     kinds = sorted(set(plan.values()))
-    configured = spec.get("memory") or memory_of(module)
+    configured = spec.get("memory") or module.memory_mode
     if mixed := len(kinds) > 1:
         mode, name = PLAN, f"a plan of {' and '.join(kinds)}"
     else:
         # on the CPU, offload keeps its tensors in the memory that ran out, as store does
-        mode = memory_of(module) if device.type == "cpu" else configured
+        mode = module.memory_mode if device.type == "cpu" else configured
         name = f"memory={configured}"
     used = f"{_used(device)}, with {name}"
     needs: dict[str, float] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_task import TINY
+from small_weights import undescribed
 
 from revzoo.cli.main import main
 from revzoo.models import create_model
@@ -69,7 +70,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
     assert entry.metrics == {"test/acc": 0.75, "test/acc5": 1}
     assert (entry.input_size, entry.classes) == ((1, 8, 8), ("left", "right"))
     assert (entry.license, entry.recipe, entry.default) == ("MIT", "python train.py", True)
-    assert entry.undescribed() == []
+    assert undescribed(entry) == []
     model = create_model("revnet38", pretrained=True, table=WeightsTable(out))
     torch.manual_seed(0)
     expected = Classifier(TINY).model.state_dict()

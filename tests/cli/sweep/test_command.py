@@ -15,7 +15,7 @@ import yaml
 
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
-from revzoo.cli.run import subprocess as jobs
+from revzoo.cli.run import child_process as jobs
 from revzoo.cli.run.lock import locked
 from revzoo.cli.sweep import search as sweep
 
@@ -28,7 +28,7 @@ pytest.importorskip("optuna")
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(__file__).parent / "run_of_no_time.py"
-    monkeypatch.setattr(sweep, "process_of", lambda command: [sys.executable, str(script)])
+    monkeypatch.setattr(sweep, "train_words", lambda: [sys.executable, str(script)])
 
 
 def search(folder: Path, *arguments: str) -> list[dict[str, str]]:
@@ -192,7 +192,7 @@ def program(folder: Path) -> subprocess.Popen[str]:
     script = Path(__file__).parent / "run_of_no_time.py"
     code = (
         "import sys; from revzoo.cli.main import main; from revzoo.cli.sweep import search; "
-        f"search.process_of = lambda command: [sys.executable, {str(script)!r}]; "
+        f"search.train_words = lambda: [sys.executable, {str(script)!r}]; "
         "main(['sweep', *sys.argv[1:]])"
     )
     (folder / "plot").write_text("wait")

@@ -9,31 +9,7 @@ import torch
 from small_task import TinyNet, loader, trainer
 from torch import nn
 
-from revzoo.training import Classifier, Footprint, peak_bytes, peak_host_bytes
-
-
-def test_host_peak_is_read_in_bytes(tmp_path: Path) -> None:
-    status = tmp_path / "status"
-    status.write_text("Name:\tpython\nVmPeak:\t  999 kB\nVmHWM:\t   123 kB\nVmRSS:\t 7 kB\n")
-    assert peak_host_bytes(status) == 123 * 1024
-
-
-def test_host_peak_is_unknown_without_the_file(tmp_path: Path) -> None:
-    assert peak_host_bytes(tmp_path / "missing") is None
-    (tmp_path / "status").write_text("Name:\tpython\n")
-    assert peak_host_bytes(tmp_path / "status") is None
-
-
-@pytest.mark.skipif(peak_host_bytes() is None, reason="no /proc/self/status on this system")
-def test_host_peak_grows_with_the_memory_that_is_written() -> None:
-    before = peak_bytes(torch.device("cpu"))
-    ballast = torch.ones(64 * 2**20, dtype=torch.uint8)
-    after = peak_bytes(torch.device("cpu"))
-    assert before is not None
-    assert after is not None
-    current = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    assert after >= current - 2**20
-    assert len(ballast) == 64 * 2**20
+from revzoo.training import Classifier, Footprint, peak_host_bytes
 
 
 class Slow(pl.Callback):
@@ -82,7 +58,7 @@ def test_a_resumed_epoch_counts_from_the_resume(
 def test_without_a_source_no_memory_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.training.callbacks.footprint.peak_host_bytes", lambda: None)
+    monkeypatch.setattr("revzoo.training.process_memory.peak_host_bytes", lambda: None)
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(TinyNet()), loader())
     assert "footprint/epoch_seconds" in runner.callback_metrics

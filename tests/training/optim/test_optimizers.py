@@ -8,12 +8,8 @@ from torch import nn
 import revzoo
 from revzoo.models import create_model
 from revzoo.training.optim import optimizers
-from revzoo.training.optim.optimizers import (
-    OptimSpec,
-    build_optimizer,
-    build_schedule,
-    split_weights,
-)
+from revzoo.training.optim.groups import split_weights
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 
 
 def names(model: nn.Module, group: dict[str, object]) -> set[str]:
@@ -134,6 +130,23 @@ def test_muon_takes_the_hidden_weights_and_leaves_the_rest_to_sgd() -> None:
     assert names(model, hidden) == {"0.weight"}
     assert (hidden["lr"], hidden["weight_decay"], hidden["orthogonal"]) == (0.03, 0.5, True)
     assert (rest["lr"], rest["weight_decay"], rest["orthogonal"]) == (0.2, 0.0, False)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_muon_leaves_every_classifier_to_sgd(frozen: bool) -> None:
+    """Of two classifiers one was orthogonalised; of none, the last hidden weight was not."""
+    pytest.importorskip("timm")
+    model = create_model("timm:deit_tiny_distilled_patch16_224", num_classes=3, img_size=32)
+    for path in model.classifiers:
+        model.get_submodule(path).requires_grad_(not frozen)
+    spec = OptimSpec(name="muon", lr=0.03, sgd_lr=0.2)
+    hidden, rest = build_optimizer(model, spec).param_groups
+    heads = {"net.head.weight", "net.head_dist.weight"}
+    assert names(model, rest) & heads == (set() if frozen else heads)
+    weights = {id(p) for p in split_weights(model)[0]}
+    assert {id(p) for p in hidden["params"]} == {
+        id(p) for name, p in model.named_parameters() if id(p) in weights and name not in heads
+    }
 
 
 @pytest.mark.parametrize(

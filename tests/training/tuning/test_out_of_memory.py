@@ -16,7 +16,7 @@ from small_task import TINY, loader, trainer
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
-from revzoo.core.modes import set_memory
+from revzoo.core.set_memory import set_memory
 from revzoo.training import Classifier
 from revzoo.training.tuning import out_of_memory
 from revzoo.training.tuning.out_of_memory import (

@@ -1,4 +1,7 @@
-"""Free memory for this process, under every limit of the system, or on a GPU.
+"""Memory of this process: what it uses, its peak, and what is free for it, also on a GPU.
+
+The peak on the CPU is the high-water mark ``VmHWM`` in ``/proc/self/status``, since the process
+started. (Not ``getrusage``: a child's ``ru_maxrss`` starts at its parent's.)
 
 On Linux the limits are the machine's free memory, the control group (of a container or a batch job)
 and ``ulimit -v``. Beyond the first two there is no error: the kernel kills the process.
@@ -27,15 +30,27 @@ def free_bytes(device: torch.device) -> int | None:
     return max(0, min(known)) if known else None
 
 
-def resident_bytes(proc: Path = PROC) -> int | None:
+def resident_bytes() -> int | None:
     """Resident memory of this process in bytes; None if the system does not report it."""
-    return field_bytes(proc / "self/status", "VmRSS")
+    return _field_bytes(PROC / "self/status", "VmRSS")
 
 
-def reset_peak(proc: Path = PROC) -> bool:
+def peak_bytes(device: torch.device) -> int | None:
+    """Peak memory in bytes: of the GPU on CUDA, of the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_host_bytes()
+
+
+def peak_host_bytes() -> int | None:
+    """The process's peak resident set in bytes; None if the system does not report it."""
+    return _field_bytes(PROC / "self/status", "VmHWM")
+
+
+def reset_peak() -> bool:
     """Reset the peak of this process's memory. Returns whether the system could."""
     try:
-        (proc / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to current use
+        (PROC / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to current use
     except OSError:
         return False
     return True
@@ -54,20 +69,20 @@ def give_back() -> None:
         trim(0)
 
 
-def _of_machine(proc: Path = PROC) -> int | None:
-    return field_bytes(proc / "meminfo", "MemAvailable")
+def _of_machine() -> int | None:
+    return _field_bytes(PROC / "meminfo", "MemAvailable")
 
 
-def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
+def _of_control_groups() -> int | None:
     """The free memory in this process's control group and the groups around it (version 2)."""
     # version 2 has one line, 0::/PATH; version 1 a line for each controller
-    paths = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
+    paths = [line[3:] for line in _lines(PROC / "self/cgroup") if line.startswith("0::")]
     if not paths:
         return None
-    group = root / paths[0].lstrip("/")
+    group = CGROUPS / paths[0].lstrip("/")
     # limits of the groups above also hold; a container sees its own group as the root
-    folders = [group, *group.parents] if group.is_relative_to(root) else [root]
-    free = [_of_group(folder) for folder in folders if folder.is_relative_to(root)]
+    folders = [group, *group.parents] if group.is_relative_to(CGROUPS) else [CGROUPS]
+    free = [_of_group(folder) for folder in folders if folder.is_relative_to(CGROUPS)]
     return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
 
 
@@ -77,22 +92,22 @@ def _of_group(folder: Path) -> int | None:
     if not limit or not used or limit[0] == "max":
         return None
     # cached file pages, which the kernel drops before it kills a process
-    cached = field_bytes(folder / "memory.stat", "inactive_file", unit=1) or 0
+    cached = _field_bytes(folder / "memory.stat", "inactive_file", unit=1) or 0
     return int(limit[0]) - int(used[0]) + cached
 
 
-def _of_address_space(proc: Path = PROC) -> int | None:
+def _of_address_space() -> int | None:
     """Free bytes under ``ulimit -v``; None without such a limit."""
     try:
         import resource
     except ImportError:  # not on Windows
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = field_bytes(proc / "self/status", "VmSize")
+    used = _field_bytes(PROC / "self/status", "VmSize")
     return None if limit == resource.RLIM_INFINITY or used is None else limit - used
 
 
-def field_bytes(path: Path, name: str, *, unit: int = 1024) -> int | None:
+def _field_bytes(path: Path, name: str, *, unit: int = 1024) -> int | None:
     """The value of field ``name`` in bytes; ``/proc`` prints KiB."""
     for line in _lines(path):
         # /proc writes "VmRSS:  123 kB", a control group "inactive_file 123"
