@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_compiled.py revnet38 --batch 32
 
 One step is forward, cross-entropy and backward on random images, in float32. "Eager" networks are
-not compiled. "Compiled" ones are, as the callback ``compiled_branches`` does it. "torch b" is
+not compiled. "Compiled" networks use the callback ``compiled_branches``. "torch b" is
 ``torch.compile`` of the whole network in mode ``store`` with ``activation_memory_budget`` b. Plans
 have budgets between the peaks of ``invert`` and ``store``, counted for the eager network.
 
-A fresh process for each candidate takes its steps and steps of eager ``store`` in turn; networks in
-one process would share compiled graphs. Memory is the growth of the peak of another fresh process
-in a step, after the gradients exist. "Compiling" is the time of the first two steps, without caches
-on the disk.
+A fresh process for each candidate runs its steps and steps of eager ``store`` in turn; networks in
+one process would share compiled graphs. Memory is the growth of another fresh process's peak in a
+step, after the gradients exist. "Compiling" is the time of the first two steps, without caches on
+disk.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def mode_or_plan(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
 
 
 def measured(args: argparse.Namespace) -> object:
-    """One figure of the one candidate, measured in this process: bytes, or seconds and ratios."""
+    """One figure of one candidate, measured in this process: bytes, or seconds and ratios."""
     (candidate,) = args.only
     start = time.perf_counter()
     step = build(candidate, args)

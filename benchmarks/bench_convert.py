@@ -7,7 +7,7 @@
 
 DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` with CIFAR-10's images of 3x32x32 pixels.
 
-``accuracy`` evaluates the shipped weights as they are. ``finetune`` trains the plain and the
+``accuracy`` evaluates the shipped weights. ``finetune`` trains the plain and the
 converted networks with the same images, order and rate, and tests their last weights; it runs in
 mode ``store`` on the grid, which gives bit-equal gradients in less time. ``steps`` compares plain
 training, torch's checkpoint around each block, and the converted network: kept bytes are counted
@@ -202,7 +202,7 @@ def prepared(name: str, kind: str, *, size: int, left_out: int = 0) -> tuple[nn.
 
 
 def output_of(net: nn.Module, x: Tensor) -> Tensor:
-    """A loss: the mean square of what the network returns."""
+    """A loss: the mean square of the network's output."""
     y = net(x)
     return (y if isinstance(y, Tensor) else y.last_hidden_state).square().mean()
 

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_overhead.py
 
-The stack of ``bench_peers.py`` with 4 channels on 2x2 pixels. Kernels take next to no time, so the
-rest is autograd, hooks and Python. The script measures CPU time, not wall time, because other
-jobs on the machine hardly change it. Needs the ``bench`` extra.
+The stack of ``bench_peers.py`` with 4 channels on 2x2 pixels. Kernels take hardly any time, so the
+rest is autograd, hooks and Python. The script measures CPU time, not wall time, because other jobs
+on the machine hardly change it. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations

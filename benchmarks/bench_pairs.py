@@ -1,8 +1,8 @@
-"""Cost of a RevNet against the ResNet that it is made from: step time and peak memory.
+"""Cost of a RevNet against its baseline ResNet: step time and peak memory.
 
     python benchmarks/bench_pairs.py --pairs resnet32:revnet38 resnet110:revnet110 --batch 128
 
-A step is the one of ``bench_modes.py``. The seconds of an epoch follow from the median step,
+A step is the same as in ``bench_modes.py``. The seconds of an epoch follow from the median step,
 without data loading. The ResNet stores its activations; the RevNet runs in each of ``--modes``.
 """
 

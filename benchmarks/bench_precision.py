@@ -1,9 +1,9 @@
-"""Distance of a step's gradient from float64's, in ``store`` and on fixed-point streams.
+"""Distance of a step's gradient from the float64 gradient, in ``store`` and on fixed-point streams.
 
     python benchmarks/bench_precision.py --models revnet110 irevnet163 --seeds 3
 
 Initial weights, random images, BatchNorm in training, no dropout. The distance is the norm of the
-difference of all gradients over the norm of float64's.
+difference of all gradients over the norm of the float64 gradients.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/bench_private.py
 
-Networks with group normalisation on images of 3x32x32, float32. Bytes of all tensors alive are
-counted, so every machine gives the same; the gradients' own bytes (one tensor for each parameter)
-are subtracted, since they grow with depth in any method. Times are ratios within one run, all
-candidates of a round one after the other. Needs the extras ``opacus`` and ``backpack``.
+Networks with group normalisation on images of 3x32x32, float32. The script counts the bytes of all
+tensors alive, so the figures are the same on every machine; it subtracts the bytes of the gradients
+(one tensor for each parameter), since they grow with depth in any method. Times are ratios within
+one run, all candidates of a round in turn. Needs the extras ``opacus`` and ``backpack``.
 
 "plain" candidates are the libraries' own classes on a network that stores its activations.
 BackPACK's own has no rule for GroupNorm, so it computes less than the others.
@@ -85,7 +85,7 @@ def plain_rules() -> Iterator[None]:
 
 
 def with_clipping(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:
-    """What callbacks.private does in a step."""
+    """The work of callbacks.private in a step."""
     clipped = ClippedGradients(net, 1.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 

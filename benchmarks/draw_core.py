@@ -2,8 +2,8 @@
 
     python benchmarks/draw_core.py docs/pictures
 
-writes ``block.svg`` and ``alive.svg``. Both are diagrams, not measurements; ``alive`` has the rules
-of the second one. Needs the ``plot`` extra.
+writes ``block.svg`` and ``alive.svg``. Both are diagrams, not measurements; the function ``alive``
+has the rules of the second. Needs the ``plot`` extra.
 """
 
 from __future__ import annotations

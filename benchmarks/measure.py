@@ -56,7 +56,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
 
 
 def growth(fn: Callable[[], object]) -> int:
-    """Bytes by which memory peaks above its present use while ``fn`` runs once."""
+    """Bytes by which memory peaks above its current use while ``fn`` runs once."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -673,7 +673,7 @@ def test_tokens_of_zeros_before_rms_norm(seed):
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["images", "tokens"])
-def test_channels_that_are_small_or_mostly_zero_are_no_drift(last):
+def test_channels_that_are_small_or_mostly_zero_are_not_drift(last):
     """They are worth no less than the others, as long as they are more than rounding."""
     torch.manual_seed(0)
     scale = torch.logspace(-4, 0, 8)

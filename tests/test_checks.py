@@ -79,7 +79,7 @@ def test_counts_are_positive_whole_numbers(value):
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None])
-def test_anything_else_is_no_count(value):
+def test_anything_else_is_not_a_count(value):
     assert not is_count(value)
     with pytest.raises(ValueError, match=r"n=.*expected a whole number >= 1"):
         check_count("n", value)

@@ -42,7 +42,7 @@ def test_no_module_has_the_name_of_a_public_name(package):
 
 
 @pytest.mark.parametrize("name", ["nothing", "_private", "__nothing__"])
-def test_other_names_are_no_attributes(name):
+def test_other_names_are_not_attributes(name):
     with pytest.raises(AttributeError, match=f"'revzoo' has no attribute '{name}'"):
         getattr(revzoo, name)
 

@@ -48,11 +48,11 @@ def _as_typed(name: str, path: str) -> str:
 
 
 def train_words() -> list[str]:
-    """The first words of a command line that trains the way this process was started.
+    """The first words of a command line that trains, as this process was started.
 
     They repeat this process's ``--import``.
     """
-    script, path = _script(), str(Path(sys.argv[0]).absolute())  # it may start in another folder
+    script, path = _script(), str(Path(sys.argv[0]).absolute())  # the command may change folders
     if script == SCRIPT:
         words = [sys.executable, path]
     elif script == "revzoo":

@@ -159,7 +159,7 @@ class AdditiveCoupling(_Coupling):
 
 
 class AffineCoupling(_Coupling):
-    """``y1 = s * x1 + t`` with ``(s, t) = Fm(x2)``; ``y2`` likewise of ``x2`` and ``Gm(y1)``.
+    """``y1 = s * x1 + t`` with ``(s, t) = Fm(x2)``; the same for ``y2``, ``x2`` and ``Gm(y1)``.
 
     Args:
         Fm: returns scale and shift, or the input of ``adapter``.

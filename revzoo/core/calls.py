@@ -121,7 +121,7 @@ def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -
         return plain_call(step, *state, **context)
     before = _identity(state)
     # a hook sees the tensors before and after forward(), so compare what forward() got and returned
-    # with what the caller passed and gets
+    # with the caller's tensors
     with _watched(step) as inside:
         outputs = plain_call(step, *state, **context)
     if inside and inside != [before, _identity(as_state(outputs, step))]:

@@ -195,7 +195,7 @@ class Conditions:
             threads.release(self._locks)
 
     def restored(self, *, inverting: bool = False) -> _Restored:
-        """Restore the conditions of the forward pass; afterwards the caller's, also after errors.
+        """Restore the conditions of the forward pass, and the caller's at the end and after errors.
 
         Args:
             inverting: give carried buffers their values after the forward pass.

@@ -99,7 +99,7 @@ class TapeEntry:
             step: the step.
             inputs: its streams.
             context: its keyword arguments.
-            drift_limit: largest relative error of what a replay recomputes; None: not compared.
+            drift_limit: largest relative error of recomputed values; None: not compared.
             inverts: whether the tape recovers the inputs from the outputs.
             rounded: whether a replay starts from values with rounding errors.
             stops: whether a replay may stop after the last tensor that it records.
@@ -403,7 +403,7 @@ class SlotRecorder:
         return self._stopped or self._count == len(self._entry.saved)
 
     def sampled(self, computed: Streams) -> Sampled:
-        """The tensors to compare: those of the witness if there is one, else ``computed``."""
+        """The tensors to compare: the witness's tensors if there is one, else ``computed``."""
         witness = self._entry.witness
         if witness is None:
             return computed

@@ -74,7 +74,7 @@ MOST_BITS = 29
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
-_LARGEST_RANGE = 2.0**116  # also of an infinite input: the end of the range must be a float32
+_LARGEST_RANGE = 2.0**116  # also for an infinite input: the end of the range must be a float32
 # the fewest bits that grid="auto" chooses: each doubling of the input above 4 costs one
 COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
 
@@ -388,7 +388,7 @@ def _down_for(state: tuple[Tensor, ...]) -> Tensor:
 
 
 def _scalar(state: tuple[Tensor, ...], value: float) -> Tensor:
-    # of float32, whatever the default is; filled on the device, without a transfer
+    # float32 for any default dtype; filled on the device, without a transfer
     return state[0].new_full((), value, dtype=torch.float32)
 
 

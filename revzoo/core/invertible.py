@@ -141,8 +141,8 @@ class Step(nn.Module):
     """The same, for a step without an inverse in floating point."""
 
     guarded: bool = True
-    """Whether the guard compares what a replay recomputes. Not needed if the inverse only moves
-    values, and the steps beside it are compared."""
+    """Whether the guard compares recomputed values. Not needed if the inverse only moves values,
+    and the guard compares the steps beside it."""
 
     label: str = ""
     """The step's place in its model, for error messages."""

@@ -1,4 +1,4 @@
-"""Memory modes: what a step does with the activations that its backward pass needs.
+"""Memory modes: how a step keeps or recomputes the activations that its backward pass needs.
 
 =============  ================================================================================
 ``store``      keep them, as plain autograd does: least time, most memory
@@ -76,7 +76,7 @@ class Mode:
             return call_on_grid(plain_call, step, state, context)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
-        """Raise a ValueError if the mode fits none of the ``steps`` of ``module``."""
+        """Raise a ValueError if the mode does not fit any of the ``steps`` of ``module``."""
 
     def drift_limit(self, step: Step) -> float | None:
         """Largest relative error that a replay of ``step`` may have; None: not measured."""
@@ -181,7 +181,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
 
 
 def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    """:func:`run_step` without the conversion to a tuple: returns what the step returned."""
+    """:func:`run_step` without the conversion to a tuple: returns the step's own result."""
     if len(state) != step.streams:
         raise ValueError(
             f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "

@@ -252,7 +252,7 @@ class Reach:
         kinds = set(map(type, itertools.chain.from_iterable(items for *_, items in found)))
         if not any(issubclass(kind, Tensor) for kind in kinds):
             return found
-        # not those with a graph, of which the search uses copies (rule 4)
+        # not containers with a graph: the search uses copies of these (rule 4)
         return [entry for entry in found if all(map(_is_leaf, entry[2]))]
 
     def is_of(self, step: nn.Module) -> bool:
@@ -290,7 +290,7 @@ class Reach:
 
     @property
     def draws_nothing(self) -> bool:
-        """Whether the step holds only layers that draw no random numbers as they are now."""
+        """Whether the step holds only layers that draw no random numbers in their current state."""
         if self._may_draw or has_global_hooks():
             return False
         # a mode of the user may draw in any operator

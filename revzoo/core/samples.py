@@ -227,6 +227,6 @@ def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tens
 
 
 def _golden(count: int, start: float = 0) -> Tensor:
-    """Numbers spread evenly over [0, 1); on the CPU, whatever the default device is."""
+    """Numbers spread evenly over [0, 1); on the CPU, for any default device."""
     steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()

@@ -230,7 +230,7 @@ class Owned:
         self.carrying = [
             i for i, m in enumerate(modules) if isinstance(m, Invertible) and m.carried
         ]
-        self.buffered: list[int] = []  # modules with buffers of which a replay needs the values
+        self.buffered: list[int] = []  # modules with buffers whose values a replay needs
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
         # a bias that a layer gets later would be missed if only present tensors were compared

@@ -42,7 +42,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     Args:
         path: of the file.
         channels: of the result.
-        remedy: what the error about a corrupt file recommends; may be empty.
+        remedy: the advice in the error about a corrupt file; may be empty.
 
     Raises:
         DataError: the file is corrupt, or a grey image of more than 8 bits.
@@ -162,7 +162,7 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
                 "such as data.image_size=64"
             )
         return width
-    raise DataError(f"none of {len(paths)} images can be read, such as {paths[0]}")
+    raise DataError(f"none of the {len(paths)} images can be read, such as {paths[0]}")
 
 
 def decode_all(

@@ -99,7 +99,7 @@ class ChannelPadding(Invertible):
 class SpatialPadding(Streamwise):
     """``(B, C, H, W) -> (B, C, H + top + bottom, W + left + right)`` for each stream.
 
-    Injective: the inverse crops the frame, whatever its values are. There is no log-determinant.
+    Injective: the inverse crops the frame, with any values. There is no log-determinant.
     NOTE [ Zeros are not reconstructed ] also applies to a constant frame, but a normalisation
     includes the rest of the channel, too.
 

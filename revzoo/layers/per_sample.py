@@ -46,7 +46,7 @@ LARGEST = 2**18
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a call of ``module`` uses, without those of layers that it calls."""
+    """The parameters that a call of ``module`` uses, without parameters of layers that it calls."""
     uncalled = isinstance(module, nn.MultiheadAttention)  # reads the weights of its out_proj
     return dict(module.named_parameters(recurse=uncalled))
 

@@ -4,7 +4,7 @@ avg         mean over the places
 max         largest value
 avgmax      half of their sum
 catavgmax   both, side by side: twice the channels
-(empty)     no pooling: the map or the tokens stay as they are
+(empty)     no pooling: returns the map or the tokens
 """
 
 from collections.abc import Callable

@@ -56,7 +56,7 @@ class Reversed(ReversibleSequence):
                 f"Reversed got a {type(module).__name__}, expected an Invertible: only a module "
                 "with an inverse can be reversed"
             )
-        # super().__init__ labels the steps anew
+        # super().__init__ labels the steps again
         labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
         # other modules may have attributes of these names for other things

@@ -105,7 +105,7 @@ def weights_name(name: str) -> str:
 
 
 def _cache_of(address: str) -> Path:
-    """The folder in which the libraries keep what they download."""
+    """The folder in which the libraries keep their downloads."""
     if address.startswith(_HUB):
         from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -415,7 +415,7 @@ def _downloading(name: str) -> Iterator[None]:
     level = retries.level
     retries.setLevel(logging.ERROR)  # otherwise four lines for each of twelve attempts
     try:
-        with socket_timeout(30):  # torch.hub waits for ever
+        with socket_timeout(30):  # torch.hub waits forever
             yield
     except NotImplementedError:  # of the meta device; a RuntimeError, too
         raise

@@ -101,7 +101,7 @@ def find_source(
             if text in known and not shelf.names(text):
                 raise UnknownWeightsError(
                     f"there are no weights for {text}: use pretrained=False, or checkpoint_path "
-                    "for a file of your own; list_models(pretrained=True) lists all weights"
+                    "for your own file; list_models(pretrained=True) lists all weights"
                 ) from None
             hint = "" if is_known else library_hint(text)
             raise UnknownWeightsError(f"{error}{hint}") from None

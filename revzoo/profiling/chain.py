@@ -24,7 +24,7 @@ NOTE [ Choices depend on their neighbours ]
     The bytes and the time of a step depend on the step before it. The first inverted step of a run
     starts a tape. In ``exact`` it rounds copies of its streams. A merge after a step runs in that
     step's mode. So a step has several choices in one mode, and between two steps there is a link
-    whose choices have no mode of their own: each fits certain neighbours.
+    whose choices have no mode: each fits certain neighbours.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, arXiv 1911.13214,
 choose by dynamic programming the states to store and to recompute from. Here a link can also be
@@ -201,7 +201,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
                 front = following.setdefault((choice.kind, now & later), [])
                 for label in labels:
                     if label.kept > most:
-                        break  # labels ascend in what they keep
+                        break  # labels ascend in the bytes that they keep
                     _insert(
                         front,
                         _Label(label.kept + added, label.cost + choice.cost, choice, label),

@@ -269,7 +269,7 @@ class _Pieces:
     def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
         """Number of each stream to the number of the tensor kept for it: its words, or itself.
 
-        Leaves out streams of which nothing is kept.
+        Leaves out streams that are not kept.
         """
         kept = ((t, call.words.get(id(t), t)) for t in streams)
         return {

@@ -337,7 +337,7 @@ class Planner:
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
             f"budget={shown} is less than any plan needs: at least {sized(need)} for "
-            f"an input of {'x'.join(map(str, self.shape))}, of which {sized(fixed)} are "
+            f"an input of {'x'.join(map(str, self.shape))}. Of these, {sized(fixed)} are "
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states and the guard; use {either(remedies)}"
         )

@@ -17,8 +17,8 @@ from revzoo.training.lightning_compat import started_processes, stop_watching
 
 T = TypeVar("T")
 
-# in Lightning's order; SLURM's comes last because batch scripts set it too
 WAIT = 10.0  # seconds until a process that should end is killed
+# in Lightning's order; SLURM's comes last because batch scripts set it too
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
@@ -56,9 +56,9 @@ def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
 
     Args:
         trainer: of a run that has ended.
-        ask: send them SIGTERM, if only this process may know that the run ends.
+        ask: send them SIGTERM, since they may not know that the run ends.
 
-    A process that has not ended after :data:`WAIT` seconds is killed.
+    Kills processes that have not ended after :data:`WAIT` seconds.
     """
     started = started_processes(trainer)
     # before any process ends: the watchdog would kill this one

@@ -1,4 +1,4 @@
-"""Memory of this process: what it uses, its peak, and what is free for it, also on a GPU.
+"""Memory of this process: used, peak and free, also on a GPU.
 
 The peak on the CPU is the high-water mark ``VmHWM`` in ``/proc/self/status``, since the process
 started. (Not ``getrusage``: a child's ``ru_maxrss`` starts at its parent's.)

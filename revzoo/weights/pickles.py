@@ -64,8 +64,8 @@ def check_pickles(file: IO[bytes], count: int = 1) -> None:
         count: number of consecutive pickles.
 
     Raises:
-        UnpicklingError: or another exception; also for a damaged pickle, and for one that names
-            anything but tensors and plain values.
+        UnpicklingError: or another exception; also if the pickle is damaged, or names anything but
+            tensors and plain values.
     """
     for _ in range(count):
         _Rehearsal(file, encoding="latin1").load()

@@ -75,7 +75,7 @@ class WeightsTable:
             default = [e for e in candidates if e.default] or candidates
             if len(default) == 1:
                 return default[0]
-        # no weights have this name: find out what the user meant
+        # no weights have this name: guess the name that the user meant
         if name.endswith(".ckpt") or Path(name, CHECKPOINTS).is_dir():
             raise UnknownWeightsError(
                 f"{name} is a run or its checkpoint, not weights: revzoo export CKPT --format "
@@ -90,7 +90,7 @@ class WeightsTable:
         nearest = did_you_mean(name, known or self.entries) or "."
         raise UnknownWeightsError(
             f"there are no weights, file or folder {name!r}{nearest} {listed}. Use "
-            "pretrained=False, or checkpoint_path for a file of your own"
+            "pretrained=False, or checkpoint_path for your own file"
         )
 
     def _files(self) -> Iterable[Path]:

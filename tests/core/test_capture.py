@@ -225,7 +225,7 @@ def test_hooks_of_the_user_that_change_inputs_and_output():
         lambda m, x: m(x, [x]),
     ],
 )
-def test_arguments_that_are_no_positional_tensors_are_refused(call):
+def test_arguments_that_are_not_positional_tensors_are_refused(call):
     """A rule would leave them out."""
     bilinear = nn.Bilinear(2, 2, 2)
     bilinear.forward = lambda input1, input2: (input1 + torch.as_tensor(0.0)) * bilinear.bias

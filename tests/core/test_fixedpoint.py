@@ -337,7 +337,7 @@ class Overflow(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_an_overflow_in_float16_beside_an_exact_network_is_no_cause_for_a_warning(autocast):
+def test_an_overflow_in_float16_beside_an_exact_network_is_not_a_cause_for_a_warning(autocast):
     """Loss scaling causes it in every training."""
     half = ReversibleSequence([AdditiveCoupling(nn.Sequential(Overflow(), nn.LayerNorm(4)))])
     set_memory(half, "store", grid=10)
@@ -426,7 +426,7 @@ def tanh_branch(width=4):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 @pytest.mark.parametrize("mode", ["exact", "recompute"])
-def test_an_input_without_words_is_no_finite_number(mode, bad):
+def test_an_input_without_words_is_not_a_finite_number(mode, bad):
     net = ReversibleSequence([AdditiveCoupling(tanh_branch())])
     set_memory(net, mode, grid=20)
     x1, x2 = torch.randn(3, 4), torch.randn(3, 4).index_put_((torch.tensor(0),), torch.tensor(bad))

@@ -527,7 +527,7 @@ def test_a_recomputed_step_in_an_inverted_one(norm, dtype):
     assert_same_training(net("invert"), net("store"), x, tolerance=1e-5)
 
 
-def test_an_overflow_in_float16_is_no_drift_of_a_step_inside():
+def test_an_overflow_in_float16_is_not_drift_of_a_step_inside():
     """``GradScaler`` skips such a step; the recomputed one in a branch raised."""
     torch.manual_seed(0)
     inner = AdditiveCoupling(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))

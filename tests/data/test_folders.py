@@ -20,7 +20,7 @@ def test_classes_are_sorted_names_and_labels_their_positions(make_folder: MakeFo
     assert [Path(path).parent.name for path in train.paths] == ["cat"] * 2 + ["dog"] * 3
 
 
-def test_other_files_are_no_images(make_folder: MakeFolder) -> None:
+def test_other_files_are_not_images(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO})
     (root / "train" / "cat" / "notes.txt").write_text("no image")
     (root / "train" / "README.md").write_text("no class")
@@ -55,7 +55,7 @@ def test_no_class_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_one_class_is_no_choice(make_folder: MakeFolder, split: str) -> None:
+def test_one_class_is_not_a_choice(make_folder: MakeFolder, split: str) -> None:
     root = make_folder({split: {"cat": 2}})
     with pytest.raises(DataError, match=rf"only one class folder, cat, in .*/{split}: .* at least"):
         scan(root)

@@ -247,7 +247,7 @@ def test_a_training_that_failed_hands_nothing_on(tmp_path: Path) -> None:
     assert torch.equal(_fit(tmp_path, data, 1), _fit(tmp_path, Digits(), 1))
 
 
-def test_a_checkpoint_that_was_evaluated_is_no_part_of_the_next_training(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_evaluated_is_not_part_of_the_next_training(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
     trainer.fit(Recorder(), other := Digits())
     other.normalisation.mean += 1

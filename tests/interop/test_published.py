@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     path = tmp_path / "a.pt"
     torch.save(nn.Linear(2, 2).state_dict(), path)
     for source in ("irevnet", "memcnn"):
-        with pytest.raises(ConversionError, match=f"no checkpoint of '{source}'.*bias, weight"):
+        with pytest.raises(ConversionError, match=f"not a checkpoint of '{source}'.*bias, weight"):
             load_published(path, source)
     with pytest.raises(ValueError, match="source=tf: expected one of irevnet, memcnn"):
         load_published(path, "tf")
@@ -170,7 +170,7 @@ def test_weights_that_do_not_fit_the_network_named_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize(("value", "message"), [(torch.nan, "NaN or Inf"), (1, "int64")])
-def test_weights_that_are_no_weights_are_refused(value, message, tmp_path):
+def test_weights_that_are_not_weights_are_refused(value, message, tmp_path):
     """NaN loaded silently, and whole numbers were converted."""
     model = create_model("irevnet13", units=(1, 1), in_chans=1)
     weights = release_keys(model)

@@ -42,7 +42,7 @@ def test_a_checkpoint_brings_its_order():
 
 
 @pytest.mark.parametrize("order", ["sorted", [0, 1, 1], [0, 1], [1, 2, 3]])
-def test_what_is_no_permutation(order):
+def test_what_is_not_a_permutation(order):
     with pytest.raises(ValueError, match=r"expected 'random', 'reverse' or each of 0 to 2 once"):
         ChannelPermutation(3, order=order)
 

@@ -82,7 +82,7 @@ def test_a_container_that_overrides_its_directions_is_one_step():
     assert torch.allclose(back(sequence(x)), x)
 
 
-def test_an_attribute_called_dim_is_no_dimension():
+def test_an_attribute_called_dim_is_not_a_dimension():
     class Wide(revzoo.Invertible):
         dim = 64  # a width
 

@@ -122,7 +122,7 @@ def test_an_inverse_of_the_wrong_width_names_the_step():
     assert "steps.2.steps.1 AdditiveCoupling got streams of shape (2, 5) and (2, 5)" in note
 
 
-def test_a_member_that_is_no_step():
+def test_a_member_that_is_not_a_step():
     with pytest.raises(TypeError, match="step 1 is a Linear, expected an Invertible"):
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
 
@@ -147,7 +147,7 @@ def test_a_step_without_an_inverse_is_refused_at_once():
         Double()
 
 
-def test_a_class_is_no_step():
+def test_a_class_is_not_a_step():
     with pytest.raises(TypeError, match="step 0 is the class AdditiveCoupling: create it"):
         ReversibleSequence([AdditiveCoupling])
 

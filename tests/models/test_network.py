@@ -183,7 +183,7 @@ def test_positions_are_resized_to_another_image_size(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [Image.new("RGB", (8, 8)), [1.0]])
-def test_inputs_that_are_no_tensor_are_refused_by_type(given: Any) -> None:
+def test_inputs_that_are_not_a_tensor_are_refused_by_type(given: Any) -> None:
     kind = type(given).__name__
     with pytest.raises(TypeError, match=rf"Got a .*{kind}; .* model\.transforms\(\)\(image\)"):
         small()(given)

@@ -268,7 +268,7 @@ def test_a_single_file_describes_its_model(tmp_path, table, file):
     assert same(model, small())
     assert (model.entry.classes, model.entry.mean) == (tuple("abcde"), (0.5, 0.4, 0.3))
     lone.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(UnreadableWeightsError, match="no complete safetensors file"):
+    with pytest.raises(UnreadableWeightsError, match="not a complete safetensors file"):
         from_pretrained(lone)
     save_file(small().state_dict(), lone)
     with pytest.raises(UnreadableWeightsError, match="does not describe its model"):
@@ -304,7 +304,7 @@ def test_hyperparameters_that_are_none_do_not_make_weights_unreadable(tmp_path, 
     "entry",
     ["[]", "{", '{"_target_": "os.system"}', '{"name": "revnet38", "architecture": "resnet32"}'],
 )
-def test_a_header_that_is_no_entry_is_refused(tmp_path, entry):
+def test_a_header_that_is_not_an_entry_is_refused(tmp_path, entry):
     path = tmp_path / "w.safetensors"
     save_file(small().state_dict(), path, metadata={"entry": entry})
     with pytest.raises(WeightsError, match=re.escape(str(path))):

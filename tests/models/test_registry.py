@@ -150,7 +150,7 @@ def test_what_cannot_be_registered_is_refused(name, network, variant, message, m
     assert models == MODELS
 
 
-def test_pretrained_is_no_name_of_weights():
+def test_pretrained_is_not_a_name_of_weights():
     """The string counted as True, so the default weights were loaded."""
     with pytest.raises(ValueError, match=r"pretrained='revnet38\.memcnn': expected True or False"):
         revzoo.create_model("revnet38", pretrained="revnet38.memcnn")

@@ -29,7 +29,7 @@ def test_a_folder_holds_weights_entry_and_card(tmp_path):
     assert entry.sha256 in (folder / "README.md").read_text()
 
 
-def test_training_keywords_are_no_part_of_the_shape(tmp_path):
+def test_training_keywords_are_not_part_of_the_shape(tmp_path):
     model = create_model("revnet38", memory="store", drop_rate=0.1, drop_path_rate=0.1, dropout=0.1)
     assert model.save_pretrained(tmp_path).options == {}
 

@@ -163,7 +163,7 @@ def test_images_of_other_channels_are_refused_with_the_remedy():
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (1, 1, 3, 8, 8)])
-def test_tensors_that_are_no_batch_of_images_are_refused(shape):
+def test_tensors_that_are_not_a_batch_of_images_are_refused(shape):
     with pytest.raises(ValueError, match=r"expected images \(B, 3, H, W\)"):
         create_model("revnet38")(torch.randn(shape))
 

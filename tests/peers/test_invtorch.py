@@ -125,7 +125,7 @@ class Extra(Invertible):
         return y / 2
 
 
-def test_outputs_that_are_no_streams():
+def test_outputs_that_are_not_streams():
     """README, "num_outputs", both ways."""
     found = []
     for mode in ("invert", "store"):

@@ -504,7 +504,7 @@ def test_a_module_without_an_inverse_is_refused_where_it_needs_one():
             call(torch.zeros(2, 4))
 
 
-def test_a_coupling_is_no_step_and_the_error_says_which_one_is():
+def test_a_coupling_is_not_a_step_and_the_error_says_which_one_is():
     with pytest.raises(TypeError, match=r"memcnn\.AdditiveCoupling, expected.*ReversibleBlock\(Fm"):
         revzoo.ReversibleSequence([ours.AdditiveCoupling(nn.Linear(4, 4))])
 

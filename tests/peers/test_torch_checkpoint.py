@@ -155,7 +155,7 @@ def scaled(t1, t2, scale, t3):
     return scale, t4, None, True, t5, "bar", t1
 
 
-def test_inputs_and_outputs_that_are_no_tensors():
+def test_inputs_and_outputs_that_are_not_tensors():
     """test_checkpoint_non_tensor_inputs_outputs."""
     grads = []
     for call in (functools.partial(checkpoint, scaled), scaled):
@@ -607,7 +607,7 @@ def test_two_checkpoints_inside_one(early_stop):
     assert_same(found)
 
 
-def test_nested_inputs_and_outputs_that_are_no_tensors():
+def test_nested_inputs_and_outputs_that_are_not_tensors():
     """test_nested_checkpoint_non_tensor_inputs_and_outputs."""
 
     def inner(k, pair, factor):

@@ -534,7 +534,7 @@ def test_tensors_in_plain_attributes(device):
     }
 
 
-def test_tensors_in_plain_attributes_are_no_activations():
+def test_tensors_in_plain_attributes_are_not_activations():
     net = nn.Sequential(revzoo.ReversibleBlock(PlainTensors()), nn.Flatten())
     reports = [audit(net, (1024, 8), modes=["store"], real=real) for real in (False, True)]
     for report in reports:

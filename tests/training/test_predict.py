@@ -79,7 +79,7 @@ def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
         revzoo.predict(image, model)
 
 
-def test_tensors_that_are_no_images(folder: Path) -> None:
+def test_tensors_that_are_not_images(folder: Path) -> None:
     """Floats of 0 to 255 were classified, in silence."""
     with pytest.raises(ValueError, match=r"\(2, 3, 8, 8\): expected \(C, H, W\).*list\(images\)"):
         revzoo.predict(torch.rand(2, 3, 8, 8), folder)
@@ -106,7 +106,7 @@ def test_counts_are_whole_numbers(option: str, number: Any, image: Path, folder:
         revzoo.predict(image, folder, **{option: number})
 
 
-def test_a_run_is_no_weights(tmp_path: Path) -> None:
+def test_a_run_is_not_weights(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for source in (tmp_path, tmp_path / "checkpoints" / "best.ckpt"):
         with pytest.raises(UnknownWeightsError, match=r"a run or its checkpoint.*revzoo export"):

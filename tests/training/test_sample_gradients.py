@@ -216,7 +216,7 @@ def test_an_interrupted_backward_pass_leaves_nothing_behind():
     torch.testing.assert_close(clipped.norms, norms_of(loop), rtol=1e-10, atol=1e-10)
 
 
-def test_rows_that_are_no_samples_are_refused():
+def test_rows_that_are_not_samples_are_refused():
     """A sum over them would take one row as each sample's, or one sample's for another's."""
 
     class Constant(nn.Module):

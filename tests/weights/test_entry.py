@@ -138,7 +138,7 @@ def test_all_faults_are_reported_at_once():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"'])
-def test_a_file_that_is_no_object_is_refused(tmp_path, text):
+def test_a_file_that_is_not_an_object_is_refused(tmp_path, text):
     path = tmp_path / "entry.json"
     path.write_text(text)
     with pytest.raises(EntryError, match="JSON"):

@@ -71,5 +71,5 @@ def test_two_folders_may_not_repeat_a_name(folder):
 
 
 def test_a_missing_folder_raises(tmp_path):
-    with pytest.raises(EntryError, match="no folder"):
+    with pytest.raises(EntryError, match="not a folder"):
         WeightsTable(tmp_path / "none").names()

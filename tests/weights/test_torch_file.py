@@ -150,7 +150,7 @@ def test_a_storage_is_not_enlarged(zipped: bool, tmp_path: Path) -> None:
     content = {"state_dict": {"fc.weight": Announced(torch.ones(4), 100_000_000)}}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
     for said in read_with_little_memory(path):
-        assert re.search("storage|cut off or no checkpoint", said)
+        assert re.search("storage|cut off or not a checkpoint", said)
 
 
 def test_a_bytearray_is_not_filled(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_deep_lists_and_lists_that_hold_themselves_are_refused(tmp_path: Path) -
         assert all("more than 50 deep" in said for said in in_seconds(tmp_path / "a.ckpt"))
 
 
-def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_checkpoint(tmp_path: Path) -> None:
     """Opening a pipe blocks until a writer comes."""
     os.mkfifo(tmp_path / "a.ckpt")
     assert all("there is no" in said for said in in_seconds(tmp_path / "a.ckpt"))

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
     from revzoo.profiling.audit import audit, check_matplotlib
 
-    # check first whatever would fail after the count
+    # first check everything that would fail after the count
     if args.tensorboard:
         check_matplotlib()
     check_picture(args.plot)

@@ -185,7 +185,7 @@ class GracefulStop(pl.Callback):
             )
             requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
         if self.agreed is None and requested is not None:
-            # a process without a signal of its own starts its clock here
+            # a process that did not get the signal starts its clock here
             self.agreed, self._since = requested, self._since or time.monotonic()
 
     def _is_late(self, trainer: pl.Trainer) -> bool:

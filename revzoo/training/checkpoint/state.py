@@ -218,7 +218,7 @@ def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str,
 
 
 def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`states_of`; metrics without a state begin anew."""
+    """Restore the result of :func:`states_of`; metrics without a state start again."""
     for name, metric in metrics.items():
         state = states.get(name, {})
         for key, value in state.get("values", {}).items():

@@ -83,7 +83,7 @@ def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_split_alone_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_alone_is_not_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``revzoo check data DIR/train`` reported train/train as missing."""
     main(["check", "data", str(image_folder(tmp_path) / "train"), "--workers", "1"])
     assert capsys.readouterr().out == "all 40 images can be read\n"

@@ -51,7 +51,7 @@ def test_overrides_reach_the_description(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [
-        ("irevnet", "60000.pt", "no checkpoint of 'irevnet'"),
+        ("irevnet", "60000.pt", "not a checkpoint of 'irevnet'"),
         ("memcnn", "gone.pt", "No such file"),
     ],
 )

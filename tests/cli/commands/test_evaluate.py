@@ -259,7 +259,7 @@ def test_missing_images_are_refused(name: str, message: str, run: Any, tmp_path:
         main(["predict", f"ckpt={run[0]}", str(tmp_path / name)])
 
 
-def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
+def test_a_text_is_not_an_image(run: Any, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("hello")
     with pytest.raises(SystemExit, match=r"cannot decode image .*: replace or remove it$"):
         main(["predict", f"ckpt={run[0]}", str(tmp_path / "a.png")])

@@ -95,7 +95,7 @@ def test_wrong_arguments_write_no_file(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_no_checkpoint_of_training_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_of_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.ckpt"
     torch.save({"state_dict": {}}, path)
     with pytest.raises(SystemExit, match="has no hyperparameters of a model"):

@@ -80,7 +80,7 @@ def test_an_output_of_nan_is_refused(tmp_path: Path) -> None:
         list(predict(restored, [root / "test"]))
 
 
-def test_hidden_files_of_a_folder_are_no_images(tmp_path: Path) -> None:
+def test_hidden_files_of_a_folder_are_not_images(tmp_path: Path) -> None:
     """An archive of macOS adds ``._NAME.png``, which ended the prediction."""
     root = image_folder(tmp_path)
     first = next(iter(sorted((root / "test").rglob("*.png"))))

@@ -376,10 +376,10 @@ def test_options_newer_than_the_checkpoint_are_ignored(compose: Any, tmp_path: P
     ("content", "message"),
     [
         (None, "there is no "),
-        ("a: [", "no YAML"),
+        ("a: [", "not YAML"),
         ("[1]", "holds no configuration"),
         ("a: 1", "config.a: no such option"),
-        ("model: !!python/object/apply:os.getcwd []", "no YAML"),
+        ("model: !!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )
 def test_a_folder_without_a_configuration_is_refused(

@@ -168,7 +168,7 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path, rng = tmp_path / "b.ckpt", random.Random(0)
     for _ in range(40):
         path.write_bytes(whole[: rng.randrange(len(whole))])
-        with pytest.raises(CheckpointError, match=r"b\.ckpt is cut off or no checkpoint"):
+        with pytest.raises(CheckpointError, match=r"b\.ckpt is cut off or not a checkpoint"):
             read_checkpoint(path)
     for _ in range(80):
         place = rng.randrange(len(whole))
