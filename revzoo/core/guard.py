@@ -88,9 +88,11 @@ class DriftError(RuntimeError):
 
     Attributes:
         step: the first step beyond its limit; None if unknown.
+        reason: what differs, without consequences and remedies.
     """
 
     step: Step | None = None
+    reason: str = ""
 
 
 class _Comparison:
@@ -360,12 +362,12 @@ def _check_comparisons(comparisons: list[_Comparison]) -> None:
     for comparison in comparisons:
         if not errors[comparison] <= comparison.limit:
             raise _failure(
-                comparison, _explain(comparison, errors[comparison], max(errors.values()))
+                comparison, *_explain(comparison, errors[comparison], max(errors.values()))
             )
     for comparison in comparisons:
         # a channel must keep half as many digits as the limit demands of the stream
         if comparison.used and not lost[comparison] <= math.sqrt(comparison.limit):
-            raise _failure(comparison, _explain_lost(comparison, lost[comparison]))
+            raise _failure(comparison, *_explain_lost(comparison, lost[comparison]))
 
 
 def _warn_of_peak(peak: Peak, value: float) -> None:
@@ -396,9 +398,9 @@ def _warn(what: str, where_else: str) -> None:
     )
 
 
-def _failure(comparison: _Comparison, message: str) -> DriftError:
-    error = DriftError(message)
-    error.step = comparison.step
+def _failure(comparison: _Comparison, reason: str, advice: str) -> DriftError:
+    error = DriftError(reason + advice)
+    error.step, error.reason = comparison.step, reason
     return error
 
 
@@ -451,11 +453,11 @@ def _measure(
     lost.update(zip(comparisons, worst.tolist(), strict=True))
 
 
-def _explain(comparison: _Comparison, error: float, worst: float) -> str:
-    what = (
+def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, str]:
+    """The reason and the advice of an error."""
+    reason = (
         f"{comparison.name}: a recomputed stream is off by {error:.2g} of its size (limit "
-        f"{comparison.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are "
-        "wrong. "
+        f"{comparison.limit:g}; worst of this backward pass {worst:.2g})"
     )
     if not comparison.inverts:
         remedy = (
@@ -475,15 +477,18 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> str:
             "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
             f"Remedy: {comparison.step.instead_of_inverse}"
         )
-    return what + remedy
+    return reason, f", so the gradients are wrong. {remedy}"
 
 
-def _explain_lost(comparison: _Comparison, ratio: float) -> str:
-    return (
+def _explain_lost(comparison: _Comparison, ratio: float) -> tuple[str, str]:
+    """The reason and the advice of an error."""
+    reason = (
         f"{comparison.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
-        f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g}). It is nearly "
-        "constant in the forward pass, so recomputed it is mostly rounding errors. If a "
-        "normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
+        f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g})"
+    )
+    return reason, (
+        ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "
+        "If a normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
         f"channels, streams of zeros. Remedy: {comparison.step.instead_of_inverse}"
     )
 

@@ -32,9 +32,11 @@ class RangeError(RuntimeError):
 
     Attributes:
         grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do.
+        reason: which stream left which range, without remedies.
     """
 
     grid: int | None = None
+    reason: str = ""
 
 
 def check_range(state: State) -> None:
@@ -137,9 +139,10 @@ def range_error(peak: Peak, value: float) -> RangeError:
         else "normalise the branches, or choose fewer bits: "
         f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
     )
-    error = RangeError(
+    reason = (
         f"{name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
-        f"sums are exact only below {end:g}; {remedy}"
+        f"sums are exact only below {end:g}"
     )
-    error.grid = fitting
+    error = RangeError(f"{reason}; {remedy}")
+    error.grid, error.reason = fitting, reason
     return error

@@ -43,7 +43,7 @@ from revzoo.training.metrics import (
 )
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
-from revzoo.training.redo import Redo
+from revzoo.training.step_retry import StepRetry
 
 Batch = tuple[Tensor, Tensor]
 
@@ -91,7 +91,7 @@ class Classifier(pl.LightningModule):
         self.lay_out(channels_last=channels_last)
         # a submodule: Lightning moves its states to the device
         self.metrics = make_metrics(class_count(self.model))
-        self.redo = Redo(self)
+        self.retry = StepRetry(self)
 
     def lay_out(self, *, channels_last: bool) -> None:
         """Set the memory format of weights and images; under bfloat16 it changes rounding."""
@@ -212,14 +212,14 @@ class Classifier(pl.LightningModule):
         images, labels = batch
         # where the guard samples streams: new places in each step, the same ones in a resumed run
         draw_places((self.current_epoch << 32) + batch_idx)
-        self.redo.begin(batch, batch_idx)
+        self.retry.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        if not self.redo.running:  # Lightning does not expect a figure from a backward pass
+        if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         # after a drift the metrics already contain this step; a range error restored them
-        if not self.redo.counted:
+        if not self.retry.counted:
             update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
@@ -232,7 +232,7 @@ class Classifier(pl.LightningModule):
         """
         # super() without arguments does not work inside the lambda
         backward = super().backward
-        self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))
+        self.retry.backward(loss, lambda loss: backward(loss, *args, **kwargs))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits (B, num_classes), for callbacks that show them."""
@@ -244,7 +244,7 @@ class Classifier(pl.LightningModule):
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes); labels in the batch are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return at_least_float32(self.redo.evaluate(images)).softmax(dim=1)
+        return at_least_float32(self.retry.evaluate(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
@@ -287,7 +287,7 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = at_least_float32(self.redo.evaluate(images))
+        logits = at_least_float32(self.retry.evaluate(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         # a process may hold repeated images only
         if count := count_unrepeated(loaders, batch_idx, len(logits)):

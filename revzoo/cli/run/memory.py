@@ -166,7 +166,7 @@ def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     if isinstance(trainer.strategy, DDPStrategy):
         kept += gradients  # the buckets that processes exchange
     if any(step.invertible for step in steps_in(module.model).values()):
-        # copies with which Redo repeats a step that drifted
+        # copies with which StepRetry repeats a step that drifted
         kept += buffers + gradients * (_most_accumulated(trainer) > 1)
     return kept
 

@@ -1,8 +1,8 @@
 """Ends a run whose loss is NaN or infinite, never saves such weights, warns of a diverged loss.
 
 On the CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream
-beyond its range makes the loss NaN, and :mod:`revzoo.training.redo` then repeats the step on a
-coarser grid. On a GPU such a check would wait for the device. There, the device records the first
+beyond its range makes the loss NaN, and :mod:`revzoo.training.step_retry` then repeats the step on
+a coarser grid. On a GPU such a check would wait for the device. There, the device records the first
 step whose loss is not finite and copies the record to the host asynchronously. The host reads it
 a few steps later, and always before it saves a checkpoint.
 
@@ -51,8 +51,8 @@ class FiniteLoss(pl.Callback):
             FloatingPointError: naming the first step whose loss was not finite.
         """
         # only revzoo's Classifier repeats steps
-        redo = getattr(pl_module, "redo", None)
-        if redo is not None and redo.may_widen:
+        retry = getattr(pl_module, "retry", None)
+        if retry is not None and retry.may_widen:
             self._loss = loss.detach()
         else:
             self._check(trainer, pl_module, loss)
@@ -66,7 +66,7 @@ class FiniteLoss(pl.Callback):
         loss, self._loss = self._loss, None
         if loss is not None:
             # the NaN of the first attempt does not count if the step was repeated
-            again = pl_module.redo.loss
+            again = pl_module.retry.loss
             self._check(trainer, pl_module, loss if again is None else again)
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:

@@ -65,7 +65,7 @@ class Failure(NamedTuple):
     """Fractional bits that fit."""
 
 
-class Redo:
+class StepRetry:
     """Repeats the training steps of ``module`` that drifted or left their range.
 
     Attributes:
@@ -154,7 +154,8 @@ class Redo:
     def _warn_of(self, error: RangeError) -> None:
         if not self._warned and self.module.trainer.is_global_zero:
             what = f"evaluating on a coarser grid, multiples of 2**-{error.grid}; figures are valid"
-            log.warning("%s: %s", what, _reason(error))
+            # not the remedies: the repetition follows them
+            log.warning("%s: %s", what, error.reason or error)
         self._warned = True
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
@@ -208,10 +209,10 @@ class Redo:
             state.grid = failure.grid
             state.notes["range"] = f"streams left their range: {unit}"
 
-    def _report(self, change: str, error: Exception) -> None:
+    def _report(self, change: str, error: DriftError | RangeError) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
-            step, reason = trainer.global_step, _reason(error)
+            step, reason = trainer.global_step, error.reason or error
             log.warning("computing step %d again, with %s: %s", step, change, reason)
 
     def _forward(self, attempt: Attempt, *, counted: bool) -> Tensor:
@@ -246,11 +247,6 @@ class Redo:
         return DriftError(
             f"{error}. To continue with stored activations: --resume {folder} memory=store"
         )
-
-
-def _reason(error: Exception) -> str:
-    """The message without its advice, which the repetition already follows."""
-    return str(error).partition(", so the gradients")[0].partition("; normalise")[0]
 
 
 def _steps(module: nn.Module) -> dict[str, Step]:
