@@ -173,8 +173,8 @@ class Snapshot(NamedTuple):
         if before is None:
             raise RuntimeError(
                 f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by this "
-                "forward pass, but not by earlier ones; expected no change, so its old value, which the "
-                "replay needs, was not copied. Repeat the forward pass, which now copies it; "
+                "forward pass, but not by earlier ones; expected no change, so the replay lacks a "
+                "copy of its old value. Repeat the forward pass, which now copies it; "
                 "or replace the tensor instead of changing it (self.name = ...), or use "
                 "memory='store' for this step"
             )
