@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 if __name__ == "__main__":
-    if not (find_spec("torch") and find_spec("hydra")):  # another Python than the installed one
+    if not (find_spec("torch") and find_spec("hydra")):  # not the installed Python
         sys.exit(
             f"revzoo: {sys.executable} lacks revzoo's packages: run '. .venv/bin/activate' after "
             "'make train', or 'pip install -e .'"

@@ -1,4 +1,4 @@
-"""What the tests share: small reversible nets, and training runs whose effects compare."""
+"""Shared by the tests: small reversible nets, and training runs whose effects can be compared."""
 
 import copy
 from typing import NamedTuple
@@ -54,7 +54,7 @@ def images(batch=3, channels=8, size=6, *, seed=1):
 
 
 class Effects(NamedTuple):
-    """All that a few training steps leave behind."""
+    """All effects of a few training steps."""
 
     losses: list[Tensor]
     gradients: list[Tensor]

@@ -1,4 +1,4 @@
-"""What all tests share: one seed, GPU tests skip with a reason, global switches are put back."""
+"""For all tests: one seed, GPU tests that skip with a reason, restored global switches."""
 
 from __future__ import annotations
 

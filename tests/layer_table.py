@@ -60,7 +60,7 @@ INJECTIVE = {name for name in LAYERS if name.startswith(("frame", "linear, wider
 
 
 def build(name):
-    """The layer in float64, with parameters and buffers away from where they start."""
+    """The layer in float64, with parameters and buffers far from their initial values."""
     torch.manual_seed(0)
     layer = LAYERS[name][0]().double()
     with torch.no_grad():

@@ -74,7 +74,7 @@ def floor_of(path: Path) -> str:
 
 
 def violations(floor: str, imported: str) -> str | None:
-    """What is wrong with importing a module on a floor, if anything."""
+    """The fault in importing a module on a floor, if there is one."""
     top, _, rest = imported.partition(".")
     if top in CONFINED and floor not in CONFINED[top]:
         return f"{top} belongs to {sorted(CONFINED[top])}"

@@ -1,4 +1,4 @@
-"""Each test tells one fault that was once there."""
+"""Each test describes one fault that was once there."""
 
 import collections
 import copy
@@ -360,7 +360,7 @@ def test_zeros_appended_by_a_stage_of_one_block_are_guarded_in_the_next_stage_to
 
 
 def test_stochastic_depth_in_training_has_no_inverse():
-    """It was refused of dropout only: the image came back wrong, without a word."""
+    """Only dropout was refused: the image came back wrong, without an error."""
     model = create_model("irevnet13", drop_path_rate=0.5, memory="exact")
     z = model.encode(torch.zeros(2, 3, 8, 8))
     with pytest.raises(NotInvertibleError, match=r"drop_path drops values with p=.*call eval\(\)"):
@@ -379,7 +379,7 @@ def test_reversing_leaves_the_module_its_modes_and_names():
 
 
 def test_a_sum_beside_the_streams_does_not_hide_their_drift():
-    """The scale of a stream's error was taken from a log-determinant a thousand times its size."""
+    """A stream's error was scaled by a log-determinant a thousand times its size."""
     x, total = torch.ones(4, 3), torch.full((4,), 5000.0)
     (first, _) = sample((x, total), (x * 2, total * 2))
     assert first.operand.abs().max() == 2
@@ -425,7 +425,7 @@ def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
 
 
 class Attends(nn.Module):
-    """Its kernels and saved tensors depend on the strides of what it gets."""
+    """Its kernels and saved tensors depend on the strides of its input."""
 
     def __init__(self, width):
         super().__init__()
@@ -490,7 +490,7 @@ def gradients_of_streams(net, mode, state, *, grid=None, seed=3):
 @pytest.mark.parametrize("branch", [Attends, Remembers, Permutes])
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_streams_have_the_strides_of_the_forward_pass_again(branch, layout, mode):
-    """Reconstructed streams were laid out otherwise: replays saved other tensors or drew other
+    """Reconstructed streams had a different layout: replays saved other tensors or drew other
     masks."""
     torch.manual_seed(0)
     mixed = [branch(8), nn.Linear(8, 8), Permutes(8), branch(8)]
@@ -503,7 +503,7 @@ def test_streams_have_the_strides_of_the_forward_pass_again(branch, layout, mode
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_of_any_kind_sees_the_strides_of_the_forward_pass(layout):
-    """A step's own inverse returns what its operators happen to lay out."""
+    """A step's own inverse returns any layout that its operators happen to give."""
 
     class Watched(Invertible):
         def __init__(self):
@@ -549,7 +549,7 @@ def test_a_value_that_overlaps_itself_in_a_storage_of_its_own_size(mode):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_an_expanded_stream_of_a_compiled_branch(mode):
-    """It was copied into memory whose elements overlap, which copy_() refuses."""
+    """It was copied into memory with overlapping elements, which copy_() refuses."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = ReversibleSequence([AdditiveCoupling(nn.Linear(8, 8)) for _ in range(3)]).double()
@@ -632,7 +632,7 @@ def test_pruned_filters_before_batch_norm(seed):
 
 
 def assert_right_by_default(net, *x):
-    """Gradients are those of ``store`` on the same words, bit for bit."""
+    """Gradients equal those of ``store`` on the same words, bit for bit."""
     found = []
     for mode in (None, "store"):
         if mode is not None:
@@ -674,7 +674,7 @@ def test_tokens_of_zeros_before_rms_norm(seed):
 
 @pytest.mark.parametrize("last", [False, True], ids=["images", "tokens"])
 def test_channels_that_are_small_or_mostly_zero_are_not_drift(last):
-    """They are worth no less than the others, as long as they are more than rounding."""
+    """They count as much as the others, as long as they exceed rounding."""
     torch.manual_seed(0)
     scale = torch.logspace(-4, 0, 8)
     if last:
@@ -815,7 +815,7 @@ def test_check_inverse_where_an_inverse_lacks_a_dtype():
 @pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
 @pytest.mark.parametrize("kind", ["step", "pre", "global", "in place"])
 def test_a_forward_hook_on_a_step_that_changes_its_streams(mode, kind):
-    """The replay knew nothing of it: another loss's gradients, without a word."""
+    """The replay ignored it: gradients of a different loss, without an error."""
     net, x = linear_net().float(), vectors().detach().float().requires_grad_()
     step = net[1][0]
 
@@ -866,7 +866,7 @@ def test_a_hook_on_a_step_with_its_log_determinant():
 
 
 def kept_bytes(run):
-    """Bytes alive between forward and backward, beside what ``run`` returns."""
+    """Bytes alive between forward and backward, besides the result of ``run``."""
     with LiveMemory() as memory:
         outputs = run()
         own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
@@ -877,7 +877,7 @@ def kept_bytes(run):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_a_step_called_by_itself_keeps_what_its_mode_says(mode):
-    """It kept what ``store`` keeps, silently."""
+    """It silently kept as much as ``store``."""
     torch.manual_seed(0)
     branch = nn.Sequential(nn.Linear(8, 8), *[nn.Tanh() for _ in range(9)])
     coupling = AdditiveCoupling(branch)
@@ -1016,7 +1016,7 @@ def test_a_sequence_inside_a_branch_takes_no_more_memory_with_depth(mode, which)
 
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_gradients_of_a_sequence_inside_a_branch(mode):
-    """Also a second time, and of some of the parameters, and of gradients."""
+    """Also a second time, for some of the parameters, and for gradients."""
     net, results = nested_net(3, mode).double(), []
     grid = 14 if mode == "exact" else None
     for m in ("store", mode):
@@ -1032,7 +1032,7 @@ def test_gradients_of_a_sequence_inside_a_branch(mode):
 
 
 def test_the_mode_of_a_sequence_inside_a_branch_is_that_of_the_forward_pass():
-    """Its replay saves other tensors in another mode."""
+    """In another mode, its replay saves other tensors."""
     net = nested_net(3, "invert").double()
     x = torch.cat((vectors(), vectors()), 1).repeat(1, 2).detach().requires_grad_()
     expected = torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
@@ -1067,7 +1067,7 @@ def compared(build, mode, *, steps=3, between=None, size=4):
 @pytest.mark.parametrize("mode", REPLAYED)
 @pytest.mark.parametrize("how", ["derived", "hook", "reader", "function"])
 def test_running_statistics_that_influence_the_output_in_training(mode, how):
-    """Only torch's own layers ignore them in training; a replay used what they had become."""
+    """Only torch's own layers ignore them in training; a replay used their changed values."""
 
     class Renorm(nn.modules.batchnorm._NormBase):
         def forward(self, x):
@@ -1203,7 +1203,7 @@ READERS += [of_a_stack, in_eval_for_export, by_an_import]
 @pytest.mark.parametrize("mode", REPLAYED)
 @pytest.mark.parametrize("read", READERS)
 def test_running_statistics_that_no_code_reads_by_name(mode, read):
-    """A replay used what they had become; the guard raised, or saw nothing in a short chain."""
+    """A replay used their changed values; the guard raised, or saw nothing in a short chain."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -1217,7 +1217,7 @@ def test_running_statistics_that_no_code_reads_by_name(mode, read):
 
 
 class OwnSwitches(nn.Module):
-    """Switches BatchNorm to eval mode with what it holds; see the subclasses."""
+    """Switches BatchNorm to eval mode, without a change of its values; see the subclasses."""
 
     def __init__(self):
         super().__init__()
@@ -1286,7 +1286,7 @@ class WithASetter(OwnSwitches):
 
 
 class WithAGetter(OwnSwitches):
-    """No code names what the getters read."""
+    """No code names the attributes that the getters read."""
 
     variance = property(operator.attrgetter("norm.running_var"))
     mean = staticmethod(operator.attrgetter("running_mean"))
@@ -1332,7 +1332,7 @@ def test_running_statistics_that_a_module_switches_or_shares(mode, kind):
 
 @pytest.mark.parametrize("mode", REPLAYED)
 def test_layers_of_torch_that_share_statistics(mode):
-    """No code but torch's runs, and yet one layer reads what another one updates."""
+    """Only torch's code runs, and yet one layer reads what another one updates."""
 
     def branch():
         norms = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)
@@ -1383,7 +1383,7 @@ def test_buffers_that_require_gradient(mode):
 
 
 class Holder:
-    """Uses a norm that no attribute of the branch holds."""
+    """Uses a norm that is not an attribute of the branch."""
 
     def __init__(self, norm):
         self.norm = norm
@@ -1537,7 +1537,7 @@ CREATES = pytest.mark.filterwarnings("ignore:lazy layers have no weights yet:Use
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
 def test_statistics_that_the_first_pass_creates(mode, reads, kind):
-    """They were updated again by the replay, and InstanceNorm found its size before it was set."""
+    """The replay updated them again, and InstanceNorm read its size before it was set."""
 
     class Normed(nn.Module):
         def __init__(self):
@@ -1597,7 +1597,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("how", ["assigned", "loaded", "listed"])
 def test_weights_of_recurrent_layers_replaced_before_the_backward(mode, kind, how):
-    """They read a list of their own, not what stands among their parameters."""
+    """They read their own list, not their registered parameters."""
 
     def between(net):
         for step in net:
@@ -1638,7 +1638,7 @@ def test_weights_of_recurrent_layers_replaced_before_the_backward(mode, kind, ho
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_sparse_tensors_in_a_branch(mode, kind, layout):
-    """They have no storage to tell them by: "Cannot access storage of SparseTensorImpl"."""
+    """They have no storage to identify them: "Cannot access storage of SparseTensorImpl"."""
 
     class Graph(nn.Module):
         def __init__(self):
@@ -1663,7 +1663,7 @@ def test_sparse_tensors_in_a_branch(mode, kind, layout):
 @pytest.mark.parametrize("mode", REPLAYED)
 @pytest.mark.parametrize("around", ["forward", "backward"])
 def test_the_default_device_is_that_of_the_forward_pass(mode, around):
-    """A replay put a branch's tensors where the caller of backward() wanted those of its own."""
+    """A replay put a branch's tensors in place of those that the caller of backward() expected."""
 
     class Where(nn.Module):
         def __init__(self):
@@ -1784,7 +1784,7 @@ def test_a_lazy_layer_in_a_branch(mode):
 
 @pytest.mark.parametrize("mode", REPLAYED)
 def test_a_lazy_layer_beside_dropout(mode):
-    """Its initialisation draws, a replay would not."""
+    """Its initialisation draws random numbers, but a replay would not."""
 
     def branch():
         return nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5))
@@ -1828,7 +1828,7 @@ def test_a_lazy_layer_changed_before_its_first_backward_is_an_error(mode):
 
 
 class Masked(nn.Module):
-    """A large buffer that changes in place where it is told to."""
+    """A large buffer that changes in place on demand."""
 
     def __init__(self):
         super().__init__()
@@ -1929,7 +1929,7 @@ class InheritedBranch(Inherits):
 
 
 class Bank:
-    """Called by operators alone, or by its class."""
+    """Called only by operators, or by its class."""
 
     norm = None
 
@@ -2015,7 +2015,7 @@ def test_statistics_behind_base_classes_class_attributes_and_operators(mode, way
 
 @pytest.mark.parametrize("way", ["children", "get_submodule", "_modules"])
 def test_statistics_of_submodules_that_a_function_walks_over(way):
-    """As above, where the model that calls invertible_checkpoint finds them by walking."""
+    """As above, if the model that calls invertible_checkpoint finds them by walking."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -2041,7 +2041,7 @@ def test_statistics_of_submodules_that_a_function_walks_over(way):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_attributes_of_an_object_among_the_keyword_arguments(mode):
-    """Only the code of the object was asked which of its attributes matter, not the branch's."""
+    """Only the object's code decided which of its attributes matter, not the branch's code."""
 
     class Scaled(nn.Module):
         def forward(self, x, condition):
@@ -2114,7 +2114,7 @@ def test_an_attribute_deleted_before_the_backward_stays_deleted(mode):
 @pytest.mark.parametrize("way", ["two modules", "closure"])
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_changing_buffer_that_stands_in_two_places(mode, way):
-    """The replay put a copy in each place: one read what the other had not written."""
+    """The replay put a copy in each place: a write to one did not reach the other."""
 
     class Counts(nn.Module):
         def __init__(self, count):
@@ -2301,7 +2301,7 @@ def test_a_parameter_that_the_forward_pass_changes(mode, branch):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_parameter_that_each_forward_pass_changes_is_an_error(mode):
-    """The replay changed it once more, for good."""
+    """The replay changed it once more, permanently."""
     branch = Clamped(lambda weight: weight.mul_(0.9999))
     net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=mode), vectors()
     loss = net(x, x.sin())[1].sum()
@@ -2313,7 +2313,7 @@ def test_a_parameter_that_each_forward_pass_changes_is_an_error(mode):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_scripted_branch_is_named(mode):
-    """An attribute error, somewhere inside."""
+    """It was an attribute error, somewhere inside."""
 
     class Traced(torch.jit.ScriptModule):
         pass
@@ -2325,7 +2325,7 @@ def test_a_scripted_branch_is_named(mode):
 
 
 def test_hooks_on_a_step_that_several_threads_call():
-    """The threads exchanged the step's forward under each other: an error, or one left behind."""
+    """The threads swapped the step's forward at the same time: an error, or a leftover wrapper."""
     step = AdditiveCoupling(nn.Tanh())
     step.register_forward_hook(lambda *_: None)
     step(vectors(), vectors())  # seen to draw nothing, so that threads do not wait for each other
@@ -2357,7 +2357,7 @@ def test_hooks_on_a_step_that_several_threads_call():
 
 
 class Stashes(nn.Module):
-    """Keeps a loss of its own as an attribute, and counts its calls in another."""
+    """Keeps its own loss as an attribute, and counts its calls in another."""
 
     def __init__(self, way):
         super().__init__()
@@ -2382,7 +2382,7 @@ class Stashes(nn.Module):
 @pytest.mark.parametrize("way", ["attribute", "setattr", "object"])
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_loss_that_forward_keeps_as_an_attribute(mode, way):
-    """After a backward pass the replay's tensor stood there, whose graph led nowhere."""
+    """After a backward pass it held the replay's tensor, whose graph led nowhere."""
     results = []
     for m in (mode, "store"):
         torch.manual_seed(0)
@@ -2402,7 +2402,7 @@ def test_a_loss_that_forward_keeps_as_an_attribute(mode, way):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_an_attribute_that_appears_in_the_forward_pass(mode):
-    """The replay made it anew after it had been deleted."""
+    """The replay created it again after it had been deleted."""
     net = ReversibleSequence([AdditiveCoupling(Stashes("attribute"))], memory=mode).double()
     loss = net(vectors()).sum()
     del net[0].branch.aux
@@ -2412,7 +2412,7 @@ def test_an_attribute_that_appears_in_the_forward_pass(mode):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_numbers_among_the_attributes_are_those_of_the_forward_pass(mode):
-    """A temperature that forward lowers was lowered again by the replay, for good; one that was set
+    """The replay lowered a temperature that forward lowers again, permanently; a temperature set
     before the backward pass was used by the replay."""
 
     class Anneals(nn.Module):
@@ -2517,7 +2517,7 @@ def test_a_state_with_a_graph_in_a_container_is_that_of_the_forward_pass(mode, w
 @pytest.mark.parametrize("way", ["view", "data"])
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_buffer_that_is_a_view_of_another_one(mode, way, order):
-    """The replay exchanged both for copies: one no longer saw what was written to the other."""
+    """The replay replaced both by copies: a write to one no longer reached the other."""
 
     class Views(nn.Module):
         def __init__(self):
@@ -2573,7 +2573,7 @@ def test_a_weight_that_forward_changes_around_autograd(mode, change, tied):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_weight_that_forward_clamps_around_autograd(mode):
-    """What gives the same value when it is done twice may be done in a replay, on a copy."""
+    """A change that gives the same value when done twice may run in a replay, on a copy."""
     results = []
     for m in (mode, "store"):
         branches = [Clamped(lambda weight: weight.data.clamp_(-0.1, 0.1)) for _ in range(2)]
@@ -2611,7 +2611,7 @@ def test_a_thread_that_draws_beside_a_step(mode, where):
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 @pytest.mark.parametrize("way", ["state", "count", "attribute", "hook"])
 def test_entries_of_dictionaries_are_those_of_the_forward_pass(mode, way):
-    """The replay of a first call found what that call had put there, and wrote over it."""
+    """The replay of a first call found the result of that call, and overwrote it."""
     features = {}
 
     class Notes(nn.Module):
@@ -2673,7 +2673,7 @@ def test_dropout_in_steps_inside_a_checkpoint(inner):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_graph_that_a_replay_leaves_in_a_list_is_freed(mode):
-    """It held the tape, by way of the hook that packed what it saves."""
+    """It held the tape through the hook that packed its saved tensors."""
 
     class Keeps(nn.Module):
         def __init__(self):
@@ -2710,7 +2710,7 @@ SCALE = 2.0
     ],
 )
 def test_numbers_outside_of_attributes_are_those_of_the_forward_pass(place, monkeypatch):
-    """The replay took what closures, globals, classes and lists had become: a small change went
+    """The replay used changed closures, globals, classes and lists: a small change went
     unseen."""
     k = np.float64(2) if place == "numpy" else 2.0
     slotted, deque, unique = Slotted(), collections.deque([2.0]), {2.0}
@@ -2755,7 +2755,7 @@ def test_numbers_outside_of_attributes_are_those_of_the_forward_pass(place, monk
 
 
 def test_a_branch_that_counts_in_a_global_or_a_list():
-    """It counted twice, and its replay computed with another number."""
+    """It counted twice, and its replay computed with a different number."""
     count, calls = 0, [0]
 
     def scaled(x):
@@ -2774,7 +2774,7 @@ def test_a_branch_that_counts_in_a_global_or_a_list():
 
 @pytest.mark.parametrize("way", ["append", "pop"])
 def test_lists_of_tensors_that_change_before_the_backward(way):
-    """One that had become longer was read whole; a shorter one was an IndexError."""
+    """A list that had become longer was read whole; a shorter list raised an IndexError."""
     weights = [torch.full((8,), 2.0, dtype=torch.float64), torch.ones(8, dtype=torch.float64)]
     x = vectors()
     y = checkpoint(lambda x: (x * sum(weights)).sin(), x)
@@ -2787,7 +2787,7 @@ def test_lists_of_tensors_that_change_before_the_backward(way):
 
 @pytest.mark.parametrize("way", ["module", "function"])
 def test_statistics_of_modules_in_an_imported_module(way):
-    """The globals of other files were not looked into, so that a batch counted twice."""
+    """The globals of other files were not searched, so a batch counted twice."""
     library = types.ModuleType("library")
     library.norm = nn.BatchNorm1d(8, dtype=torch.float64)
     exec("def normalised(x):\n    return norm(x)", vars(library))
@@ -2817,7 +2817,7 @@ def test_nothing_is_left_of_a_checkpoint_that_fails():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("around", [lambda y: y.data, torch.from_dlpack])
 def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
-    """The inverse took the words from before, without a word."""
+    """The inverse used the old words, without an error."""
     torch.manual_seed(0)
     net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4)) for _ in range(2)], memory="exact")
     with torch.no_grad():
@@ -2832,7 +2832,7 @@ def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
 @pytest.mark.parametrize("part", [0, 1, "both"])
 @pytest.mark.parametrize("around", [lambda y: y.data, lambda y: torch.from_dlpack(y.detach())])
 def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part, around):
-    """The next sequence computed with the words from before, without an error."""
+    """The next sequence computed with the old words, without an error."""
     torch.manual_seed(0)
     first, second = (
         ReversibleSequence([ReversibleBlock(nn.Linear(4, 4))], memory="exact") for _ in range(2)
@@ -2870,7 +2870,7 @@ class EditsBetween(nn.Module):
 
 
 def test_an_output_changed_around_autograd_inside_a_branch():
-    """Inside another sequence, the next sequence computed with the words from before."""
+    """Inside another sequence, the next sequence computed with the old words."""
     torch.manual_seed(0)
     net = ReversibleSequence([AdditiveCoupling(EditsBetween())], memory="exact")
     x = torch.randn(4, 8)
@@ -2881,7 +2881,7 @@ def test_an_output_changed_around_autograd_inside_a_branch():
 
 
 def test_an_output_changed_around_autograd_with_log_determinants():
-    """``forward_with_log_det`` computed with the words from before."""
+    """``forward_with_log_det`` computed with the old words."""
     torch.manual_seed(0)
     net = EditsBetween()
     with torch.no_grad():
@@ -2922,7 +2922,7 @@ def test_a_normalisation_whose_channels_are_pruned_between_steps(mode, norm):
 
 @pytest.mark.parametrize("kind", [dict, lambda d: collections.defaultdict(int, d)])
 def test_a_dictionary_whose_keys_change_after_the_forward(kind):
-    """Keys with the same values were replaced by the old ones in the backward pass for good."""
+    """The backward pass permanently replaced keys with the same values by the old keys."""
 
     class Scaled(nn.Module):
         def __init__(self):

@@ -23,7 +23,7 @@ PARSER = doctest.DocTestParser()
 
 
 def docstrings() -> Iterator[tuple[Path, str, int, str]]:
-    """Each docstring of the package: file, name of what it documents, line, text."""
+    """Each docstring of the package: file, documented name, line, text."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -37,7 +37,7 @@ EXAMPLES = [place for place in docstrings() if ">>>" in place[-1]]
 
 @pytest.fixture
 def tables_restored() -> Iterator[None]:
-    """An example that registers something leaves the tables as they were."""
+    """An example that registers something does not change the tables."""
     tables: list[dict[str, Any]] = [DATA, MODELS, CALLBACKS, OPTIMIZERS]
     before = [dict(table) for table in tables]
     yield
@@ -63,7 +63,7 @@ def test_an_example_prints_what_it_shows(
 
 
 def test_every_public_name_has_an_example() -> None:
-    """Errors are raised by what has one."""
+    """Errors are raised by the functions that document them."""
     for name in revzoo.__all__:
         value = getattr(revzoo, name)
         if not (isinstance(value, type) and issubclass(value, Exception)):

@@ -1,4 +1,4 @@
-"""docs/how-to/extend.md: its module registers what it says; its fragments are valid."""
+"""docs/how-to/extend.md: its module registers its classes; its fragments are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.fixture
 def tables() -> Iterator[None]:
-    """What an example registers leaves with it."""
+    """Names that an example registers disappear after it."""
     found: list[dict[str, Any]] = [DATA, MODELS, CALLBACKS, OPTIMIZERS]
     before = [dict(table) for table in found]
     yield

@@ -35,7 +35,7 @@ def test_a_star_imports_every_name():
 
 @pytest.mark.parametrize("package", ["revzoo", "revzoo.training"])
 def test_no_module_has_the_name_of_a_public_name(package):
-    """Its import replaces the function: ``revzoo.training.quiet`` was a module for a while."""
+    """Its import replaces the function: ``revzoo.training.quiet`` was temporarily a module."""
     folder = Path(import_module(package).__file__).parent
     modules = {path.stem for path in folder.iterdir()}
     assert not modules & set(import_module(f"{package}.api").__all__)
@@ -53,7 +53,7 @@ def test_the_package_alone_does_not_load_torch():
 
 
 def test_models_do_not_load_the_compiler_torchvision_or_lightning():
-    """Each takes seconds to import, and a model needs none of them."""
+    """Each takes seconds to import, and a model does not need them."""
     script = (
         "import sys, revzoo; revzoo.create_model('revnet38'); revzoo.create_model('revvit_cifar')\n"
         "heavy = {'torchvision', 'torch._dynamo', 'pytorch_lightning'} & set(sys.modules)\n"

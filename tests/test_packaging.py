@@ -61,7 +61,7 @@ def _names(lines: list[str]) -> set[str]:
 
 
 def test_every_import_is_declared() -> None:
-    """What a function or an integration imports may belong to an extra, but no other module's."""
+    """Imports inside functions and integrations may belong to an extra, others may not."""
     required = _names(PROJECT["project"]["dependencies"])
     extras = PROJECT["project"]["optional-dependencies"]
     optional = _names([line for name in extras if name != "dev" for line in extras[name]])
@@ -83,7 +83,7 @@ def test_every_import_is_declared() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=str)
 def test_a_workflow_runs_what_there_is(path: Path) -> None:
-    """A target or script that was renamed would fail at the next release alone."""
+    """A renamed target or script would fail only at the next release."""
     jobs = yaml.safe_load(path.read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands

@@ -47,12 +47,12 @@ class Scaled(nn.Module):
 
 
 def after_conv(*layers: nn.Module) -> nn.Module:
-    """The layers behind a convolution of images."""
+    """The layers after a convolution of images."""
     return nn.Sequential(nn.Conv2d(16, 16, 1), *layers)
 
 
 def after_linear(*layers: nn.Module) -> nn.Module:
-    """The layers behind a linear map of tokens."""
+    """The layers after a linear map of tokens."""
     return nn.Sequential(nn.Linear(64, 64), *layers)
 
 

@@ -29,7 +29,7 @@ def _worker(rank, task, port, folder):
 
 
 def run(task):
-    """What ``task(rank)`` returned in each of two processes."""
+    """The result of ``task(rank)`` in each of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_worker, (task, _free_port(), folder), nprocs=WORLD)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]

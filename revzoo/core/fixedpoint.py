@@ -97,7 +97,7 @@ class Scale:
         self.bits = bits
         self.down = down
         self.up = down.reciprocal()
-        # two bits less than the word: the sum of two such values still fits beside the sign
+        # two bits less than the word: the sum of two such values still fits, with the sign
         self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
         self._nan = torch.full_like(down, math.nan)
 

@@ -90,7 +90,7 @@ class RandomStates:
             threads.random_lock.release()
 
     def to_repeat(self) -> States:
-        """The states for a replay; without a forward pass, the present ones."""
+        """The states for a replay; without a forward pass, the current ones."""
         return self._before if self._entered else random_states(self.sources)
 
     def drawn(self) -> bool:

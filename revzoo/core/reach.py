@@ -99,7 +99,7 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """The findings of a search in each place, and functions that read the present values.
+    """The findings of a search in each place, and functions that read the current values.
 
     Args:
         entries: each with a place, a key, and the object or the type of the value that was there.
@@ -117,7 +117,7 @@ class _Seen:
         self._single = [(getter(p), key) for p, key in single]
 
     def now(self) -> Iterator[Any]:
-        """The present values, in the order of ``seen``."""
+        """The current values, in the order of ``seen``."""
         several = itertools.chain.from_iterable(map(call, self._reads))
         return itertools.chain(several, [get(key, ABSENT) for get, key in self._single])
 
@@ -243,7 +243,7 @@ class Reach:
         return list(zip(spaces, known, strict=True))
 
     def outer_values(self) -> list[tuple[Place, Sequence[Any], Read, Sequence[Any]]]:
-        """Plain values in closures, globals and classes: place, keys, reader, present values."""
+        """Plain values in closures, globals and classes: place, keys, reader, current values."""
         return [(place, keys, read, tuple(read())) for place, keys, read in self._places]
 
     def containers(self) -> list[tuple[Any, Read, tuple[Any, ...]]]:
@@ -325,7 +325,7 @@ class Plain(NamedTuple):
 
     names: tuple[Any, ...]  # of all attributes, plain or not
     values: dict[Any, Any]
-    get: Callable[[dict[Any, Any]], Iterable[Any]]  # the present values
+    get: Callable[[dict[Any, Any]], Iterable[Any]]  # the current values
 
     def hold(self, attributes: dict[Any, Any]) -> bool:
         """Whether ``attributes`` has these names, in this order, and plain values."""

@@ -65,7 +65,7 @@ from revzoo.core.places import (
     refill,
 )
 
-# packages whose code is not searched, beside the standard library
+# packages whose code is not searched, besides the standard library
 _FOREIGN = frozenset(
     (
         *("torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"),
@@ -607,7 +607,7 @@ def _methods(cls: type) -> _Methods:
 
 
 def _functions_of(value: Any) -> list[types.FunctionType]:
-    """The functions behind an attribute of a class."""
+    """The functions of an attribute of a class."""
     found = [value.fget if isinstance(value, property) else value]
     if isinstance(value, functools.singledispatchmethod):
         found = [value.func, *value.dispatcher.registry.values()]

@@ -173,8 +173,8 @@ class Snapshot(NamedTuple):
         if before is None:
             raise RuntimeError(
                 f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by this "
-                "forward pass, but by no earlier one; expected no change, so its old value, which "
-                "the replay needs, was not copied. Repeat the forward pass, which now copies it; "
+                "forward pass, but not by earlier ones; expected no change, so the replay lacks a "
+                "copy of its old value. Repeat the forward pass, which now copies it; "
                 "or replace the tensor instead of changing it (self.name = ...), or use "
                 "memory='store' for this step"
             )
@@ -233,7 +233,7 @@ class Owned:
         self.buffered: list[int] = []  # modules with buffers whose values a replay needs
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
-        # a bias that a layer gets later would be missed if only present tensors were compared
+        # a bias that a layer gets later would be missed if only current tensors were compared
         self.absent = _absent_from(self.tables)
         self.statistics: list[Statistics] = []
         for i, m in enumerate(modules):
@@ -262,7 +262,7 @@ class Owned:
 
     @staticmethod
     def of(reach: Reach, modules: list[nn.Module]) -> tuple[Owned, list[Tensor]]:
-        """The places in ``modules`` and their present tensors; gathered once for ``reach``."""
+        """The places in ``modules`` and their current tensors; gathered once for ``reach``."""
         owned: Owned | None = reach.owned
         tensors = None if owned is None else owned.tensors_if_same(modules)
         if owned is None or tensors is None:
@@ -288,7 +288,7 @@ class Owned:
         return found + [s.owner.get(s.name) for s in self.statistics]
 
     def tensors_if_same(self, modules: list[nn.Module]) -> list[Tensor] | None:
-        """The present tensors, if a new search of ``modules`` would find tensors like them."""
+        """The current tensors, if a new search of ``modules`` would find tensors like them."""
         tables = _tables_of(modules)
         if list(map(_training, modules)) != self._training:
             return None
@@ -454,7 +454,7 @@ class StepTensors:
             self._capture(m)
         if others:
             tables = _tables_of(others)
-            # new lists: the present ones belong to a search result, which later passes use
+            # new lists: the current ones belong to a search result, which later passes use
             self._tables = [*self._tables, *tables]
             self._names = [*self._names, *map(tuple, tables)]
             self._absent = [*self._absent, *_absent_from(tables)]

@@ -340,7 +340,7 @@ class Tape:
         """Where a walk to entry ``index`` starts: the nearest known state, at best its input."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
-        for landmark in self._landmarks:  # rule 8; the first one behind the entry is the nearest
+        for landmark in self._landmarks:  # rule 8; the first one after the entry is the nearest
             if landmark.position >= index and (state := landmark.state()) is not None:
                 return landmark.position, state
         assert self._known is not None

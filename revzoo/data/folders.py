@@ -91,7 +91,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"  # the latter from archives of macOS
+    return name.startswith(".") or name == "__MACOSX"  # from archives of macOS
 
 
 def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:

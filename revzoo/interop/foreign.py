@@ -1,7 +1,7 @@
 """Reads tensors from other programs' checkpoints without running code in them.
 
 A checkpoint is a pickle, and a pickle names functions to call. ``torch.load(weights_only=True)``
-only calls functions from its own list, so it refuses files with other objects beside the tensors:
+only calls functions from its own list, so it refuses files with other objects besides the tensors:
 an ``argparse.Namespace``, a scheduler, a whole model. A second unpickler reads them. It knows
 tensors and ordered dictionaries; every other name becomes an inert :class:`Placeholder` and is
 never imported.
@@ -123,7 +123,7 @@ _RESTRICTED = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler, loa
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a checkpoint, on the CPU; other objects beside it are ignored.
+    """The state dict in a checkpoint, on the CPU; other objects in it are ignored.
 
     It may be the whole file, an entry of :data:`WRAPPERS`, or the parameters and buffers of a
     pickled model. The prefix ``module.`` of all keys (``DataParallel``) is removed.

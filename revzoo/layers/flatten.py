@@ -47,7 +47,7 @@ class InvertibleFlatten(Streamwise):
         if not 1 <= first <= last:
             raise ValueError(
                 f"start_dim={start_dim}, end_dim={end_dim}: expected dimensions 1 to {dims - 1} of "
-                f"(B, {', '.join(map(str, self.shape))}), the first not behind the last"
+                f"(B, {', '.join(map(str, self.shape))}), the first not after the last"
             )
         self.start_dim, self.end_dim = first, last
         # shape has no batch dimension, so dimension d is its item d - 1

@@ -433,7 +433,7 @@ class ReversibleSequence(Invertible):
             if not step.invertible:
                 raise NotInvertibleError(
                     f"step {i} of {len(self)}, {type(step).__name__}, has no inverse: it loses "
-                    "information. Invert the steps behind it, or replace it by an invertible step"
+                    "information. Invert the steps after it, or replace it by an invertible step"
                 )
 
     def _check_tensors(self, streams: Iterable[object], call: str) -> None:

@@ -107,7 +107,7 @@ class IRevNetVariant:
         return self.squeeze * math.prod(self.strides)
 
     def norm_act(self, momentum: float) -> NormAct:
-        """Normalisation and activation, the former with ``momentum``."""
+        """Normalisation (with ``momentum``) and activation."""
         return NormAct(self.norm, self.activation, momentum, EPSILON)
 
     def widths(self, in_chans: int) -> list[tuple[int, int]]:

@@ -219,7 +219,7 @@ def create_model(
             * ``memory``: memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
               reversible models and ``"store"`` in others.
             * ``drop_rate``: probability of dropping a pooled feature before the classifier.
-            * ``drop_path_rate``: probability of dropping the last branch; less for earlier ones.
+            * ``drop_path_rate``: probability of dropping the last branch; lower for earlier ones.
             * ``dropout``: probability of dropping a value inside the residual functions.
             * ``global_pool``: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
               none, with ``num_classes=0``.

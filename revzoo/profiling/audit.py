@@ -415,7 +415,7 @@ def audit(
             of tensors. Wrap one with other inputs in a module that makes them from such a tensor.
             The loss is cross-entropy for logits ``(B, classes)``, a sum for other outputs.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        modes: modes to count beside the current setting; None for all modes that fit all steps.
+        modes: modes to count besides the current setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing (but see
             :mod:`revzoo.profiling.workspaces`).
         extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such

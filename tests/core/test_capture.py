@@ -25,7 +25,7 @@ def watch(net, keep):
 
 
 def plain_hooks(net, x):
-    """What torch's own hooks give in the stored network, in the order of the backward pass."""
+    """The results of torch's own hooks in the stored network, in the order of the backward pass."""
     inputs, found = {}, []
     net = copy.deepcopy(net)
     revzoo.set_memory(net, "store")

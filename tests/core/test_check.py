@@ -1,4 +1,4 @@
-"""check_inverse measures what it says."""
+"""check_inverse measures errors correctly."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_rows_per_step_and_dtype():
 
 
 class Narrowed(Invertible):
-    """Its streams leave in float32, whatever they came in."""
+    """Its streams leave in float32, from any dtype."""
 
     def forward(self, x1, x2):
         return x1.float(), x2.float()
@@ -62,7 +62,7 @@ class Narrowed(Invertible):
 
 
 def test_rows_have_the_dtype_that_was_asked_for():
-    """Rows behind a step that changes the type had that type, so no table was printed."""
+    """Rows after a step that changes the type had that type, so no table was printed."""
     net = ReversibleSequence([Narrowed(), OffBy()], memory="invert")
     report = check_inverse(net, torch.ones(2, 4))
     assert [row.dtype for row in report[:3]] == [torch.float64] * 3

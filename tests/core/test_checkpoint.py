@@ -64,7 +64,7 @@ def in_a_coupling(net, x):
     ids=["module", "closure", "method", "argument", "list", "partial", "coupling"],
 )
 def test_a_module_that_calls_checkpoint_itself(call):
-    """It was taken for a module that the outer call runs inside of, so that its buffers and
+    """It was taken for a module around the outer call, so that its buffers and
     statistics were not restored: DriftError, and statistics counted twice."""
     found = []
     for nested, fn in ((True, call), (False, lambda net, x: net(x))):
@@ -131,7 +131,7 @@ def test_a_parameter_among_the_arguments_is_one_in_the_replay():
 
 
 def test_a_module_is_left_as_it_was():
-    """Nothing of revzoo is pickled with it."""
+    """The pickle contains no part of revzoo."""
     layer = nn.Linear(4, 4).double()
     before = set(vars(layer))
     checkpoint(layer, leaf(2, 4)).sum().backward()

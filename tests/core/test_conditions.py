@@ -1,4 +1,4 @@
-"""Replays see the conditions of their forward pass and leave the caller's alone."""
+"""Replays see the conditions of their forward pass and do not change the caller's."""
 
 import contextlib
 import copy
@@ -235,7 +235,7 @@ def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_replay_reads_the_strides_of_a_single_image(mode, inside):
-    """With others, kernels sum in another order, and dropout draws other masks."""
+    """Other strides change the order of kernels' sums and the masks of dropout."""
     strides = []
     branch = nn.Tanh()
     branch.register_forward_pre_hook(lambda _, args: strides.append(args[0].stride()))

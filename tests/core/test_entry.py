@@ -1,4 +1,4 @@
-"""What stands in the graph, what a replay is compared with, and what is said when it differs."""
+"""The contents of the graph, the comparison of a replay with it, and the error if they differ."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ def train(step, *state):
 
 
 class Returns(Invertible):
-    """Doubles its streams; its inverse returns what it is told."""
+    """Doubles its streams; its inverse returns a given result."""
 
     def __init__(self, inverse):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Graphs of torch's own: what torch.export, torch.jit and a whole-model compile capture."""
+"""torch's own graphs, as captured by torch.export, torch.jit and a whole-model compile."""
 
 import contextlib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Mode exact: bit-identical reconstructions and gradients, within a range that is watched."""
+"""Mode exact: bit-identical reconstructions and gradients, within a range that the guard checks."""
 
 import contextlib
 import functools
@@ -280,7 +280,7 @@ def test_parts_of_a_graph_behind_a_stream_beyond_its_range_raise(mode):
 
 
 def test_a_network_behind_one_that_left_its_range_names_a_step_of_it():
-    """It was "Merge", which no network of the user's has."""
+    """It was "Merge", which is not in the user's network."""
     net, x = leaves_its_range("exact")
     behind = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))], memory="exact")
     set_memory(behind, "exact", grid=22)
@@ -290,7 +290,7 @@ def test_a_network_behind_one_that_left_its_range_names_a_step_of_it():
 
 
 def test_a_branch_that_hides_the_nan_that_it_reads_raises():
-    """Only the sum behind it lies in the graph, and that is finite."""
+    """Only the sum after it is in the graph, and that sum is finite."""
     net = ReversibleSequence([AdditiveCoupling(nn.Softplus()), AdditiveCoupling(Choice())])
     set_memory(net, "store", grid=22)
     _, y2 = net(torch.full((2, 4), 200.0, requires_grad=True), torch.full((2, 4), 100.0))
@@ -299,7 +299,7 @@ def test_a_branch_that_hides_the_nan_that_it_reads_raises():
 
 
 class Own(Invertible):
-    """Adds by hand, and does not say which step it is."""
+    """Adds by hand, without naming its step."""
 
     exact = sums = True
 

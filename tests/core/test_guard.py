@@ -46,7 +46,7 @@ def test_drift_is_available_per_step():
 
 
 def exploding_net():
-    """Each block multiplies by a hundred: what was small is lost in what is large."""
+    """Each block multiplies by a hundred: small values are lost in large ones."""
     torch.manual_seed(0)
 
     def branch():
@@ -425,7 +425,7 @@ def test_the_smallest_and_largest_value_of_each_channel(shape, layout):
 
 @pytest.mark.parametrize("outer", ["invert", "exact", "recompute"])
 def test_an_exact_sequence_in_a_branch_is_as_exact_as_the_step_around_it(outer):
-    """Its limit was zero also where a floating-point replay rounds what it gets."""
+    """Its limit was zero even if a floating-point replay rounds its input."""
 
     def net(memory):
         torch.manual_seed(0)
@@ -490,7 +490,7 @@ def test_a_tensor_that_is_filled_after_it_was_saved(mode, training, limit, monke
 
 
 def test_an_inverted_function_is_replayed_to_its_end_where_it_must():
-    """The last part of a replay stopped at the last tensor, whatever the step holds."""
+    """The last part of a replay stopped at the last tensor in every step."""
 
     def gradient(call):
         torch.manual_seed(0)
@@ -510,7 +510,7 @@ def test_an_inverted_function_is_replayed_to_its_end_where_it_must():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, lambda size: nn.GroupNorm(1, size)])
 def test_a_recomputed_step_in_an_inverted_one(norm, dtype):
-    """The mean that a second norm saves is nothing but rounding error."""
+    """The mean that a second norm saves is pure rounding error."""
 
     def net(memory):
         torch.manual_seed(0)

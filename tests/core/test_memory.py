@@ -1,4 +1,4 @@
-"""``with memory(net, mode)``: another mode for a while, and each step's own back after it."""
+"""``with memory(net, mode)``: a temporary mode; afterwards each step has its own mode again."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_a_step_that_reads_another_mode_than_was_set():
 
 
 def test_the_graph_of_a_forward_pass_keeps_its_mode():
-    """A backward pass after the context replays as its forward pass was run."""
+    """A backward pass after the context replays in the mode of its forward pass."""
     net, x = linear_net(), images(size=1).flatten(1).requires_grad_()
     with memory(net, "recompute"):
         y = net(x)

@@ -1,4 +1,4 @@
-"""Memory modes: who can be set to what, and what stays the same."""
+"""Memory modes: which modules take which modes, and what does not change."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_a_step_without_inverse_is_recomputed_in_invert():
 
 
 def test_a_new_mode_is_one_class_and_one_line(monkeypatch):
-    """Every step runs through it, and it refuses what does not fit."""
+    """Every step runs through it, and it refuses streams that do not fit."""
     calls = []
 
     class Counting(Mode):

@@ -1,4 +1,4 @@
-"""Mode offload: what moves, what stays, and what is checked."""
+"""Mode offload: tensors that move, tensors that stay, and checks."""
 
 import pytest
 import torch

@@ -108,7 +108,7 @@ MODES = ["store", "offload", "recompute", "invert"]
 
 
 def effects(net, x, initial, *, two_streams, twice):
-    """One training step from the initial buffers, with everything that it leaves behind."""
+    """One training step from the initial buffers, with all its effects."""
     net.load_state_dict(initial)
     net.zero_grad(set_to_none=True)
     torch.manual_seed(5)

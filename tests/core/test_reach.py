@@ -1,4 +1,4 @@
-"""What a step reaches without owning it is replayed as its own."""
+"""Objects that a step reaches without owning them are replayed like its own."""
 
 import collections
 import copy
@@ -217,7 +217,7 @@ def test_parameters_behind_a_function_alone_make_a_step_recorded():
 
 
 class Noisy(nn.Module):
-    """Draws from generators of its own, kept in many ways."""
+    """Draws from its own generators, kept in many ways."""
 
     def __init__(self, way, seed):
         super().__init__()
@@ -243,7 +243,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("way", ["attribute", "list", "dictionary", "closure", "keyword"])
 @pytest.mark.parametrize("mode", [*MODES, "offload"])
 def test_a_generator_of_its_own_is_drawn_from_again(mode, way):
-    """It was not set back: the replay drew other numbers, and those of the next step."""
+    """It was not reset: the replay drew different numbers, namely those of the next step."""
     results = []
     for m in (mode, "store"):
         net = ReversibleSequence([AdditiveCoupling(Noisy(way, i)) for i in range(3)], memory=m)

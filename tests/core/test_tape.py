@@ -28,7 +28,7 @@ MODES = ["recompute", "invert"]
 
 
 class Counting(nn.Module):
-    """Counts evaluations of a branch, replays apart."""
+    """Counts evaluations of a branch, without replays."""
 
     def __init__(self, branch):
         super().__init__()
@@ -323,7 +323,7 @@ def test_a_replay_that_differs_behind_the_last_tensor_it_records_does_no_harm():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_values_that_an_early_stop_recomputes_are_compared(mode):
-    """In a chain of one step, nothing else tells that a branch does not repeat itself."""
+    """In a chain of one step, nothing else shows that a branch does not repeat itself."""
     branch = FirstTimeDifferent(torch.tanh, lambda x: (x + 1).tanh())
     net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
     with pytest.raises(DriftError, match=r"steps\.0"):
@@ -334,7 +334,7 @@ FAILING = weakref.WeakSet()  # unlike a list, none that a replay gives its old i
 
 
 class Failing(nn.Module):
-    """Fails in its replay as often as told, in the middle of its work."""
+    """Fails in its replay a given number of times, in the middle of its work."""
 
     def __init__(self):
         super().__init__()
@@ -584,7 +584,7 @@ def test_hooks_fire_once_with_equal_gradients():
 
 
 def test_a_chain_that_was_cut_is_joined_by_no_later_step():
-    """Its known state moved in the backward pass; an input there starts a chain of its own."""
+    """Its known state moved in the backward pass; an input there starts a new chain."""
     first, second, third = (AdditiveCoupling(nn.Tanh()) for _ in range(3))
     x = vectors()
     state = tuple(t.detach().requires_grad_() for t in x.chunk(2, dim=1))

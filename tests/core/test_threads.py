@@ -16,7 +16,7 @@ MODES = ["recompute", "invert"]
 
 
 def run(*functions):
-    """Run each in a thread of its own; raises what one of them raised."""
+    """Run each in its own thread; raises the error of any of them."""
     failures = []
 
     def guarded(function):
@@ -57,7 +57,7 @@ def inputs():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_replay_beside_a_forward_pass_that_draws(mode):
-    """The replay exchanged the process's random state under the other thread's draws."""
+    """The replay swapped the process's random state while the other thread was drawing."""
     begun = threading.Event()
     first, second = Slow(replay=0.3, begun=begun), Slow(forward=0.05)
     nets = [ReversibleSequence([AdditiveCoupling(b)], memory=mode) for b in (first, second)]
@@ -106,7 +106,7 @@ class Meeting(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_branches_that_wait_for_each_other(mode, monkeypatch):
-    """A lock held while a branch runs must not make it wait for ever."""
+    """A lock held while a branch runs must not make it wait forever."""
     monkeypatch.setattr(threads.random_lock, "patience", 0.2)
     barrier = threading.Barrier(2)
 

@@ -117,7 +117,7 @@ def test_class_names_that_are_not_utf8_are_refused(make_folder: MakeFolder) -> N
 
 
 def test_a_folder_is_checked_whole(make_folder: MakeFolder) -> None:
-    """The error named only the first bad image, so the next run failed at the next one."""
+    """The error named only the first bad image, so the next run failed at the next bad image."""
     root = make_folder({"train": _TWO, "test": _TWO})
     bad = [root / "test" / "cat" / "01.png", root / "train" / "dog" / "00.png"]
     bad[0].write_bytes(b"no image")

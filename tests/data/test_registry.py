@@ -1,4 +1,4 @@
-"""Data modules by name: the package's, and those that users register."""
+"""Data modules by name, from the package and registered by users."""
 
 import pytest
 

@@ -128,7 +128,7 @@ def test_several_losses_and_a_kept_graph(mode):
 
 
 def test_accumulated_gradients():
-    """Two batches: ``grad`` adds up, ``grad_batch`` is the last batch's, as in BackPACK."""
+    """Two batches: ``grad`` adds up, ``grad_batch`` belongs to the last batch, as in BackPACK."""
     net = extend(network("revnet38", "invert"))
     loops = [looped(net, *batch(seed=seed)) for seed in (1, 2)]
     losses = [summed_loss(net, *batch(seed=seed)) for seed in (1, 2)]  # two graphs at a time
@@ -143,7 +143,7 @@ def test_accumulated_gradients():
 
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_remove_leaves_no_hook(mode):
-    """Not in the modules, and not in a graph that exists already."""
+    """Neither in the modules nor in an existing graph."""
     net = network("revnet38", mode)
     before = {name: dict(m._forward_hooks) for name, m in net.named_modules()}
     extend(extend(net))

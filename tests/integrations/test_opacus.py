@@ -252,7 +252,7 @@ def test_a_batch_that_poisson_sampling_left_empty(sampling):
 
 
 def test_a_layer_that_a_step_skips_is_refused():
-    """Its norms would be the last step's."""
+    """Its norms would come from the last step."""
 
     class Skips(nn.Module):
         def __init__(self):
@@ -276,7 +276,7 @@ def test_batch_normalisation_is_refused_with_a_remedy():
 
 @pytest.mark.parametrize("sampling", ["hooks", "ghost"])
 def test_layers_whose_rules_in_opacus_are_wrong_or_fail(sampling):
-    """Other paddings than zeros, the padding index of embeddings, LayerNorm without bias."""
+    """Nonzero padding, the padding index of embeddings, LayerNorm without bias."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Exports: their content, equal outputs, and that a failed one leaves no file."""
+"""Exports: their content, equal outputs, and no file after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ActNorm: what it computes, and that it initialises once and only once."""
+"""ActNorm: its values, and that it initialises exactly once."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Couplings that are given their scales: MemCNN's adapters beside MemCNN's own, in every mode."""
+"""Couplings whose branch returns the scales: our adapters beside MemCNN's, in every mode."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Invertible batch normalisation: which statistics, which map its inverse undoes."""
+"""Invertible batch normalisation: its statistics, and the map that its inverse undoes."""
 
 import pytest
 import torch
@@ -163,7 +163,7 @@ def test_statistics_of_the_batch_are_torchs():
 
 
 def test_statistics_of_the_batch_with_several_passes_before_a_backward_pass():
-    """Each replay inverts with its own batch's statistics, which no output holds."""
+    """Each replay inverts with the statistics of its own batch, which no output holds."""
     found = []
     for mode in ("invert", "store"):
         torch.manual_seed(0)

@@ -269,7 +269,7 @@ def test_a_mixin_changes_the_facts_of_a_coupling():
 
 
 def test_a_subclass_that_says_it_is_exact_is():
-    """The words were inverted as those of a sum."""
+    """The words were inverted like the words of a sum."""
     net = revzoo.ReversibleSequence([_Subtracts(nn.Linear(4, 4)) for _ in range(3)], memory="exact")
     x = torch.randn(2, 8, requires_grad=True)
     gradients = []

@@ -1,4 +1,4 @@
-"""Flattening remembers the shape it was given."""
+"""Flattening stores its shape."""
 
 import pytest
 import torch

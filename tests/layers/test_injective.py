@@ -29,7 +29,7 @@ def test_it_is_torchs_linear_map_with_a_left_inverse(matrix):
 
 
 def test_the_inverse_of_the_orthogonal_one_is_the_pseudo_inverse():
-    """InvTorch's; also for what no input is mapped to."""
+    """InvTorch's; also for values outside the range of the map."""
     layer = InjectiveLinear(3, 5, streams=1).double()
     with torch.no_grad():
         layer.matrix.skew.normal_()

@@ -1,7 +1,7 @@
-"""What a layer keeps between forward and backward: nothing that no gradient needs.
+"""A layer keeps between forward and backward only tensors that a gradient needs.
 
-Each storage that a forward pass makes and that is alive after it is spoilt in turn. If no gradient
-changes and nothing raises, the storage was kept for nothing.
+The test spoils each storage that a forward pass makes and leaves alive, in turn. If no gradient
+changes and nothing raises, the storage was kept in vain.
 """
 
 import copy

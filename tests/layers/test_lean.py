@@ -101,7 +101,7 @@ def test_pooling(layout):
 
 
 def test_a_hooked_layer_and_the_one_behind_it_run_as_they_are():
-    """A hook may keep what a layer returns, or compute with what it gets."""
+    """A hook may keep a layer's output, or compute with its input."""
     net = frozen(Lean(*layers()), "all")
     seen = []
     net[0].register_forward_hook(lambda m, inputs, output: seen.append(output))
@@ -113,7 +113,7 @@ def test_a_hooked_layer_and_the_one_behind_it_run_as_they_are():
 
 
 def test_full_backward_hooks():
-    """torch refuses to change in place what such a hook returns."""
+    """torch refuses to change the result of such a hook in place."""
     net, seen = Lean(*layers()), []
     for m in net:
         m.register_full_backward_hook(lambda m, *_: seen.append(m))
@@ -179,7 +179,7 @@ def gradients(net, dtype=torch.float32, layout=torch.contiguous_format):
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_a_replay_computes_no_statistics(mode, layout):
-    """Nor other values: ``exact`` compares every bit of the reconstruction."""
+    """The values are the same, too: ``exact`` compares every bit of the reconstruction."""
     net = chain(lambda: Lean(*layers()), mode)
     found, forward, backward = gradients(net, layout=layout)
     assert (forward, backward) == (8, 0)
@@ -201,7 +201,7 @@ def test_other_types_repeat_exactly(dtype):
 
 
 class Shared(nn.Module):
-    """Runs a normalisation twice, on other values."""
+    """Runs a normalisation twice, on different values."""
 
     def __init__(self):
         super().__init__()

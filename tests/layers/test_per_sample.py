@@ -12,7 +12,7 @@ from revzoo.profiling.live import LiveMemory
 
 
 class Scaled(nn.Module):
-    """A layer that no rule knows, with a layer inside that is none of its own parameters."""
+    """A layer without a rule, with an inner layer that is not among its own parameters."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_attention_equals_a_loop(options, masks):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("largest", [2**18, 1])
 def test_gradients_and_norms_equal_a_loop(name, largest, monkeypatch):
-    """Also where a batch is cut into parts, to bound its memory."""
+    """Also if a batch is cut into parts, to bound its memory."""
     monkeypatch.setattr(per_sample, "LARGEST", largest)
     layer, x, gradient = setting(name)
     expected = looped(layer, x, gradient)
@@ -263,7 +263,7 @@ def test_autocast_leaves_inputs_of_fewer_bits():
     ],
 )
 def test_norms_hold_no_more_than_twice_the_input(layer, shape):
-    """Where the gradients of all samples have up to 64 MiB."""
+    """If the gradients of all samples take up to 64 MiB."""
     x = torch.randn(shape)
     gradient = torch.randn_like(layer(x).detach())
     with LiveMemory() as memory:

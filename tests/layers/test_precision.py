@@ -1,4 +1,4 @@
-"""Streams are widened and branches narrowed where autocast is on, and only there."""
+"""Streams are widened and branches narrowed only if autocast is on."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
 
 class Transformer(nn.Module):
-    """A block whose attention is a method of its own, with a mask, and whose MLP is a module."""
+    """A block whose attention is a method with a mask, and whose MLP is a module."""
 
     def __init__(self, width=16, dropout=0.1, *, split=True):
         super().__init__()

@@ -297,7 +297,7 @@ def test_a_sequence_that_grew_trains_as_one_built_at_once(mode):
 
 
 class Gated(nn.Module):
-    """A branch with a loss of its own."""
+    """A branch with its own loss."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -352,7 +352,7 @@ def test_extra_outputs_come_behind_the_streams(mode):
 
 
 def test_extra_outputs_break_no_chain():
-    """Only the last streams are kept, whatever else the steps return."""
+    """Only the last streams are kept, even if the steps return other tensors."""
     net, x = with_extras("invert"), images(size=1).flatten(1).requires_grad_()
     kept = []
     for step in net:
@@ -411,7 +411,7 @@ def test_a_sequence_has_what_torchs_containers_have():
 
 
 def test_an_added_step_takes_the_mode_of_the_sequence():
-    """It kept the default of its class, so a sequence in ``invert`` got modes of two kinds."""
+    """It kept the default of its class, so a sequence in ``invert`` got two modes."""
     for mode in ("store", "recompute", "invert", "exact"):
         seq = ReversibleSequence([coupling()], memory=mode)
         seq.append(ReversibleBlock(nn.Linear(4, 4))).insert(0, coupling()).extend([coupling()])

@@ -238,7 +238,7 @@ def test_threads_get_their_own_objects_back():
 
 
 def test_mixed_modes_compute_the_same_function():
-    """A block behind one in another mode started a new run: it got a rounded copy of its input."""
+    """A block after one in another mode started a new run: it got a rounded copy of its input."""
     torch.manual_seed(0)
     net = revzoo.create_model("resnet32", units=(4, 1, 1))
     net = revzoo.make_reversible(net, bits=4).eval()
@@ -282,7 +282,7 @@ class Twice(nn.Module):
 
 
 def test_blocks_in_several_lists_are_converted_once():
-    """A step ran inside another one, and ``bits=None`` took away one of them."""
+    """A step ran inside another one, and ``bits=None`` removed only one of them."""
     torch.manual_seed(0)
     net = Twice()
     alone = make_reversible(copy.deepcopy(net.all))
@@ -459,7 +459,7 @@ def test_runs_do_not_leave_a_checkpoint(options, length):
 
 @pytest.mark.parametrize("how", ["second", "frozen"])
 def test_a_reentrant_checkpoint_reads_a_block_outside(how):
-    """Its forward pass joined the run of the block before, its replay did not: wrong gradients."""
+    """Its forward pass joined the run of the block before, but not its replay: wrong gradients."""
     from torch.utils.checkpoint import checkpoint
 
     net = make_reversible(network(dropout=0.0), 2).double()

@@ -1,4 +1,4 @@
-"""What holds for every layer: round trips, gradients in each mode, log-determinants, refusals."""
+"""For every layer: round trips, gradients in each mode, log-determinants, refusals."""
 
 import copy
 

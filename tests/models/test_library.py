@@ -174,7 +174,7 @@ def test_names_that_no_library_lists(name):
 
 
 def test_suggested_networks_can_be_copied():
-    """Names that begin as the given one go first, with the library."""
+    """Names that begin like the given name come first, with the library."""
     pytest.importorskip("torchvision")
     with pytest.raises(ValueError, match=r"did you mean 'torchvision:resnet1\d+'"):
         revzoo.create_model("torchvision:resnet19")

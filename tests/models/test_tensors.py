@@ -1,4 +1,4 @@
-"""Files of tensors: their content, and that reading runs no code in them."""
+"""Files of tensors: their content; reading them runs no code."""
 
 import json
 import os

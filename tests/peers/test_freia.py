@@ -52,7 +52,7 @@ def log_det_by_hand(flow, x):
 def test_actnorm_gives_standard_moments(shape):
     """test_invertible_resnet.py, ActNormTest.test_linear and test_conv.
 
-    FrEIA divides by the unbiased deviation, its test measures that one: ``unbiased=True``.
+    FrEIA divides by the unbiased deviation, which its test measures: ``unbiased=True``.
     """
     x = data(256, *shape) * data(256, *shape, seed=1) + data(1, *shape, seed=2)
     y = ActNorm(shape[0], unbiased=True, streams=1).double()(x)

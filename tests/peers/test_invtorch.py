@@ -95,7 +95,7 @@ def test_checkpoint_without_an_inverse():
 
 
 class Hidden(Invertible):
-    """README, "num_outputs": buffers keep values for the inverse that no caller receives."""
+    """README, "num_outputs": buffers keep values for the inverse that callers do not receive."""
 
     streams = 1
     carried = ("scale",)

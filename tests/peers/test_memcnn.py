@@ -218,7 +218,7 @@ def test_forward_inverse_and_several_backward_passes(inverse_first):
 
 @pytest.mark.parametrize("inverse", [False, True])
 def test_disabled(inverse):
-    """test_invertible_module_wrapper_disabled_versus_enabled; and no input is emptied."""
+    """test_invertible_module_wrapper_disabled_versus_enabled; and inputs are not emptied."""
     fn = coupling("additive").eval()
     enabled, disabled = (ours.InvertibleModuleWrapper(fn, disable=d) for d in (False, True))
     x = data().requires_grad_()

@@ -450,7 +450,7 @@ def test_structures_in_and_out(wrap):
 
 
 def passes(forward, replay):
-    """A function that is another one in its second pass."""
+    """A function that computes something else in its second pass."""
     calls = itertools.chain((forward,), itertools.repeat(replay))
     return lambda x: next(calls)(x)
 

@@ -1,4 +1,4 @@
-"""Audits: the memory that a step keeps, counted on fake and on real tensors."""
+"""Audits: the memory that a step keeps, counted on fake and real tensors."""
 
 import csv
 import functools
@@ -378,7 +378,7 @@ class Complex(nn.Module):
 
 
 def test_a_picture_leaves_the_callers_backend(tmp_path):
-    """Each picture switched matplotlib to files, and a notebook showed no more of its own."""
+    """Each picture switched matplotlib to files, so a notebook no longer showed its pictures."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("svg")
     try:

@@ -22,7 +22,7 @@ PLAIN, INVERTED = (False,), (True,)
 def chain_of(seed: int, length: int) -> Chain:
     """A chain of couplings of random sizes; streams pass through, and several links hold one.
 
-    Each mode takes something else behind an inverted step. Between two steps, streams may be
+    Each mode costs something else after an inverted step. Between two steps, streams may be
     copied, and a run of inverted steps keeps a state at its end.
     """
     draw = random.Random(seed)
@@ -58,7 +58,7 @@ def chain_of(seed: int, length: int) -> Chain:
 
 
 def _choice(draw, mode, after, inputs, outputs) -> Choice:
-    """A step in one mode behind a step of the kind ``after``."""
+    """A step in one mode after a step of the kind ``after``."""
     forward = draw.randint(1, 40)
     store = mode == "store"
     return Choice(

@@ -261,7 +261,7 @@ def test_a_changed_model_needs_a_new_planner():
 
 
 def test_features_that_the_model_keeps_count():
-    """The first forward pass has none of an earlier one; ``store`` was planned 7 % too low."""
+    """The first forward pass keeps no features of an earlier one; ``store`` was 7 % too low."""
 
     class Keeps(nn.Module):
         def __init__(self):
@@ -282,7 +282,7 @@ def test_features_that_the_model_keeps_count():
 
 
 def test_a_step_that_is_called_twice_counts_in_each_mode():
-    """It was inverted where the table said ``store``."""
+    """It was inverted although the table said ``store``."""
 
     class Twice(nn.Module):
         def __init__(self):
@@ -440,7 +440,7 @@ def test_planning_changes_nothing_that_functions_hold(timed):
 
 
 def test_draws_after_the_last_saved_tensor_count():
-    """A replay goes on until it has drawn all: a plan needed 8 % more than it said."""
+    """A replay continues until it has drawn all numbers: a plan needed 8 % more than it said."""
 
     class Noisy(nn.Module):
         def __init__(self):

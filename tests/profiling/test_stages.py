@@ -26,7 +26,7 @@ def stages_in(name: str, **options: int) -> list[str]:
     ],
 )
 def test_a_stage_is_a_part_of_the_network_itself(name, stages):
-    """All of a library's network was the stage ``net``."""
+    """A library's whole network was the stage ``net``."""
     found = stages_in(name)
     assert {*stages} <= {*found}
     assert len(found) < 20

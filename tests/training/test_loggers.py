@@ -128,7 +128,7 @@ def test_other_loggers_get_their_options_and_a_description(
 def test_two_folders_of_one_name_have_two_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trials 0003 of two sweeps shared one, since their names decided alone."""
+    """Trials 0003 of two sweeps shared one, since only their names counted."""
     seen: list[str] = []
 
     class Fake:

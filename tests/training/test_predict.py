@@ -80,7 +80,7 @@ def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
 
 
 def test_tensors_that_are_not_images(folder: Path) -> None:
-    """Floats of 0 to 255 were classified, in silence."""
+    """Floats of 0 to 255 were classified without an error."""
     with pytest.raises(ValueError, match=r"\(2, 3, 8, 8\): expected \(C, H, W\).*list\(images\)"):
         revzoo.predict(torch.rand(2, 3, 8, 8), folder)
     for image in (torch.full((3, 8, 8), 255.0), torch.full((3, 8, 8), -1.0)):
@@ -128,6 +128,6 @@ def test_a_misspelt_name_suggests_the_nearest(image: Path) -> None:
 
 
 def test_a_grey_image_of_16_bits_is_refused() -> None:
-    """Pillow would clip it, as it would the same image in a file."""
+    """Pillow would clip it, like the same image in a file."""
     with pytest.raises(DataError, match="more than 8 bits per channel"):
         revzoo.predict(Image.new("I;16", (8, 8)), "irevnet13.digits")

@@ -1,4 +1,4 @@
-"""A resumed run equals one that was never stopped, bit for bit."""
+"""A resumed run equals an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_bit_equal(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stop waits for the batch only."""
+    """A stop waits only for the batch."""
     for module in (stop_module, keep_module):
         monkeypatch.setattr(module, "PATIENCE", 0.0)
 

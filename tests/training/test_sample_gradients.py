@@ -1,4 +1,4 @@
-"""Norms of samples' gradients, and clipping inside one backward pass, against a loop."""
+"""Norms of per-sample gradients, and clipping inside one backward pass, against a loop."""
 
 import copy
 import pickle
@@ -104,7 +104,7 @@ def test_several_losses_and_accumulation():
 
 
 def test_a_loss_of_two_forward_passes_is_refused():
-    """Each would be clipped by itself: a sample in both would have twice the norm."""
+    """Each would be clipped separately: a sample in both would have twice the norm."""
     net, (x, labels) = tied_network("store"), tied_batch()
     ClippedGradients(net, CLIP)
     first, second = (functional.cross_entropy(net(t), labels) for t in (x, -x))
@@ -235,7 +235,7 @@ def test_rows_that_are_not_samples_are_refused():
 
 
 def test_tokens_along_dimension_0_are_refused():
-    """The norms would be the tokens'."""
+    """The norms would belong to tokens."""
 
     class Tokens(nn.Module):
         def __init__(self):

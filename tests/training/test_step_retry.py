@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_p
 
 
 class Unrepeatable(pl.Callback):
-    """Changes the input of a branch in another way at every call."""
+    """Changes the input of a branch differently at every call."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         calls = itertools.count(1)  # a replay restores attributes and lists, but not this

@@ -101,7 +101,7 @@ def read_with_little_memory(path: Path, *readers: str) -> list[str]:
     """The result of each reader, which must take less than 128 MiB."""
     said = []
     for name in readers or READERS:
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present use
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to current use
         before = status("VmRSS")
         try:
             READERS[name](path)

@@ -159,7 +159,7 @@ def build_trainer(
         specs["learning_rate"] = None  # it refuses to start without a logger
     callbacks = build_callbacks(specs, run_dir=run_dir)
     if stop is not None:
-        # Lightning moves callbacks that save behind it
+        # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
     if specs.get("finetuning") is not None and in_parallel(options):

@@ -32,7 +32,7 @@ from revzoo.training.process_memory import free_bytes, give_back, peak_bytes
 FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
 LESS = 0.95  # a mode needs less than another if it needs at most this share
 GIB = 2**30
-PLAN = "the plan"  # the memory modes of a planned run, as one row beside the pure modes
+PLAN = "the plan"  # the memory modes of a planned run, as one row besides the pure modes
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -102,7 +102,7 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
 def test_the_folder_of_a_run_stands_for_its_best_checkpoint(
     inner: str, run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The message knew the path of the checkpoint, and asked for it."""
+    """The message asked for the path of the checkpoint, although it was known."""
     folder, root = run[0].parents[1] / inner, folder_of_digits(tmp_path, ["0", "1"], count=1)
     main(["eval", f"ckpt={folder}", "trainer=cpu"])
     assert f"test/acc {run[1]['test/acc']:.4f}" in capsys.readouterr().out

@@ -328,7 +328,7 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
 def test_a_finished_run_says_so(
     end: str, key: str, stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It said "resuming at step 8" and nothing of its end."""
+    """It said "resuming at step 8", but not that the run had ended."""
     figures = go_on(stopped)
     assert "nothing was trained" not in caplog.text
     before = json.loads((stopped / "summary.json").read_text())
@@ -395,7 +395,7 @@ def test_a_folder_without_a_configuration_is_refused(
     "name", ["config.yaml", "sessions.jsonl", "summary.json", "metrics.csv", "train.log", ".lock"]
 )
 def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
-    """Opening a FIFO waits for ever: ``--resume`` hung."""
+    """Opening a FIFO waits forever: ``--resume`` hung."""
     os.mkfifo(tmp_path / name)
     assert f"{tmp_path / name} is not a regular file" in refused(tmp_path)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is not a regular file")):

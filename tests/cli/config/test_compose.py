@@ -142,7 +142,7 @@ def test_hydras_keys_pass() -> None:
     ],
 )
 def test_a_key_of_another_option_names_that_option(override: str, message: str) -> None:
-    """For ``data.root`` of the digits, the message suggested to add the key, which cannot work."""
+    """For ``data.root`` of the digits, the message suggested adding the key, which cannot work."""
     with pytest.raises(ConfigError, match=message):
         compose_checked([override])
 

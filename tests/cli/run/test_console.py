@@ -91,7 +91,7 @@ def test_a_run_without_a_test_split_ends_with_a_command_that_works(
 def test_a_run_says_how_many_images_it_leaves_out(
     size: int, told: list[str], compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """16 of 40 images were left out of each epoch, without a word."""
+    """Each epoch left out 16 of 40 images without a warning."""
     root = image_folder(tmp_path / "images", splits=("train", "val"))
     data = ("data=imagefolder", f"data.root={root}", f"data.batch_size={size}")
     with caplog.at_level(logging.INFO, logger="revzoo"):

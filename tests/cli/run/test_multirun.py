@@ -34,7 +34,7 @@ def test_an_interval_makes_no_jobs() -> None:
 
 
 def test_what_all_jobs_refuse_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each job said it after 30 seconds of imports."""
+    """Each job reported it after 30 seconds of imports."""
     monkeypatch.setattr(multirun, "run_program", pytest.fail)
     with pytest.raises(ConfigError, match=r"^optim.name=sdg: expected one of .*did you mean 'sgd'"):
         multirun.multirun(["seed=0,1", "optim.name=sdg"])

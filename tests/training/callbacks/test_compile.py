@@ -215,7 +215,7 @@ def test_a_users_own_compiling_and_torchs_settings_come_back() -> None:
 
 
 def test_modules_of_a_user_are_not_compiled_as_a_whole() -> None:
-    """Their code may do what torch cannot compile, such as counting its calls."""
+    """torch may be unable to compile their code, for example if it counts its calls."""
     model = create_model("revnet38", memory="store")
     wrapped = torch.nn.Sequential(model, torch.nn.Identity())
     assert list(compiled_parts(wrapped)) == [model]

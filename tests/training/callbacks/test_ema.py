@@ -95,7 +95,7 @@ class Validated(pl.Callback):
 
 @pytest.mark.parametrize("how", ["module", "checkpoint"])
 def test_after_training_the_module_itself_is_validated_and_saved(tmp_path: Path, how: str) -> None:
-    """Lightning validated the average of the earlier training, whatever the module."""
+    """Lightning validated the average of the earlier training for any module."""
     validated, module, other = Validated(), fast(), fast(1)
     runner = trainer(tmp_path, callbacks=[AveragedWeights(), validated])
     runner.fit(module, loader(), loader())

@@ -67,7 +67,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
 def test_an_evaluation_that_is_not_finite_warns(
     stage: str, bias: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logits of NaN read as an accuracy of one class in ten, without a word."""
+    """Logits of NaN gave an accuracy of one class in ten, without a warning."""
     module = Classifier(TinyNet())
     module.model.head.bias.data[0] = bias
     getattr(trainer(tmp_path), stage)(module, loader(), verbose=False)

@@ -119,7 +119,7 @@ with stop.listening():
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_blocked_process_is_ended_by_the_watchdog(signum: int, status: int) -> None:
-    """With a hung peer, SIGTERM waited for ever in gloo."""
+    """With a hung peer, SIGTERM waited forever in gloo."""
     with subprocess.Popen(
         [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

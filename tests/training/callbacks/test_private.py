@@ -112,7 +112,7 @@ def test_other_options_do_not_resume(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_does_not_exceed_the_budget(tmp_path: Path) -> None:
-    """Its noise is the one of the first run, which suits as many steps of the same rate."""
+    """Its noise is the noise of the first run, which suits as many steps of the same rate."""
     with pytest.raises(SystemExit):
         fit(tmp_path, extra=(Stop(BATCHES + 1),))
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_a_step_is_the_clipped_sum_and_the_noise(tmp_path: Path) -> None:
 
 
 def test_an_empty_batch_takes_a_step_of_noise_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    """Of other noise in each step."""
+    """With new noise in each step."""
 
     class Gradients(pl.Callback):
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

@@ -95,7 +95,7 @@ def test_the_epoch_and_the_number_of_epochs(tmp_path: Path, options: Any, text: 
 
 
 def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:
-    """torchmetrics caches computed values: the epoch's figure would be its first batches'."""
+    """torchmetrics caches computed values: the epoch's figure would come from its first batches."""
     torch.manual_seed(0)
     plain = fit(tmp_path / "a", Progress(log_seconds=60)).callback_metrics
     torch.manual_seed(0)

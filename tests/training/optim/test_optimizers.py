@@ -134,7 +134,7 @@ def test_muon_takes_the_hidden_weights_and_leaves_the_rest_to_sgd() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_muon_leaves_every_classifier_to_sgd(frozen: bool) -> None:
-    """Of two classifiers one was orthogonalised; of none, the last hidden weight was not."""
+    """One of two classifiers was orthogonalised; without one, the last hidden weight was not."""
     pytest.importorskip("timm")
     model = create_model("timm:deit_tiny_distilled_patch16_224", num_classes=3, img_size=32)
     for path in model.classifiers:

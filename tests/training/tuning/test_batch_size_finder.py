@@ -49,7 +49,7 @@ def with_room(monkeypatch: pytest.MonkeyPatch, room: int, taken: Any = None) -> 
 
 
 def count_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the search ends for another reason, do not count each mode: it takes seconds."""
+    """If the search ends for another reason, do not count each mode: it takes seconds."""
     monkeypatch.setattr(batch_size_finder, "counted", lambda *_: {"invert": 5000, "store": 9000})
 
 
