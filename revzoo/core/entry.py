@@ -38,7 +38,7 @@ from revzoo.core.invertible import (
     name_of,
     plain_call,
 )
-from revzoo.core.samples import Sampled, Samples, sample
+from revzoo.core.samples import CHOICES, Sampled, Samples, sample
 from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, in_replay
 from revzoo.core.tensors import (
     address,
@@ -312,13 +312,14 @@ class TapeEntry:
 
 
 class _Witness:
-    """The last three floating-point tensors that an early stop recomputes, for the guard.
+    """The last tensors that an early stop recomputes, for the guard: three values, three choices.
 
     Three, since the last two may show no error: a branch that ends in a layer and dropout saves the
-    layer's input, then autocast's copy of the weight, then the dropout mask.
+    layer's input, then autocast's copy of the weight, then the dropout mask. Choices are masks and
+    indices: a branch that draws them outside of torch may repeat its values, but not its choices.
     """
 
-    __slots__ = ("_least_dims", "_noted", "indices")
+    __slots__ = ("_choices", "_least_dims", "_noted", "indices")
 
     def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
         self.indices: list[int] = []  # among the saved tensors
@@ -326,20 +327,25 @@ class _Witness:
         # statistics, which change
         self._least_dims = min(2, max(map(len, strides), default=0))
         self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
+        self._choices: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
 
     def note(self, index: int, t: Tensor) -> None:
-        # boolean masks and indices are not compared
-        if t.dim() >= self._least_dims and (t.is_floating_point() or t.is_complex()):
-            self._noted.append((index, t, version_of(t)))
+        if t.is_floating_point() or t.is_complex():
+            if t.dim() >= self._least_dims:
+                self._noted.append((index, t, version_of(t)))
+        # indices are vectors; seeds are scalars, which kernels may leave uninitialised
+        elif t.dim() and t.dtype in CHOICES:
+            self._choices.append((index, t, version_of(t)))
 
     def take(self) -> State:
         """The tensors, except any changed in place or freed since: their values are lost."""
         kept = [
             (index, t)
-            for index, t, version in self._noted
+            for index, t, version in (*self._noted, *self._choices)
             if version_of(t) == version and bytes_of(t)
         ]
         self._noted.clear()
+        self._choices.clear()
         self.indices = [index for index, _ in kept]
         return tuple(t for _, t in kept)
 

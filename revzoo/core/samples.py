@@ -53,6 +53,9 @@ class SamplePlan(NamedTuple):
     channels: tuple[_Channels, ...] = ()  # in the order of ``singles``
 
 
+# masks and indices; not bytes, in which kernels keep uninitialised workspaces
+CHOICES = (torch.bool, torch.int32, torch.int64)
+
 Sampled = tuple[Tensor | Fixed | None, ...]
 """The recomputed tensors that the forward pass sampled; None for one that no graph needs now."""
 
@@ -107,7 +110,7 @@ def _among(t: Tensor | Fixed, state: Streams) -> bool:
 def _comparable(t: Tensor | Fixed) -> bool:
     if isinstance(t, Fixed):
         return has_values(t.words)
-    values = t.is_floating_point() or t.is_complex()
+    values = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
     return values and t.layout is torch.strided and has_values(t)
 
 
