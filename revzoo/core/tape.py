@@ -131,7 +131,10 @@ def record(
         inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     )
     entry = TapeEntry(
-        *(step, state, context, drift_limit),
+        step,
+        state,
+        context,
+        drift_limit,
         inverts=inverts,
         rounded=rounded,
         stops=not tape.entries and not (rounded and drift_limit),  # rule 10

@@ -40,6 +40,8 @@ def test_rows_per_step_and_dtype():
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14
     assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
+    with pytest.raises(ValueError, match=r"torch.float16 was not checked; this report has torch"):
+        report.worst(torch.float16)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     title, head, *lines = str(report).splitlines()
     assert title == "largest error of inverse(forward(x)), relative to the largest x"

@@ -256,7 +256,9 @@ def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
     log.info(
         "the run was finished (%s): nothing was trained. To train on from its weights, add "
         "%s %s=N hydra.run.dir=DIR to the command that started it",
-        *(end, weights, key),
+        end,
+        weights,
+        key,
     )
 
 

@@ -79,7 +79,9 @@ class AnnealedBits(ChecksModel):
         if self._bits() != before and trainer.is_global_zero:
             log.info(
                 "side bits: %s in epoch %s (callbacks.side_bits raises them to %d)",
-                *(self._bits(), epoch_of(trainer), self.most),
+                self._bits(),
+                epoch_of(trainer),
+                self.most,
             )
 
     def _bits(self) -> int:
