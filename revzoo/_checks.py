@@ -7,7 +7,7 @@ misspelt word. All floors share these checks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from inspect import signature
@@ -48,6 +48,18 @@ def check_callable(name: str, value: object) -> None:
         what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
         remedy = f": create it first, {value.__name__}(...)" if isinstance(value, type) else ""
         raise TypeError(f"{name} is {what}, expected a module or a function{remedy}")
+
+
+def check_registered(kind: str, name: object, builder: object, table: Container[object]) -> None:
+    """Raise unless ``builder`` can be added to ``table`` under a new ``name``."""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name={name!r}: expected a string, which selects the {kind}")
+    if name in table:
+        raise ValueError(f"{kind} {name!r} is already registered: choose another name")
+    if not callable(builder):
+        raise TypeError(
+            f"{kind} {name!r} is {builder!r}: expected the class, or a function that builds it"
+        )
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> None:

@@ -3090,3 +3090,28 @@ def test_a_branch_without_its_extra_output():
     coupling.extras = 1
     with pytest.raises(TypeError, match="returned Tensor, expected a tuple of 2 tensors"):
         coupling(torch.ones(1, 2), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("memory", ["recompute", "exact"])
+def test_a_mask_drawn_outside_of_torch_is_noticed(memory):
+    """Early stops compared values only: a mask that only the last operator read went unnoticed."""
+
+    class Drops(nn.Module):
+        def forward(self, x):
+            keep = torch.from_numpy(np.random.default_rng().random(x.shape) < 0.5)
+            return torch.where(keep, x.tanh(), 0.0)
+
+    seq = ReversibleSequence([AdditiveCoupling(Drops())], memory=memory)
+    _, y2 = seq(*torch.randn(2, 8, 64, requires_grad=True))
+    with pytest.raises(DriftError):
+        y2.sum().backward()
+
+
+def test_an_order_drawn_outside_of_torch_is_noticed():
+    """It permuted the gradient."""
+    x = torch.randn(3, 64, requires_grad=True)
+    y = revzoo.checkpoint(
+        lambda x: x[:, torch.from_numpy(np.random.default_rng().permutation(64))], x
+    )
+    with pytest.raises(DriftError):
+        y.sum().backward()

@@ -51,12 +51,16 @@ def call_on_grid(
 def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
     """``step.inverse(*state, **context)``; the words move with the values."""
     if not _keeps_words_of(step):
-        return as_state(step.inverse(*state, **context))
+        return as_state(step.inverse(*state, **context), step, inverse=True)
     inverse = functools.partial(step.inverse, **context)
     with within(step, state):
         if not step.moves_values:
-            return as_state(inverse(*state))
-        inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
+            return as_state(inverse(*state), step, inverse=True)
+
+        def call() -> State:
+            return as_state(inverse(*state), step, inverse=True)
+
+        inputs: State = _call_with_words(step, call, inverse, state, 0)
         return inputs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from revzoo.core.fixedpoint import apply_with_words
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
 from revzoo.core.ranges import RangeError
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class StepError(NamedTuple):
@@ -87,7 +89,8 @@ def check_inverse(
     the state that reaches it, in the module's mode (train or eval).
 
     Args:
-        module: an :class:`Invertible`, such as a ``ReversibleSequence``.
+        module: an :class:`Invertible`, such as a ``ReversibleSequence``; or a model with such
+            parts, each of which is tested on the state that reaches it.
         *inputs: inputs of ``module``, e.g. one tensor ``(B, C, H, W)``.
         dtypes: module and inputs are cast to each. A dtype in which the module raises is skipped
             and reported (``torch.linalg`` has no bfloat16), unless all raise. With a grid, inputs
@@ -96,8 +99,9 @@ def check_inverse(
 
     Raises:
         ValueError: the streams that an inverse returns differ in number or shape from those that
-            its step took, or ``dtypes`` is empty.
-        NotInvertibleError: the module or one of its steps has no inverse.
+            its step took, or ``inputs`` or ``dtypes`` is empty.
+        NotInvertibleError: neither the module nor any of its parts has an inverse, or a step of a
+            sequence has none.
 
     Example:
         >>> double = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Identity())])
@@ -107,27 +111,21 @@ def check_inverse(
         whole                            0         0         0
         steps.0 AdditiveCoupling         0         0         0
     """
-    if not _has_inverse(module):
-        parts = [path for path, part in module.named_modules() if path and _has_inverse(part)]
-        hint = f"; its part {parts[0]} has one: pass such a part, and its input" if parts else ""
-        raise NotInvertibleError(f"{type(module).__name__} has no inverse to check{hint}")
+    if not _outermost(module):
+        raise NotInvertibleError(
+            f"{type(module).__name__} has no inverse to check, nor has any of its parts: pass a "
+            "ReversibleSequence, an Invertible, or a model that holds some"
+        )
+    if not inputs:
+        raise ValueError(f"no inputs: pass those of {type(module).__name__} after it")
     if not dtypes:
         raise ValueError(f"dtypes={dtypes}: expected at least one, such as (torch.float32,)")
     rows: list[StepError] = []
     skipped: dict[torch.dtype, str] = {}
     for dtype in dtypes:
-        # a copy for each dtype: a cast back from bfloat16 would not restore the weights
-        net = copy.deepcopy(module).to(dtype)
-        state = tuple(x.detach().to(dtype) for x in inputs)
-        first = next((step for _, step in _atoms(net)), None)
-        state = state if first is None else on_grid_of(first, state)
-        cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
-        if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
-            with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-                net(*state, **cast_context)  # creates the weights of lazy layers
         try:
             # a step may return a type other than it got
-            rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, cast_context)]
+            rows += [row._replace(dtype=dtype) for row in _rows(module, inputs, context, dtype)]
         except RuntimeError as error:  # operators without a kernel for the dtype raise it
             skipped[dtype] = str(error).splitlines()[0]
             if len(skipped) == len(dtypes):
@@ -164,7 +162,7 @@ def is_invertible(
         return False
     if not inputs:
         return True
-    net = copy.deepcopy(module).double()
+    net = _in(torch.float64, module)
     cast_context = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
     state = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
@@ -184,11 +182,62 @@ def _has_inverse(module: nn.Module) -> TypeGuard[Invertible]:
     return isinstance(module, Invertible) and module.invertible
 
 
+def _outermost(module: nn.Module) -> dict[str, Invertible]:
+    """The invertible parts of ``module`` that are in no other one, by path; itself if it is one."""
+    found: dict[str, Invertible] = {}
+    for path, part in module.named_modules():
+        if _has_inverse(part) and not any(f"{path}.".startswith(f"{p}.") or not p for p in found):
+            found[path] = part
+    return found
+
+
+def _rows(
+    module: nn.Module, inputs: State, context: Mapping[str, Any], dtype: torch.dtype
+) -> list[StepError]:
+    # a copy for each dtype: a cast back from bfloat16 would not restore the weights
+    net = _in(dtype, module)
+    state = tuple(_cast(x, dtype) if x.is_complex() else x.detach().to(dtype) for x in inputs)
+    cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)
+    if _has_inverse(net):
+        if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
+            with torch.no_grad(), torch.random.fork_rng(_devices(state)):
+                net(*state, **cast_context)  # creates the weights of lazy layers
+        return _round_trips(net, state, cast_context)
+    parts = _outermost(net)
+    rows: list[StepError] = []
+    for path, (taken, keywords) in _calls_of(net, parts, state, cast_context).items():
+        whole, *steps = _round_trips(parts[path], taken, keywords)
+        rows += [whole._replace(name=f"{path} {type(parts[path]).__name__}")]
+        rows += [step._replace(name=f"{path}.{step.name}") for step in steps if len(steps) > 1]
+    return rows
+
+
+def _calls_of(
+    net: nn.Module, parts: Mapping[str, Invertible], state: State, context: Mapping[str, Any]
+) -> dict[str, tuple[State, Mapping[str, Any]]]:
+    """What each of ``parts`` gets in its first call while ``net`` runs."""
+    calls: dict[str, tuple[State, Mapping[str, Any]]] = {}
+    handles = [
+        part.register_forward_pre_hook(
+            lambda _, args, keywords, path=path: calls.setdefault(path, (args, keywords)) and None,
+            with_kwargs=True,
+        )
+        for path, part in parts.items()
+    ]
+    with torch.no_grad(), torch.random.fork_rng(_devices(state)):
+        net(*state, **context)
+    for handle in handles:
+        handle.remove()
+    return calls
+
+
 def _devices(state: State) -> list[torch.device]:
     return list({t.device for t in state if t.device.type == "cuda"})
 
 
 def _round_trips(net: Invertible, state: State, cast_context: Mapping[str, Any]) -> list[StepError]:
+    first = next((step for _, step in _atoms(net)), None)
+    state = state if first is None else on_grid_of(first, state)
     with torch.no_grad():
         rows = [_round_trip("whole", net, state, cast_context)[0]]
         if len(state) == 1 and net.streams == 2:
@@ -203,8 +252,23 @@ def _round_trips(net: Invertible, state: State, cast_context: Mapping[str, Any])
     return rows
 
 
+def _in(dtype: torch.dtype, module: Module) -> Module:
+    """A copy of ``module`` in ``dtype``; ``nn.Module.to`` would make complex parameters real."""
+    net = copy.deepcopy(module)
+    return net._apply(lambda t: t.to(_type_of(t, dtype)))  # type: ignore[no-untyped-call]
+
+
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.detach().to(dtype) if t.is_floating_point() else t
+    return t.detach().to(_type_of(t, dtype))
+
+
+def _type_of(t: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """``dtype`` for floating-point tensors, its complex counterpart for complex ones."""
+    if t.is_complex():
+        if dtype == torch.bfloat16:
+            raise RuntimeError("torch computes nothing in complex numbers of this type")
+        return dtype.to_complex()
+    return dtype if t.is_floating_point() else t.dtype
 
 
 def _round_trip(
@@ -227,7 +291,9 @@ def _round_trip(
             f"{len(state)} that its forward took, of shapes {shapes[1]}: return them in that order"
         )
     # in float64: the difference of two bfloat16 values rounds
-    error = _largest(b.double() - x.double() for b, x in zip(back, state, strict=True))
+    error = _largest(
+        _cast(b, torch.float64) - _cast(x, torch.float64) for b, x in zip(back, state, strict=True)
+    )
     scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)
     return row, outputs

@@ -43,6 +43,7 @@ from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, Slot
 from revzoo.core.tensors import (
     address,
     bytes_of,
+    detached,
     overrides_functions,
     version_of,
     with_strides,
@@ -241,7 +242,7 @@ class TapeEntry:
             fixed = tuple(t for t in outputs if isinstance(t, Fixed))
             inputs: Streams = apply_to_words(inverse, fixed, self.dtypes)
         else:
-            inputs = as_fixed(as_state(inverse(*as_floats(outputs)), self.step))
+            inputs = as_fixed(as_state(inverse(*as_floats(outputs)), self.step, inverse=True))
         check_inputs(self.step, inputs, len(self.needs))
         return inputs
 
@@ -422,7 +423,7 @@ class SlotRecorder:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recorder`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
-            return as_state(inverse(*outputs, **context), self._entry.step)
+            return as_state(inverse(*outputs, **context), self._entry.step, inverse=True)
 
     def with_strides(self, inputs: Streams) -> Any:
         """See :class:`revzoo.core.invertible.Recorder`."""
@@ -514,7 +515,9 @@ class SlotRecorder:
 
 def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
     """A detached leaf, where a recorded graph ends; ``needs_gradient`` None: as ``t``."""
-    leaf = t.detach()
+    leaf = detached(t)
+    if leaf is t:
+        return t
     # Autocast caches its casts of leaves until the outermost autocast ends, which may surround the
     # whole backward pass. It does not cache casts of views, so the leaf becomes a view. Subclasses
     # with their own operators stay: they may not support alias().

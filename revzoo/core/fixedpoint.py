@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from revzoo.core import integer_kernels
 from revzoo.core.bits import unpack_bits
@@ -265,8 +266,14 @@ def check_bits(grid: Grid) -> None:
 
 
 def can_have_words(state: Iterable[Tensor]) -> bool:
-    """Whether the streams are dense, with a real floating type of 16, 32 or 64 bits."""
-    return all(t.dtype in _TYPES and t.layout is torch.strided and not t.is_nested for t in state)
+    """Whether the streams are plain dense tensors of a real floating type of 16 to 64 bits."""
+    return all(
+        t.dtype in _TYPES
+        and t.layout is torch.strided
+        and not t.is_nested
+        and not is_traceable_wrapper_subclass(t)  # a DTensor, say
+        for t in state
+    )
 
 
 def keeps_words() -> bool:

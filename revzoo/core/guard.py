@@ -78,7 +78,7 @@ from revzoo.core.samples import (
     figures_of,
     weights_of,
 )
-from revzoo.core.tensors import address, has_values
+from revzoo.core.tensors import address, has_values, values_of
 
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
 
@@ -127,7 +127,7 @@ class _Comparison:
         self.limit = limit
         self.samples = samples
         if isinstance(computed, Tensor):
-            computed = computed.detach()
+            computed = values_of(computed.detach())
         elif samples.scale is None:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
         self.actual = figures_of(computed, samples.plan, samples.scale)
@@ -162,7 +162,7 @@ class Guard:
             # check()
             if task != -1:
                 self._start = [
-                    largest(t)
+                    largest(values_of(t))
                     for t in state
                     if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
                 ]

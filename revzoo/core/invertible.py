@@ -304,20 +304,21 @@ def name_of(step: Step) -> str:
     return f"{step.label} {type(step).__name__}".strip()
 
 
-def as_state(outputs: Any, step: Step | None = None) -> State:
+def as_state(outputs: Any, step: Step | None = None, *, inverse: bool = False) -> State:
     """The outputs of a step as a state; a step with one stream may return a bare tensor.
 
     Raises:
-        TypeError: ``outputs`` is neither a tensor nor a tuple of tensors; names ``step``.
+        TypeError: ``outputs`` is neither a tensor nor a tuple of tensors; names ``step``, or its
+            inverse.
     """
     if isinstance(outputs, Tensor):
         return (outputs,)
     # lists, too: a branch of the user may return one, and torch.fx does
     if isinstance(outputs, (tuple, list)) and all(isinstance(t, Tensor) for t in outputs):
         return tuple(outputs)
+    name = "the inverse of " * inverse + (name_of(step) if step is not None else "a step")
     raise TypeError(
-        f"{name_of(step) if step is not None else 'a step'} returned {_kind(outputs)}, expected a "
-        "tensor or a tuple of tensors, one per stream"
+        f"{name} returned {_kind(outputs)}, expected a tensor or a tuple of tensors, one per stream"
     )
 
 

@@ -50,12 +50,12 @@ def invertible_checkpoint(
             "invertible_checkpoint got no tensor among its positional arguments: pass the tensors "
             "that the inverse reconstructs by position, the rest by keyword"
         )
-    step = _Function(fn, inverse, args)
+    step = InvertibleCheckpoint(fn, inverse, args)
     outputs = run_in_mode(step, state, kwargs)
     return outputs if isinstance(outputs, Tensor) else as_state(outputs, step)
 
 
-class _Function(Invertible):
+class InvertibleCheckpoint(Invertible):
     """``fn`` and ``inverse`` as a step of the tensors among ``args``; holds the other arguments."""
 
     instead = "call the function without invertible_checkpoint()"
@@ -65,6 +65,7 @@ class _Function(Invertible):
         self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         super().__init__()
+        self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
         self.streams = sum(isinstance(a, Tensor) for a in args)
         self._fn, self._inverse = fn, inverse
         self._places = tuple(isinstance(a, Tensor) for a in args)

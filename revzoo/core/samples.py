@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from revzoo.core.fixedpoint import Fixed, Scale, Streams
-from revzoo.core.tensors import has_values
+from revzoo.core.tensors import has_values, values_of
 
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need
 # little memory.
@@ -80,12 +80,15 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
     """
     # the drift is relative to the operand that is added, which sets the size of rounding errors
     operands = [
-        t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
+        values_of(t)
+        for t in known
+        if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
     samples = []
     for i, t in enumerate(computed):
         if _among(t, known) or not _comparable(t):
             continue
+        t = values_of(t) if isinstance(t, Tensor) else t
         operand, singles = None, None
         if isinstance(t, Tensor):
             # the operand of a sum has the stream's shape; without one, values were only moved
@@ -110,6 +113,7 @@ def _among(t: Tensor | Fixed, state: Streams) -> bool:
 def _comparable(t: Tensor | Fixed) -> bool:
     if isinstance(t, Fixed):
         return has_values(t.words)
+    t = values_of(t)
     values = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
     return values and t.layout is torch.strided and has_values(t)
 

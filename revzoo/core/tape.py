@@ -89,7 +89,7 @@ from revzoo.core.slots import (
     replays_are_rounded,
     unpack,
 )
-from revzoo.core.tensors import tensors_of, version_of
+from revzoo.core.tensors import detached, tensors_of, version_of
 
 _LAZY_WARNING = (
     "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
@@ -206,7 +206,7 @@ def _marks_of(state: Streams) -> list[tuple[int, bool]]:
 
 
 def _detached(state: Streams) -> Streams:
-    return tuple([t if isinstance(t, Fixed) else t.detach() for t in state])
+    return tuple([t if isinstance(t, Fixed) else detached(t) for t in state])
 
 
 class _Landmark(NamedTuple):

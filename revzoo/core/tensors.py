@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 
@@ -53,6 +54,19 @@ def overrides_functions(t: Tensor) -> bool:
     kind = type(t)
     plain = kind is Tensor or kind.__torch_function__ is torch._C._disabled_torch_function_impl
     return not plain
+
+
+def values_of(t: Tensor) -> Tensor:
+    """The plain tensor with the values of ``t``: for a DTensor, the part on this device."""
+    while is_traceable_wrapper_subclass(t):
+        inner, _ = t.__tensor_flatten__()
+        t = getattr(t, inner[0])
+    return t
+
+
+def detached(t: Tensor) -> Tensor:
+    """A detached alias; a tensor of integers itself, by which a nested tensor knows its sizes."""
+    return t.detach() if t.is_floating_point() or t.is_complex() else t
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

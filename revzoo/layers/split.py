@@ -63,10 +63,8 @@ def check_cut(dim: int, parts: Sequence[int], *, name: str = "parts") -> tuple[i
 
 def _check_has(x: Tensor, dim: int) -> None:
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"dim={dim}: got a tensor of shape {tuple(x.shape)}, expected a dim from {-x.dim()} to "
-            f"{x.dim() - 1}"
-        )
+        fits = f"a dim from {-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with dimensions"
+        raise ValueError(f"dim={dim}: got a tensor of shape {tuple(x.shape)}, expected {fits}")
 
 
 class Split(Invertible):

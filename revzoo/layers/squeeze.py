@@ -61,8 +61,8 @@ class Squeeze(Streamwise):
         self.factors = counts_of(factor, repeat=2)
         if math.prod(self.factors) < 2:
             raise ValueError(
-                f"factor={factor}: expected a whole number of at least 2, or one of at least 1 for "
-                "each axis, not all 1"
+                f"factor={factor!r}: expected a whole number of at least 2, or one of at least 1 "
+                "for each axis, not all 1"
             )
         check_choice("order", order, ("torch", "irevnet"))
         self.factor = factor

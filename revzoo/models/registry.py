@@ -159,7 +159,7 @@ def list_models(
 
 
 def _patterns(patterns: str | Sequence[str]) -> list[str]:
-    several = [patterns] if isinstance(patterns, str) else patterns
+    several = [patterns] if isinstance(patterns, str) else list(patterns or ())
     return [pattern for pattern in several if pattern]
 
 

@@ -232,3 +232,28 @@ def test_functional_transforms_and_second_derivatives():
     torch.testing.assert_close(values, x.detach().sin())
     assert torch.autograd.gradcheck(lambda t: checkpoint(lambda u: u.exp().sin(), t), x)
     assert torch.autograd.gradgradcheck(lambda t: checkpoint(lambda u: u.exp().sin(), t), x)
+
+
+def test_sizes_of_nested_tensors_are_known_by_identity():
+    """The replay got another tensor of offsets, so its nested tensors had other sizes."""
+
+    def ragged(x, offsets):
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).exp().values()
+
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    offsets = torch.tensor([0, 2, 5])
+    (expected,) = torch.autograd.grad(ragged(x, offsets).sum(), x)
+    (got,) = torch.autograd.grad(checkpoint(ragged, x, offsets).sum(), x)
+    assert torch.equal(got, expected)
+
+
+def test_nested_tensors():
+    """The guard asked for their strides."""
+    layer = nn.Linear(4, 4)
+    parts = [torch.randn(2, 4), torch.randn(3, 4)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    checkpoint(nn.Sequential(layer, nn.Tanh()), nested).values().sum().backward()
+    got = layer.weight.grad.clone()
+    layer.zero_grad()
+    layer(torch.cat(parts)).tanh().sum().backward()
+    torch.testing.assert_close(got, layer.weight.grad)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import WORLD, run
 
+import revzoo
 from revzoo import set_memory
 
 pytestmark = pytest.mark.timeout(300)
@@ -132,5 +133,37 @@ def test_fsdp2_of_single_branches():
     x = torch.ones(2, 8, dtype=torch.float64)
     (sum(net(x * (rank + 1)).square().mean() for rank in range(WORLD)) / WORLD).backward()
     for results in run(fsdp_of_branches):
+        for result in results:
+            assert error(result, gradients(net)) < 1e-12
+
+
+def tensor_parallel(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh, results = init_device_mesh("cpu", (WORLD,)), []
+    for mode in ("store", "recompute", "invert"):
+        net = linear_net()
+        set_memory(net, mode)
+        for coupling in (coupling for block in net for coupling in block):
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(coupling.branch, mesh, plan)
+        net(torch.ones(2, 8, dtype=torch.float64)).square().mean().backward()
+        results.append([p.grad.full_tensor().clone() for p in net.parameters()])
+        y = revzoo.checkpoint(net[0][0].branch, torch.ones(2, 4, dtype=torch.float64))
+        y.square().mean().backward()
+    return results
+
+
+def test_tensor_parallel_branches():
+    """The guard could not read a DTensor: recompute, exact and checkpoint() raised."""
+    net = linear_net()
+    set_memory(net, "store")
+    net(torch.ones(2, 8, dtype=torch.float64)).square().mean().backward()
+    for results in run(tensor_parallel):
         for result in results:
             assert error(result, gradients(net)) < 1e-12

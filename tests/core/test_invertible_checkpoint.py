@@ -107,3 +107,10 @@ def test_no_function():
         invertible_checkpoint(3, unscale, vectors(2))
     with pytest.raises(TypeError, match="inverse is None, expected a module or a function"):
         invertible_checkpoint(scale, None, vectors(2))
+
+
+def test_an_inverse_without_a_result_is_named():
+    """The error named the function instead."""
+    y = invertible_checkpoint(torch.exp, lambda y: None, vectors(3))
+    with pytest.raises(TypeError, match=r"^the inverse of \S*exp \w+ returned a NoneType"):
+        y.sum().backward()

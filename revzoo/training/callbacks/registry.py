@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_types, in_section, keyword_names
+from revzoo._checks import check_count, check_registered, check_types, in_section, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -122,6 +122,7 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
             parameter gets the run's folder.
 
     Raises:
+        TypeError: ``name`` is not a string, or ``factory`` is not callable.
         ValueError: the name is taken.
 
     Example:
@@ -131,8 +132,7 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
         ...     return pl.callbacks.Timer(duration={"hours": hours})
         >>> revzoo.register_callback("timer", timer)  # then: 'callbacks.timer={hours: 2}'
     """
-    if name in CALLBACKS:
-        raise ValueError(f"callback {name!r} is already registered: choose another name")
+    check_registered("callback", name, factory, CALLBACKS)
     CALLBACKS[name] = factory
 
 

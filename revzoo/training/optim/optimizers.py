@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from revzoo._checks import build_dataclass, check_choice, check_number
+from revzoo._checks import build_dataclass, check_choice, check_number, check_registered
 from revzoo.training.optim.groups import (
     Group,
     muon_groups,
@@ -140,13 +140,13 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
             default gives all of them ``optim.lr``, and decay to the weights of layers.
 
     Raises:
+        TypeError: ``name`` is not a string, or ``builder`` is not callable.
         ValueError: the name is taken.
 
     Example:
         >>> revzoo.register_optimizer("nadam", torch.optim.NAdam)  # then: optim.name=nadam
     """
-    if name in OPTIMIZERS:
-        raise ValueError(f"optimiser {name!r} is already registered: choose another name")
+    check_registered("optimiser", name, builder, OPTIMIZERS)
     OPTIMIZERS[name] = (groups, builder)
 
 

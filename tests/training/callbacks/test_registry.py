@@ -191,6 +191,8 @@ def test_a_registered_callback_is_selected_by_name(
         ValueError, match="callback 'ema' is already registered: choose another name"
     ):
         revzoo.register_callback("ema", confetti)
+    with pytest.raises(TypeError, match="callback 'lights' is 'on': expected the class, or a"):
+        revzoo.register_callback("lights", "on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["best_checkpoint", "early_stopping"])

@@ -218,6 +218,8 @@ def test_a_registered_optimiser_is_selected_by_name(monkeypatch: pytest.MonkeyPa
         ValueError, match="optimiser 'sgd' is already registered: choose another name"
     ):
         revzoo.register_optimizer("sgd", torch.optim.NAdam)
+    with pytest.raises(TypeError, match="name=3: expected a string, which selects the optimiser"):
+        revzoo.register_optimizer(3, torch.optim.NAdam)  # type: ignore[arg-type]
 
 
 def test_adamw_is_torchs_and_decays_only_weights():
