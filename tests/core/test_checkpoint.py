@@ -253,6 +253,8 @@ def test_nested_tensors():
     parts = [torch.randn(2, 4), torch.randn(3, 4)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
     checkpoint(nn.Sequential(layer, nn.Tanh()), nested).values().sum().backward()
+    layer.zero_grad()
+    checkpoint(nn.Sequential(layer, nn.Tanh()), nested).values().sum().backward()
     got = layer.weight.grad.clone()
     layer.zero_grad()
     layer(torch.cat(parts)).tanh().sum().backward()
