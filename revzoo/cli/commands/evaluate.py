@@ -6,9 +6,10 @@ ckpt is a checkpoint, such as RUN_DIR/checkpoints/last.ckpt, or the folder of a 
 checkpoint. It may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file
 or a folder of save_pretrained. Weights do not name their data, so data= is needed.
 
-By default it evaluates the run's data, from its config.yaml. Other data must have the same classes
-(data=imagefolder data.root=DIR); they are normalised with the checkpoint's mean and deviation.
-Prints one line per figure. The memory mode does not matter: an evaluation keeps no activations.
+By default it evaluates the run's data, from its config.yaml; data.root=DIR says where they are now.
+Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
+checkpoint's mean and deviation. Prints one line per figure. The memory mode does not matter: an
+evaluation keeps no activations.
 bits=null evaluates a network of reversible blocks as the plain network.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
@@ -44,13 +45,17 @@ def run(args: argparse.Namespace) -> None:
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
     from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from revzoo.cli.config.overrides import take_root
     from revzoo.cli.config.quick import check_evaluated
     from revzoo.cli.config.yaml_files import run_of
 
     # on standard error: standard output has only the figures
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _check_keys(args.overrides)
-    config = to_plain(compose_checked(args.overrides, Source("eval")))
+    others, root = take_root(args.overrides)
+    names_data = any(override.startswith("data=") for override in others)
+    overrides = args.overrides if names_data else others
+    config = to_plain(compose_checked(overrides, Source("eval")))
     # refuse wrong keys and names before importing torch
     check_evaluated(config)
     config["ckpt"] = resolve_source(str(config["ckpt"]))
@@ -61,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))
-        figures = evaluate(config)
+        figures = evaluate(config, root=None if names_data else root)
     # the figures are means over all processes
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))

@@ -136,7 +136,7 @@ def _multirun(args: argparse.Namespace, source: Source) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config.compose import compose_checked
-    from revzoo.cli.config.overrides import check_changes
+    from revzoo.cli.config.overrides import check_changes, take_root
     from revzoo.cli.config.yaml_files import recorded_config
 
     new_runs = (
@@ -150,7 +150,7 @@ def _resume(args: argparse.Namespace) -> None:
         )
     check_changes(args.overrides)
     # `resume` checks again; here a typo gets its answer before torch is imported
-    compose_checked(args.overrides)
+    compose_checked(take_root(args.overrides)[0])
     recorded_config(args.resume.absolute())  # only for its errors
     from revzoo.cli.run.resume import resume
 

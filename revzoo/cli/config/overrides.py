@@ -12,7 +12,7 @@ its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
 
+ROOT = "data.root"  # a place, which may change without changing a run
 MOST_VALUES = 10_000  # of one key in a multirun
 # key -> the reason why some options of its group lack it
 REASONS = {
@@ -262,6 +263,26 @@ def _meant(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def take_root(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved."""
+    others = [override for override in overrides if not override.startswith(f"{ROOT}=")]
+    roots = [override.partition("=")[2] for override in overrides if override not in others]
+    return others, Path(roots[-1]) if roots else None
+
+
+def moved(data: Mapping[str, Any], root: Path | None) -> dict[str, Any]:
+    """The section ``data`` with another root, an absolute path; None: with the same.
+
+    Raises:
+        ConfigError: such data have no root.
+    """
+    if root is None:
+        return dict(data)
+    if "root" not in data:
+        raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
+    return {**data, "root": str(root.expanduser().absolute())}
+
+
 def check_changes(overrides: Sequence[str]) -> None:
     """Refuse overrides that would change the results of a resumed run.
 
@@ -269,10 +290,11 @@ def check_changes(overrides: Sequence[str]) -> None:
         ConfigError: naming the override.
     """
     for override in overrides:
-        if override.partition("=")[0] not in ("memory", "memory.bytes", "precision"):
+        if override.partition("=")[0] not in ("memory", "memory.bytes", "precision", ROOT):
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
-                "with memory.bytes=BUDGET for memory=budget, and precision=NAME with "
-                "--allow-precision-change. Start a new run for the rest; "
-                "+model.checkpoint_path=RUN/checkpoints/last.ckpt starts it from these weights"
+                "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
+                "--allow-precision-change, and data.root=DIR, where the data are now. Start a new "
+                "run for the rest; +model.checkpoint_path=RUN/checkpoints/last.ckpt starts it from "
+                "these weights"
             )

@@ -111,7 +111,7 @@ def log_opening(
     bits = config["model"].get("reversible_bits")
     blocks = len(reversible_blocks(module.model))
     reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
-    root = f" {config['data']['root']}" if "root" in config["data"] else ""
+    root = f" {short_path(config['data']['root'])}" if "root" in config["data"] else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
     size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"

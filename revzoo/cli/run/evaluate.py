@@ -12,6 +12,7 @@ from revzoo._checks import check_choice, check_count
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.overrides import moved
 from revzoo.cli.config.quick import check_evaluated
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
@@ -29,11 +30,12 @@ log = logging.getLogger(__name__)
 SPLITS = ("test", "val")
 
 
-def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
+def evaluate(config: Mapping[str, Any], *, root: Path | None = None) -> dict[str, float]:
     """Evaluate a checkpoint on a split; return ``test/loss``, ``test/acc`` and so on.
 
     Args:
         config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
+        root: the folder of the run's data, if it is not where the run recorded it.
 
     Raises:
         ValueError: the configuration is wrong.
@@ -56,6 +58,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
                 f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
                 "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
             )
+        data_config = moved(data_config, root)
         # the section comes from a file that the user has not named
         with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
             check_data(data_config)

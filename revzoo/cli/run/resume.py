@@ -20,7 +20,7 @@ from revzoo.cli.config.build import data_name
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError, user_errors
-from revzoo.cli.config.overrides import check_changes
+from revzoo.cli.config.overrides import check_changes, moved, take_root
 from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
@@ -48,7 +48,8 @@ def resume(
 
     Args:
         run_dir: the run's folder.
-        overrides: ``memory=MODE``, ``memory.bytes=BUDGET`` and ``precision=NAME``.
+        overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME`` and
+            ``data.root=DIR``.
         allow_precision_change: whether the precision may change, and with it the figures.
 
     Returns:
@@ -115,10 +116,12 @@ def _changes(
 ) -> dict[str, Any]:
     """The sections that the overrides replace."""
     check_changes(overrides)
+    overrides, root = take_root(overrides)
     sections = {re.split("[.=]", override)[0] for override in overrides}
     composed = to_plain(compose_checked(overrides))
     # whole sections: memory=budget brings its own keys
     changed = {section: composed[section] for section in sections}
+    changed["data"] = moved(config["data"], root)
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(

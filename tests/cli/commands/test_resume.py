@@ -228,6 +228,32 @@ def test_another_number_of_classes_is_refused(compose: Any, tmp_path: Path) -> N
     assert files(run_dir) == before
 
 
+def test_the_data_may_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run recorded a relative root, and neither it nor an evaluation took another one."""
+    monkeypatch.chdir(tmp_path)
+    image_folder(tmp_path / "data")
+    options = ("+model.units=[1,1,1]", "data.batch_size=8", "memory=store", "hydra.run.dir=run")
+    main(["train", "debug=smoke", "trainer=cpu", "data=imagefolder", "data.root=data", *options])
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+    assert config_of(run_dir)["data"]["root"] == str(tmp_path / "data")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "test/acc" in go_on(run_dir)
+    (tmp_path / "data").rename(moved)
+    assert "does not exist: set data.root" in refused(run_dir)
+    assert "test/acc" in go_on(run_dir, "data.root=../moved")
+    moved.rename(tmp_path / "again")
+    capsys.readouterr()
+    main(["eval", f"ckpt={run_dir}", "data.root=../again", "trainer=cpu"])
+    assert "test/acc" in capsys.readouterr().out
+
+
+def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
+    assert "the data of this run have no folder" in refused(stopped, "data.root=DIR")
+
+
 def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = stopped / "summary.json"
     summary = json.loads(path.read_text())
