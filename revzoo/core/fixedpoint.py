@@ -19,8 +19,8 @@ NOTE [ Words and floats ]
        them. They are freed with the storage, and ignored if the tensor was changed in place or is
        another view. Changes that bypass the version counters (``y.data``, ``y.numpy()``) are found
        where the tensor enters a sequence or a step, or the inverse of a sequence. A tensor without
-       words is rounded to the grid. Inference tensors do not count in-place changes, so tensors with words are made
-       outside inference mode.
+       words is rounded to the grid. Inference tensors do not count in-place changes, so tensors
+       with words are made outside inference mode.
     3. A float32 tensor holds 24 bits of a word. An output that was saved to a file has only these,
        so inverting it has the error of one rounding. With 14 fractional bits or fewer, float32
        holds the whole word.
