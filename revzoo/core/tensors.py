@@ -76,7 +76,8 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def unshared(t: Tensor) -> bool:
     """Whether no other tensor uses the storage of ``t``, so that it may be overwritten."""
-    if _use_count is None or not fills_its_memory(t):
+    # a wrapper subclass keeps its values in other tensors
+    if _use_count is None or not fills_its_memory(t) or is_traceable_wrapper_subclass(t):
         return False
     storage = t.untyped_storage()
     return _use_count(storage._cdata) == 2  # t's own and this handle's

@@ -245,17 +245,3 @@ def test_sizes_of_nested_tensors_are_known_by_identity():
     (expected,) = torch.autograd.grad(ragged(x, offsets).sum(), x)
     (got,) = torch.autograd.grad(checkpoint(ragged, x, offsets).sum(), x)
     assert torch.equal(got, expected)
-
-
-def test_nested_tensors():
-    """The guard asked for their strides."""
-    layer = nn.Linear(4, 4)
-    parts = [torch.randn(2, 4), torch.randn(3, 4)]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    checkpoint(nn.Sequential(layer, nn.Tanh()), nested).values().sum().backward()
-    layer.zero_grad()
-    checkpoint(nn.Sequential(layer, nn.Tanh()), nested).values().sum().backward()
-    got = layer.weight.grad.clone()
-    layer.zero_grad()
-    layer(torch.cat(parts)).tanh().sum().backward()
-    torch.testing.assert_close(got, layer.weight.grad)

@@ -536,3 +536,19 @@ def test_streams_in_a_tuple_are_explained_by_log_det_too():
 def test_a_step_named_by_a_number_is_refused():
     with pytest.raises(ValueError, match="a step got the name 0"):
         revzoo.ReversibleSequence({0: revzoo.ReversibleBlock(nn.Linear(2, 2))})
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_nested_streams(mode):
+    """The guard took the largest value of a nested tensor, and an inverse wrote over one."""
+    gradients = []
+    for memory in ("store", mode):
+        torch.manual_seed(0)
+        block = ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))
+        seq = ReversibleSequence([block], memory=memory, dim=-1)
+        offsets = torch.tensor([0, 2, 5])
+        streams = [torch.nested.nested_tensor_from_jagged(torch.randn(5, 4), offsets) for _ in "ab"]
+        _, y2 = seq(*streams)
+        y2.values().square().sum().backward()
+        gradients.append([p.grad for p in seq.parameters()])
+    torch.testing.assert_close(*gradients)
