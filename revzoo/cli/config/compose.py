@@ -42,6 +42,7 @@ from revzoo.cli.config.overrides import (
     FREE,
     HYDRA_GROUPS,
     check_key,
+    check_one_value,
     check_option,
     check_value_types,
     parse,
@@ -166,7 +167,10 @@ def compose_whole(
     """
     overrides = with_libraries(overrides)
     with hydra_of(source) as hydra:
-        _, base = _check_overrides(overrides, source, hydra.config_loader)
+        parsed, base = _check_overrides(overrides, source, hydra.config_loader)
+        groups = hydra.config_loader.list_groups("")
+        for override in parsed:
+            check_one_value(override, groups)
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
     cfg = whole.copy()

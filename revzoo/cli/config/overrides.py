@@ -18,7 +18,13 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import (
+    IntervalSweep,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+)
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -127,6 +133,28 @@ def _parse_error(text: str, reason: str) -> str:
     elif "choice(" in text and "NoneType" in reason:
         return f"{text}: choice() does not take null: leave choice() out, 'KEY=null,VALUE'"
     return f"{text}: {reason}" if text else reason
+
+
+def check_one_value(override: Override, groups: Sequence[str]) -> None:
+    """Refuse several values where only one run starts; Hydra's message leaves the remedy out.
+
+    Args:
+        override: any override.
+        groups: the names of all groups, whose options cannot be a list.
+
+    Raises:
+        ConfigError: naming the ways to give several values.
+    """
+    if not override.is_sweep_override():
+        return
+    typed, several = str(override.input_line), override.value()
+    if isinstance(several, IntervalSweep):
+        raise ConfigError(f"{typed}: expected one value; revzoo sweep searches intervals")
+    remedy = "for a run of each add -m to revzoo train"
+    if override.key_or_group not in groups and getattr(several, "simple_form", False):
+        key, _, value = typed.partition("=")
+        remedy += f"; for one list write {key}=[{value}]"
+    raise ConfigError(f"{typed}: several values; {remedy}")
 
 
 def check_option(override: Override, loader: ConfigLoader) -> None:

@@ -93,6 +93,14 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("seed", "^seed: expected KEY=VALUE$"),
         ("model=[1", r"^model=\[1: a \[ is not closed"),
         ("optim.lr=0.1,0.2,", "expected another value after the comma"),
+        ("seed=0,1", r"^seed=0,1: several values; .* add -m to .* list write seed=\[0,1\]$"),
+        ("optim=onecycle,muon", "several values; for a run of each add -m to revzoo train$"),
+        (
+            "callbacks.ema=null,{decay: 0.99}",
+            r"add -m .* write callbacks\.ema=\[null,\{decay: 0\.99\}\]$",
+        ),
+        ("seed=range(3)", r"^seed=range\(3\): several values; .* add -m to revzoo train$"),
+        ("optim.lr=interval(0.1,1)", "expected one value; revzoo sweep searches intervals$"),
     ],
 )
 def test_bad_overrides_are_refused(override: str, message: str) -> None:
