@@ -39,6 +39,23 @@ def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:
     assert compose_checked(["optim=mine", "optim.momentum=0.5"], source).optim.momentum == 0.5
 
 
+@pytest.mark.parametrize(
+    "text", ["optim: {lr: 0.05}\n", "defaults: [override /model: revnet110]\n"]
+)
+def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path: Path) -> None:
+    """``config.experiment: no such option``, or an error of Hydra: neither named the cause."""
+    source, file = Source(extra=tmp_path), tmp_path / "experiment" / "plain.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"plain\.yaml needs the first line '# @package _global_'"
+    ):
+        compose_checked(["experiment=plain"], source)
+    file.write_text(f"# @package _global_\n{text}")
+    cfg = compose_checked(["experiment=plain"], source)
+    assert (cfg.optim.lr, cfg.model.name) in [(0.05, "revnet38"), (0.2, "revnet110")]
+
+
 def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
     with pytest.raises(ConfigError, match=r"there is irevnet13, .*; --import MODULE adds yours"):
         compose_checked(["model=mine"])
