@@ -228,6 +228,9 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         values = [name for name in known if not OmegaConf.is_dict(OmegaConf.select(base, name))]
         if places := [name for name in values if name.endswith(f".{leaf}")]:
             return f"; did you mean {places[0]!r}?"
+        # model.bits=4 for model.reversible_bits
+        if longer := [name for name in names if name.endswith(f"_{leaf}")]:
+            return f"; did you mean '{section}.{longer[0]}'?"
         return f" (there is {', '.join(names)}); +{key}=VALUE adds another option of the section"
     return _meant(key, known)
 

@@ -172,6 +172,13 @@ def test_a_key_of_another_option_names_that_option(override: str, message: str) 
         compose_checked([override])
 
 
+def test_the_last_word_of_an_option_finds_it() -> None:
+    """The message advised ``+model.bits=VALUE``, which no model takes."""
+    message = r"no key 'model\.bits'; did you mean 'model\.reversible_bits'\?$"
+    with pytest.raises(ConfigError, match=message):
+        compose_checked(["model=resnet32", "model.bits=4"])
+
+
 def test_a_librarys_network_by_its_name():
     cfg = compose_checked(["model=torchvision:resnet50", "model.reversible_bits=2"])
     assert cfg.model.name == "torchvision:resnet50"
