@@ -18,6 +18,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from revzoo._checks import number_of
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
@@ -50,7 +51,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
     ]
     for message in refused:
         log.warning("%s", folded(f"cannot run {message}", indent=2))
-    log.info("Launching %d jobs, one after the other", len(jobs) - len(refused))
+    log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
     failed, sweep_dir = [*refused], None
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         if isinstance(run, Exception):

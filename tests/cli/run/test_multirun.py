@@ -61,3 +61,4 @@ def test_a_refused_job_is_named_before_the_others_train(
     assert [command[-3] for command in started] == ["optim.lr=0.1"]
     (warning,) = warned
     assert warning.startswith("cannot run job 1 (optim.lr=abc): optim.lr=abc: expected a number")
+    assert "Launching 1 job, one after the other" in caplog.messages

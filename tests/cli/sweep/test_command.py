@@ -147,8 +147,13 @@ def test_a_missing_figure_ends_the_sweep(metric: str, meant: str, tmp_path: Path
     assert (row["state"], row["error"]) == ("fail", message)
 
 
-def test_a_figure_that_is_not_finite_fails(tmp_path: Path) -> None:
-    assert "val/loss is nan" in refused(tmp_path, *SPACE, "metric=val/loss")
+def test_a_figure_that_is_not_finite_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        search(tmp_path, *SPACE, "metric=val/loss", "trials=1")
+    assert table(tmp_path)[0]["error"] == "val/loss is nan"
+    assert f"{tmp_path}: 1 trial, to minimize val/loss" in caplog.messages
 
 
 def test_bad_trials_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
