@@ -206,6 +206,11 @@ def shortened(names: Iterable[object], most: int = 5) -> str:
     return (", ".join(listed[:most]) or "none") + more
 
 
+def number_of(count: int, noun: str) -> str:
+    """``"1 epoch"`` or ``"2 epochs"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def did_you_mean(
     word: object, choices: Iterable[object], *, n: int = 1, cutoff: float = 0.5
 ) -> str:

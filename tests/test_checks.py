@@ -14,6 +14,7 @@ from revzoo._checks import (
     did_you_mean,
     is_count,
     keyword_names,
+    number_of,
 )
 
 
@@ -103,3 +104,8 @@ def test_a_misspelt_choice_is_refused_with_the_nearest() -> None:
 
 def test_the_case_of_a_word_does_not_hide_what_was_meant() -> None:
     assert did_you_mean("REVNET38", ["RevNet38"]) == "; did you mean 'RevNet38'?"
+
+
+def test_one_of_a_thing_is_singular() -> None:
+    """A run ended "after 1 epochs"."""
+    assert [number_of(n, "epoch") for n in (0, 1, 2)] == ["0 epochs", "1 epoch", "2 epochs"]

@@ -42,6 +42,7 @@ from revzoo.cli.config.overrides import (
     FREE,
     HYDRA_GROUPS,
     check_key,
+    check_one_value,
     check_option,
     check_value_types,
     parse,
@@ -51,6 +52,7 @@ from revzoo.cli.config.yaml_files import check_growth
 HYDRA_VERSION = "1.3"
 MOST_FILES = 10_000  # in a folder of configurations
 CONFIGS = Path(str(files("revzoo.configs")))
+GLOBAL_GROUPS = ("experiment", "debug")  # their files set keys of all sections
 SET_BY_HYDRA = (
     "hydra.runtime",
     "hydra.overrides",
@@ -166,7 +168,10 @@ def compose_whole(
     """
     overrides = with_libraries(overrides)
     with hydra_of(source) as hydra:
-        _, base = _check_overrides(overrides, source, hydra.config_loader)
+        parsed, base = _check_overrides(overrides, source, hydra.config_loader)
+        groups = hydra.config_loader.list_groups("")
+        for override in parsed:
+            check_one_value(override, groups)
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
     cfg = whole.copy()
@@ -294,6 +299,7 @@ def _check_overrides(
     choices = [override for override in ours if override.key_or_group in groups]
     for override in choices:
         check_option(override, loader)
+        _check_package(override, source)
     # without the values of keys: types are compared with the defaults
     chosen = tuple(str(o.input_line) for o in choices if not o.is_sweep_override())
     if source.folder == CONFIGS and source.extra is None:
@@ -304,3 +310,19 @@ def _check_overrides(
         if override not in choices:
             check_key(override, base, groups, CONFIGS)
     return parsed, base
+
+
+def _check_package(override: Override, source: Source) -> None:
+    """Check that a user's experiment sets the keys of the whole configuration.
+
+    Without the line, Hydra puts them below ``experiment``, and does not name the cause.
+    """
+    group = override.key_or_group
+    if group not in GLOBAL_GROUPS or override.is_sweep_override():
+        return
+    for folder in (source.extra, source.folder):
+        path = None if folder is None else folder / group / f"{override.value()}.yaml"
+        if path is not None and path.is_file():
+            if not re.search(r"^#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
+                raise ConfigError(f"{path} needs the first line '# @package _global_'")
+            return

@@ -18,7 +18,13 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import (
+    IntervalSweep,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+)
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -130,6 +136,28 @@ def _parse_error(text: str, reason: str) -> str:
     return f"{text}: {reason}" if text else reason
 
 
+def check_one_value(override: Override, groups: Sequence[str]) -> None:
+    """Refuse several values where only one run starts; Hydra's message leaves the remedy out.
+
+    Args:
+        override: any override.
+        groups: the names of all groups, whose options cannot be a list.
+
+    Raises:
+        ConfigError: naming the ways to give several values.
+    """
+    if not override.is_sweep_override():
+        return
+    typed, several = str(override.input_line), override.value()
+    if isinstance(several, IntervalSweep):
+        raise ConfigError(f"{typed}: expected one value; revzoo sweep searches intervals")
+    remedy = "for a run of each add -m to revzoo train"
+    if override.key_or_group not in groups and getattr(several, "simple_form", False):
+        key, _, value = typed.partition("=")
+        remedy += f"; for one list write {key}=[{value}]"
+    raise ConfigError(f"{typed}: several values; {remedy}")
+
+
 def check_option(override: Override, loader: ConfigLoader) -> None:
     """Refuse an option that its group does not have.
 
@@ -201,6 +229,9 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         values = [name for name in known if not OmegaConf.is_dict(OmegaConf.select(base, name))]
         if places := [name for name in values if name.endswith(f".{leaf}")]:
             return f"; did you mean {places[0]!r}?"
+        # model.bits=4 for model.reversible_bits
+        if longer := [name for name in names if name.endswith(f"_{leaf}")]:
+            return f"; did you mean '{section}.{longer[0]}'?"
         return f" (there is {', '.join(names)}); +{key}=VALUE adds another option of the section"
     return _meant(key, known)
 

@@ -18,12 +18,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from revzoo._checks import number_of
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import train_words
 from revzoo.cli.run.child_process import run_program
+from revzoo.cli.terminal import folded
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
 
@@ -41,13 +43,20 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
     jobs, shared = split_jobs(overrides, source)
     runs = check_jobs(jobs, shared, source)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    log.info("Launching %d jobs, one after the other", len(jobs))
-    failed, sweep_dir = [], None
+    # a refused job does not stop the others; its message must not wait for their training
+    refused = [
+        f"job {number} ({' '.join(job)}): {run}"
+        for number, (job, run) in enumerate(zip(jobs, runs, strict=True))
+        if isinstance(run, Exception)
+    ]
+    for message in refused:
+        log.warning("%s", folded(f"cannot run {message}", indent=2))
+    log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
+    failed, sweep_dir = [*refused], None
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
-        log.info("  #%d: %s", number, " ".join(job))
-        if isinstance(run, Exception):  # the other jobs still run
-            failed.append(f"job {number}: {run}")
+        if isinstance(run, Exception):
             continue
+        log.info("  #%d: %s", number, " ".join(job))
         # resolve it once: its name contains the time
         sweep_dir = sweep_dir or Path(str(run.hydra.sweep.dir))
         run_dir = sweep_dir / str(run.hydra.sweep.subdir)

@@ -26,6 +26,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from revzoo._checks import number_of
+
 log = logging.getLogger(__name__)
 
 
@@ -50,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     folder, plan = read_plan(args.overrides, default=Path("outputs", "sweep", now))
-    log.info("%s: %d trials, to %s %s", folder, plan.trials, plan.direction, plan.metric)
+    trials = number_of(plan.trials, "trial")
+    log.info("%s: %s, to %s %s", folder, trials, plan.direction, plan.metric)
     # before optuna and torch are imported: most mistakes are in the ranges
     check_space(plan.fixed, plan.space)
     load_optuna()

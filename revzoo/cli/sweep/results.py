@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from revzoo._checks import did_you_mean
 from revzoo._files import replacing_table
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
@@ -17,15 +18,25 @@ from revzoo.cli.run.folder import SUMMARY_FILE
 from revzoo.cli.sweep.plan import SweepPlan
 
 
+class NoFigureError(ValueError):
+    """The figure to compare is missing; further trials would not have it either."""
+
+
 def figure_of(run_dir: Path, metric: str) -> float:
     """A final figure of a run.
 
     Raises:
-        ValueError: the run has no such figure, or it is not finite.
+        NoFigureError: the run has no such figure.
+        ValueError: it is not finite.
     """
     figures = json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"]
     if metric not in figures:
-        raise ValueError(f"there is no figure {metric}, expected {', '.join(sorted(figures))}")
+        # the test split may not choose; 'acc' finds val/acc before train/acc
+        names = sorted(n for n in figures if not n.startswith("test/"))
+        same = sorted((n for n in names if n.endswith(f"/{metric}")), key=lambda n: n[:4] != "val/")
+        hint = f"; did you mean {same[0]!r}?" if same else did_you_mean(metric, names)
+        listed = "" if hint else f", expected one of {', '.join(names)}"
+        raise NoFigureError(f"metric={metric}: a run has no such figure{listed}{hint}")
     value = float(figures[metric])
     # optuna would fail such a trial without a reason
     if not math.isfinite(value):

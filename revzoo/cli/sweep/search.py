@@ -22,6 +22,7 @@ from revzoo.cli.run.lock import locked
 from revzoo.cli.sweep.plan import SweepPlan, load_optuna
 from revzoo.cli.sweep.results import (
     Curve,
+    NoFigureError,
     best_command,
     best_of,
     figure_of,
@@ -29,6 +30,7 @@ from revzoo.cli.sweep.results import (
     write_results,
 )
 from revzoo.cli.sweep.space import Parameter
+from revzoo.cli.terminal import folded
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +77,13 @@ class Search:
         """Run the missing trials.
 
         Raises:
+            NoFigureError: the first trial has no such figure.
             SystemExit: the first trials all fail.
         """
         failed = 0
         while (trial := self.next_trial()) is not None:
             state = self.run_trial(trial)
             trials = self.study.get_trials(deepcopy=False)
-            write_results(trials, self.plan, self.folder)
             failed = failed + 1 if state == self.states.FAIL else 0
             # later failures may come from unlucky values, but not failures of all first trials
             if failed >= GIVE_UP and not any(t.value is not None for t in trials):
@@ -112,6 +114,7 @@ class Search:
         """Train; report the trial's state to the study and return it.
 
         Raises:
+            NoFigureError: no trial so far has the figure.
             RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
         """
         run_dir = self.folder / f"{trial.number:04d}"
@@ -132,7 +135,12 @@ class Search:
         try:
             value = figure_of(run_dir, self.plan.metric)
         except (OSError, ValueError) as error:
-            return self.end(trial, self.states.FAIL, error=str(error))
+            state = self.end(trial, self.states.FAIL, error=str(error))
+            trials = self.study.get_trials(deepcopy=False)
+            # a figure that earlier trials have had may come again
+            if isinstance(error, NoFigureError) and not any(t.value is not None for t in trials):
+                raise
+            return state
         return self.end(trial, self.states.COMPLETE, value=value)
 
     def command(self, trial: Any, run_dir: Path) -> list[str]:
@@ -147,13 +155,15 @@ class Search:
         return [*train_words(), *overrides, folder]
 
     def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
-        """Report the end of a trial to the study, and log it."""
+        """Report the end of a trial to the study, log it, and write the tables."""
         if error:
             trial.set_user_attr("error", error)
         self.study.tell(trial, value, state=state)
         figure = f"{self.plan.metric} {value:.6g}" if value is not None else state.name.lower()
         chosen = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
-        log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", chosen)
+        reason = f" ({error})" if error else ""
+        log.info("%s", folded(f"trial {trial.number}: {figure}{reason}  {chosen}", indent=2))
+        write_results(self.study.get_trials(deepcopy=False), self.plan, self.folder)
         return state
 
 

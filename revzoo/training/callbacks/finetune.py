@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import nn
 
-from revzoo._checks import did_you_mean, is_count
+from revzoo._checks import did_you_mean, is_count, number_of
 from revzoo.models.parts import parts
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.callbacks.progress import epoch_of
@@ -91,7 +91,9 @@ class Finetuning(RestoresAfterFit, ChecksModel):
         late = [epoch for epoch in self.unfreeze if 0 < (trainer.max_epochs or -1) <= epoch]
         if late:
             log.warning(
-                "the run ends after %d epochs, before unfreeze=%s", trainer.max_epochs, late
+                "the run ends after %s, before unfreeze=%s",
+                number_of(trainer.max_epochs or 0, "epoch"),
+                late,
             )
         network.requires_grad_(True)
         self._applies = True

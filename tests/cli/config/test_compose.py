@@ -39,6 +39,23 @@ def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:
     assert compose_checked(["optim=mine", "optim.momentum=0.5"], source).optim.momentum == 0.5
 
 
+@pytest.mark.parametrize(
+    "text", ["optim: {lr: 0.05}\n", "defaults: [override /model: revnet110]\n"]
+)
+def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path: Path) -> None:
+    """``config.experiment: no such option``, or an error of Hydra: neither named the cause."""
+    source, file = Source(extra=tmp_path), tmp_path / "experiment" / "plain.yaml"
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(
+        ConfigError, match=r"plain\.yaml needs the first line '# @package _global_'"
+    ):
+        compose_checked(["experiment=plain"], source)
+    file.write_text(f"# @package _global_\n{text}")
+    cfg = compose_checked(["experiment=plain"], source)
+    assert (cfg.optim.lr, cfg.model.name) in [(0.05, "revnet38"), (0.2, "revnet110")]
+
+
 def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
     with pytest.raises(ConfigError, match=r"there is irevnet13, .*; --import MODULE adds yours"):
         compose_checked(["model=mine"])
@@ -93,6 +110,14 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("seed", "^seed: expected KEY=VALUE$"),
         ("model=[1", r"^model=\[1: a \[ is not closed"),
         ("optim.lr=0.1,0.2,", "expected another value after the comma"),
+        ("seed=0,1", r"^seed=0,1: several values; .* add -m to .* list write seed=\[0,1\]$"),
+        ("optim=onecycle,muon", "several values; for a run of each add -m to revzoo train$"),
+        (
+            "callbacks.ema=null,{decay: 0.99}",
+            r"add -m .* write callbacks\.ema=\[null,\{decay: 0\.99\}\]$",
+        ),
+        ("seed=range(3)", r"^seed=range\(3\): several values; .* add -m to revzoo train$"),
+        ("optim.lr=interval(0.1,1)", "expected one value; revzoo sweep searches intervals$"),
     ],
 )
 def test_bad_overrides_are_refused(override: str, message: str) -> None:
@@ -145,6 +170,13 @@ def test_a_key_of_another_option_names_that_option(override: str, message: str) 
     """For ``data.root`` of the digits, the message suggested adding the key, which cannot work."""
     with pytest.raises(ConfigError, match=message):
         compose_checked([override])
+
+
+def test_the_last_word_of_an_option_finds_it() -> None:
+    """The message advised ``+model.bits=VALUE``, which no model takes."""
+    message = r"no key 'model\.bits'; did you mean 'model\.reversible_bits'\?$"
+    with pytest.raises(ConfigError, match=message):
+        compose_checked(["model=resnet32", "model.bits=4"])
 
 
 def test_a_librarys_network_by_its_name():

@@ -40,11 +40,25 @@ def test_what_all_jobs_refuse_is_refused_once(monkeypatch: pytest.MonkeyPatch) -
         multirun.multirun(["seed=0,1", "optim.name=sdg"])
 
 
-def test_what_one_job_refuses_does_not_stop_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_refused_job_is_named_before_the_others_train(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its message came only after the other jobs had trained."""
     started: list[list[str]] = []
-    monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    with pytest.raises(SystemExit, match=r"^revzoo: job 0: optim.lr=-1: expected a number"):
-        multirun.multirun(["optim.lr=-1,0.1", f"hydra.sweep.dir={tmp_path}"])
+    warned: list[str] = []
+
+    def run_program(command: list[str]) -> int:
+        started.append(command)
+        warned.extend(r.message for r in caplog.records if r.levelname == "WARNING")
+        return 0
+
+    monkeypatch.setattr(multirun, "run_program", run_program)
+    with (
+        caplog.at_level("INFO"),
+        pytest.raises(SystemExit, match=r"^revzoo: job 1 \(optim.lr=abc\): .* expected a number"),
+    ):
+        multirun.multirun(["optim.lr=0.1,abc", f"hydra.sweep.dir={tmp_path}"])
     assert [command[-3] for command in started] == ["optim.lr=0.1"]
+    (warning,) = warned
+    assert warning.startswith("cannot run job 1 (optim.lr=abc): optim.lr=abc: expected a number")
+    assert "Launching 1 job, one after the other" in caplog.messages

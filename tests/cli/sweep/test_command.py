@@ -135,10 +135,25 @@ def test_it_gives_up_if_the_first_trials_all_fail(tmp_path: Path) -> None:
     assert [row["state"] for row in rows] == ["fail"] * 3 + ["complete"] * 5
 
 
-@pytest.mark.parametrize("metric", ["val/f1", "val/loss"])
-def test_a_missing_figure_fails(metric: str, tmp_path: Path) -> None:
-    refused(tmp_path, *SPACE, f"metric={metric}")
-    assert metric in table(tmp_path)[0]["error"]
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    [("acc", "; did you mean 'val/acc'?"), ("f", ", expected one of val/acc, val/loss")],
+)
+def test_a_missing_figure_ends_the_sweep(metric: str, meant: str, tmp_path: Path) -> None:
+    """Every trial trained to its end, only to fail for the same reason."""
+    message = f"metric={metric}: a run has no such figure{meant}"
+    assert refused(tmp_path, *SPACE, f"metric={metric}", "trials=4") == f"revzoo: {message}"
+    (row,) = table(tmp_path)
+    assert (row["state"], row["error"]) == ("fail", message)
+
+
+def test_a_figure_that_is_not_finite_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        search(tmp_path, *SPACE, "metric=val/loss", "trials=1")
+    assert table(tmp_path)[0]["error"] == "val/loss is nan"
+    assert f"{tmp_path}: 1 trial, to minimize val/loss" in caplog.messages
 
 
 def test_bad_trials_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,13 @@ def test_unfreezing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         "from epoch 1/2, trains fc and all later parts",
         "from epoch 2/2, trains stages.2 and all later parts",
     ]
+
+
+def test_a_run_of_one_epoch_is_singular(caplog: pytest.LogCaptureFixture) -> None:
+    """It said "1 epochs"."""
+    run: Any = SimpleNamespace(max_epochs=1)
+    Finetuning(unfreeze=[7]).setup(run, tiny(), "fit")
+    assert caplog.messages == ["the run ends after 1 epoch, before unfreeze=[7]"]
 
 
 @pytest.mark.parametrize(
