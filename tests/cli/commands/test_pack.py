@@ -135,3 +135,13 @@ def test_the_printed_command_and_the_folder_use_the_weights(
         main(["predict", str(out), str(image)])
     with pytest.raises(UnknownWeightsError, match=message):
         from_pretrained(out)
+
+
+def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a run was "no model"."""
+    main(["info", str(run_dir), "--batch", "1"])
+    output = capsys.readouterr().out
+    assert f"checkpoint              {run_dir}/checkpoints/best.ckpt" in output
+    assert "architecture            revnet38" in output
+    assert "classes                 left, right" in output
+    assert "forward, 1x8x8" in output
