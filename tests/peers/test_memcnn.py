@@ -482,8 +482,15 @@ def test_wrappers_have_their_own_options_instead_of_memory_modes():
     """revzoo's functions said that the model has no steps, and an audit called it ``store``."""
     wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(nn.Linear(4, 4)))
     net = nn.Sequential(wrapper, nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"Wrapper has no memory mode.*keep_input"):
+    name = r"'0' \(InvertibleModuleWrapper\)"
+    with pytest.raises(ValueError, match=f"{name} has no memory mode to set to 'store': .*keep_in"):
         revzoo.set_memory(net, "store")
+    with pytest.raises(ValueError, match=f"{name} has no memory mode to plan: set its keep_input"):
+        revzoo.plan_memory(net, (4, 8), "10MiB")
+    with pytest.raises(ValueError, match=f"^{name} has no memory mode to set to 'invert'"):
+        revzoo.set_memory(net, {"0": "invert"})
+    with pytest.raises(ValueError, match=r"^InvertibleModuleWrapper has no memory mode"):
+        revzoo.set_memory(wrapper, "store")
     with pytest.raises(ValueError, match="disable instead"), revzoo.memory(net, "store"):
         pass
     for keep, disable, mode in (
