@@ -93,8 +93,10 @@ def find_source(
         except UnknownWeightsError as error:
             if text in known and not shelf.names(text):
                 raise UnknownWeightsError(
-                    f"there are no weights for {text}: use pretrained=False, or checkpoint_path "
-                    "for your own file; list_models(pretrained=True) lists all weights"
+                    f"there are no weights for {text}: use pretrained=False "
+                    "(model.pretrained=false), or your own file as checkpoint_path "
+                    "(+model.checkpoint_path=FILE); list_models(pretrained=True) (revzoo list "
+                    "--pretrained) lists all weights"
                 ) from None
             hint = "" if is_known else library_hint(text)
             raise UnknownWeightsError(f"{error}{hint}") from None
