@@ -636,3 +636,14 @@ def test_a_wrong_inverse_names_the_module_and_the_option_of_its_wrapper():
         y = wrapper.inverse(y)
     with pytest.raises(DriftError, match=r"Halved\.inverse \w+: .*set keep_input_inverse=True"):
         y.sum().backward()
+
+
+def test_the_page_maps_the_names_of_memcnns_submodules():
+    """ "Change the import" did not say how to change ``from memcnn.models.revop import ...``."""
+    page = " ".join(PAGE.read_text().split())
+    for module in ("memcnn.models.revop", "`.additive`", "`.affine`"):
+        assert module in page
+    names = ["InvertibleModuleWrapper", "ReversibleBlock", "create_coupling"]
+    names += ["is_invertible_module", "AdditiveCoupling", "AffineCoupling"]
+    names += ["AffineAdapterNaive", "AffineAdapterSigmoid"]
+    assert set(names) <= set(ours.__all__)
