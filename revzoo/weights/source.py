@@ -45,7 +45,10 @@ def resolve_source(source: str | Path) -> str:
     if path.exists():
         return text
     if "/" in text or path.suffix in FILES:
-        raise UnknownWeightsError(f"there is no checkpoint {text}: expected the path of a file")
+        raise UnknownWeightsError(
+            f"there is no checkpoint {text}: expected a file, the folder of a run or of weights, "
+            f"or a name of weights, such as {names[0]}"
+        )
     raise UnknownWeightsError(
         f"there are no weights, file or folder {text!r}{did_you_mean(text, names) or '.'} "
         f"Known are {', '.join(names)}; or give the path of a .ckpt file"
