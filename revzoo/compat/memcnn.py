@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from revzoo.core.checkpoint import checkpoint
 from revzoo.core.invertible import Step
-from revzoo.core.invertible_checkpoint import invertible_checkpoint
+from revzoo.core.invertible_checkpoint import InvertibleCheckpoint, run_checkpoint
 from revzoo.layers import coupling as couplings
 from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.sequence import ReversibleSequence
@@ -252,7 +252,8 @@ class InvertibleModuleWrapper(nn.Module):
                 return fn(*xin)
         if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
-        return _unpacked(invertible_checkpoint(fn, self._inverse(), *xin))
+        step = WrappedForward(fn, self._inverse(), xin)
+        return _unpacked(run_checkpoint(step, xin, {}))
 
     def inverse(self, *yin: Tensor) -> Any:
         inverse = self._inverse()
@@ -260,7 +261,27 @@ class InvertibleModuleWrapper(nn.Module):
             return _unpacked(inverse(*yin))
         if self.keep_input_inverse:
             return _unpacked(checkpoint(inverse, *yin))
-        return _unpacked(invertible_checkpoint(inverse, self._fn, *yin))  # roles exchanged
+        step = WrappedInverse(inverse, self._fn, yin)  # roles exchanged
+        return _unpacked(run_checkpoint(step, yin, {}))
+
+
+class WrappedForward(InvertibleCheckpoint):
+    """The module in a wrapper; messages about its inverse name the wrapper's option."""
+
+    instead = "set disable=True on the InvertibleModuleWrapper of this module"
+    instead_of_inverse = (
+        "set keep_input=True on the InvertibleModuleWrapper of this module, or correct its inverse"
+    )
+
+
+class WrappedInverse(InvertibleCheckpoint):
+    """The same for :meth:`InvertibleModuleWrapper.inverse`."""
+
+    instead = WrappedForward.instead
+    instead_of_inverse = (
+        "set keep_input_inverse=True on the InvertibleModuleWrapper of this module, or correct its "
+        "forward, the inverse of its inverse"
+    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,14 +44,15 @@ def invertible_checkpoint(
     """
     check_callable("fn", fn)
     check_callable("inverse", inverse)
-    state = tuple(a for a in args if isinstance(a, Tensor))
-    if not state:
-        raise ValueError(
-            "invertible_checkpoint got no tensor among its positional arguments: pass the tensors "
-            "that the inverse reconstructs by position, the rest by keyword"
-        )
-    step = InvertibleCheckpoint(fn, inverse, args)
-    outputs = run_in_mode(step, state, kwargs)
+    return run_checkpoint(InvertibleCheckpoint(fn, inverse, args), args, kwargs)
+
+
+def run_checkpoint(
+    step: InvertibleCheckpoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of the step's function for ``args`` and ``kwargs``, in mode ``invert``."""
+    # `args` are not in the step, which the graph holds: their tensors would never be freed
+    outputs = run_in_mode(step, tuple(a for a in args if isinstance(a, Tensor)), kwargs)
     return outputs if isinstance(outputs, Tensor) else as_state(outputs, step)
 
 
@@ -67,6 +68,11 @@ class InvertibleCheckpoint(Invertible):
         super().__init__()
         self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
         self.streams = sum(isinstance(a, Tensor) for a in args)
+        if not self.streams:
+            raise ValueError(
+                "invertible_checkpoint got no tensor among its positional arguments: pass the "
+                "tensors that the inverse reconstructs by position, the rest by keyword"
+            )
         self._fn, self._inverse = fn, inverse
         self._places = tuple(isinstance(a, Tensor) for a in args)
         self._others = tuple(a for a in args if not isinstance(a, Tensor))

@@ -111,6 +111,22 @@ def modes_in(module: nn.Module) -> set[str]:
     return {step.memory for step in steps_in(module).values()} | {m.memory for m in others}
 
 
+def refuse_own_memory(module: nn.Module, purpose: str, *, prefix: str = "") -> None:
+    """Refuse a module with ``memory_options`` (:func:`modes_in`) where steps are needed.
+
+    Raises:
+        ValueError: names the first one below ``prefix`` and its options.
+    """
+    for path, m in module.named_modules(prefix=prefix):
+        if options := getattr(m, "memory_options", None):
+            kind = type(m).__name__
+            raise ValueError(
+                (f"{path!r} ({kind})" if path else kind)
+                + f" has no memory mode to {purpose}: set its {options} instead, or build the "
+                "model from ReversibleSequence and ReversibleBlock"
+            )
+
+
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     """The steps of ``module`` at a path; raises a ValueError if there are none."""
     try:
@@ -123,15 +139,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
-        for inner, m in part.named_modules():
-            # modules of revzoo.compat.memcnn: they have a mode, but are not steps
-            if options := getattr(m, "memory_options", None):
-                raise ValueError(
-                    f"{inner} {type(m).__name__}".strip()
-                    + f" has no memory mode to set to {mode!r}: "
-                    f"set its {options} instead, or build the model from ReversibleSequence and "
-                    "ReversibleBlock"
-                )
+        refuse_own_memory(part, f"set to {mode!r}", prefix=path)
         raise ValueError(
             f"{kind_of(part)} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step, or make its "

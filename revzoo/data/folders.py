@@ -8,7 +8,7 @@ the walk never ends. We enter each folder only once, even if several links lead 
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +118,7 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
     ]
     if empty:
         files = (path.name for name in empty for path in sorted(Path(name).iterdir()))
-        if volume := next((name for name in files if name.lower().endswith(VOLUMES)), ""):
-            raise DataError(
-                f"no images in {shortened(empty)}, but volumes, such as {volume}: the data sets "
-                "read images of two dimensions. For volumes, write a data set and train in your "
-                "own script: docs/how-to/volumes.md"
-            )
+        _refuse_volumes(shortened(empty), files)
         raise DataError(
             f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "
             "or remove the folder from every split"
@@ -176,8 +171,22 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
 
 
 def no_images(folder: Path) -> DataError:
-    """The error for a folder without images."""
+    """The error for a folder without images.
+
+    Raises:
+        DataError: it has volumes, which need their own data set.
+    """
+    _refuse_volumes(str(folder.absolute()), (path.name for path in sorted(folder.rglob("*"))))
     return DataError(f"no images in {folder.absolute()}: expected {', '.join(IMG_EXTENSIONS)}")
+
+
+def _refuse_volumes(where: str, names: Iterable[str]) -> None:
+    if volume := next((name for name in names if name.lower().endswith(VOLUMES)), ""):
+        raise DataError(
+            f"no images in {where}, but volumes, such as {volume}: the data sets read images of "
+            "two dimensions. For volumes, write a data set and train in your own script: "
+            "docs/how-to/volumes.md"
+        )
 
 
 def images_below(root: Path) -> Iterator[str]:

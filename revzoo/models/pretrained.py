@@ -26,18 +26,15 @@ from revzoo._libraries import library_hint
 from revzoo.models.library import AUXILIARY, LibraryNetwork, is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
-from revzoo.weights.entry import HUB, WeightsEntry, read_entry
+from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
     StateMismatchError,
     UnknownWeightsError,
 )
 from revzoo.weights.files import read_bytes
-from revzoo.weights.header import entry_of_file
-from revzoo.weights.hub import CONFIG_FILE, fetch_folder
+from revzoo.weights.source import SUFFIX, find_entry
 from revzoo.weights.table import SHIPPED, WeightsTable
-
-SUFFIX = ".safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ def find_source(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
 ) -> Source:
-    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a saved folder.
+    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a folder of weights.
 
     Args:
         name: one of these. A file must be safetensors; an architecture precedes a folder of the
@@ -81,27 +78,25 @@ def find_source(
             f"--import {Path(text).stem} NAME"
         )
     is_known = text.partition(".")[0] in known
-    if text.endswith(SUFFIX) and Path(name).is_file():
-        entry = entry_of_file(Path(name))
-    elif text.startswith(HUB):
-        folder = fetch_folder(text, cache_dir=cache_dir, tensors=pretrained)
-        entry = read_entry(folder / CONFIG_FILE)
+    entry = None
     # a folder "revnet38" in the working directory must not hide the architecture
-    elif not is_known and (Path(name) / CONFIG_FILE).is_file():
-        entry = read_entry(Path(name) / CONFIG_FILE)
-    elif is_library_name(text) or (not pretrained and "." not in text):
-        if pretrained:
-            weights_address(text)  # raises if the library has none
-        return Source(text)
-    else:
+    if text.endswith(SUFFIX) or not is_known:
+        entry = find_entry(name, cache_dir=cache_dir, tensors=pretrained)
+    if entry is None:
+        if is_library_name(text) or (not pretrained and "." not in text):
+            if pretrained:
+                weights_address(text)  # raises if the library has none
+            return Source(text)
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)
         except UnknownWeightsError as error:
             if text in known and not shelf.names(text):
                 raise UnknownWeightsError(
-                    f"there are no weights for {text}: use pretrained=False, or checkpoint_path "
-                    "for your own file; list_models(pretrained=True) lists all weights"
+                    f"there are no weights for {text}: use pretrained=False "
+                    "(model.pretrained=false), or your own file as checkpoint_path "
+                    "(+model.checkpoint_path=FILE); list_models(pretrained=True) (revzoo list "
+                    "--pretrained) lists all weights"
                 ) from None
             hint = "" if is_known else library_hint(text)
             raise UnknownWeightsError(f"{error}{hint}") from None

@@ -279,7 +279,8 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
     """Load a model with weights from a folder of ``save_pretrained`` or ``hf-hub:owner/name``.
 
     Args:
-        source: folder or repository, or a name of :func:`list_models`.
+        source: folder or repository, a folder or file of ``revzoo pack``, or a name of
+            :func:`list_models`.
         keywords: as for :func:`create_model`.
 
     Raises:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import tempfile
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -113,7 +113,8 @@ class Saved(nn.Module):
         if facts.get("mean") is None or facts.get("std") is None:
             raise ValueError(
                 f"the mean and std of this {type(self).__name__}'s training images are unknown: "
-                'create it with pretrained=True ("revnet38.cifar10"), or train it on data of revzoo'
+                'create it with pretrained=True ("revnet38.cifar10"), train it on data of revzoo, '
+                f"or use from_pretrained(FOLDER) after {describing_save()}"
             )
         if self.in_chans != len(facts["mean"]):
             raise ValueError(
@@ -210,6 +211,11 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
         raise EntryError(f"unknown field of an entry: {error}") from error
     data = safetensors_bytes(network.state_dict(), metadata_for(entry))
     return data, replace(entry, sha256=hashlib.sha256(data).hexdigest())
+
+
+def describing_save(names: Iterable[str] = _NEEDED) -> str:
+    """The call that saves a model with these facts about its data, for messages."""
+    return f"model.save_pretrained(FOLDER, {', '.join(f'{name}=[...]' for name in names)})"
 
 
 def json_of(entry: WeightsEntry) -> bytes:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice
 from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, mode_of
-from revzoo.core.set_memory import assign_memory, set_memory
+from revzoo.core.set_memory import assign_memory, refuse_own_memory, set_memory
 from revzoo.profiling.chain import Chain, Choice, Kind, Link, levels, words_of
 from revzoo.profiling.trace import (
     Allocation,
@@ -72,6 +72,7 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
     """
     steps = [*steps_in(twin).values()]
     if not steps:
+        refuse_own_memory(twin, "plan")
         raise ValueError(
             f"{kind_of(twin)} has no step to plan: make its blocks reversible, "
             "revzoo.make_reversible(model) or --bits 4, or build it from ReversibleSequence, "

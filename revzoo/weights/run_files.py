@@ -11,6 +11,15 @@ CHECKPOINTS = "checkpoints"  # their folder
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 
 
+def checkpoint_of(path: Path) -> Path | None:
+    """``path`` if its name ends in ``.ckpt``; the best checkpoint of a run's folder; else None.
+
+    Raises:
+        UnknownWeightsError: the run has none.
+    """
+    return path if path.suffix == ".ckpt" else best_of_run(path)
+
+
 def best_of_run(folder: Path) -> Path | None:
     """The best checkpoint in the folder of a run; None for anything else.
 

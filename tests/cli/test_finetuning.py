@@ -11,6 +11,7 @@ from small_weights import small, write_entry
 
 from revzoo.cli.config.build import build_trainer
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.models import pretrained
 from revzoo.training import Classifier
@@ -98,3 +99,18 @@ def test_frozen_parameters_may_be_unused_in_several_processes(
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
     assert kept is unused
+
+
+def test_a_resumed_run_names_its_checkpoint_and_no_random_classifier(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It looked as if the training were lost: only the weights of its start were named."""
+    caplog.set_level("INFO", logger="revzoo")
+    run = tmp_path / "run"
+    train(compose(*FINETUNE, "callbacks.footprint=null"), run_dir=run)
+    assert "the classifier starts from random weights" in caplog.text
+    assert "parameters, from revnet38.small" in caplog.text
+    caplog.clear()
+    resume(run)
+    assert "random weights" not in caplog.text
+    assert f"parameters, from {run}/checkpoints/last.ckpt" in caplog.text

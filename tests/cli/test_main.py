@@ -130,6 +130,19 @@ def test_info_of_weights_shows_entry_and_costs(
     assert kib["invert"] < kib["store"]
 
 
+@pytest.mark.parametrize("name", ["", "revnet38.small.safetensors"])
+def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It showed "weights none", although the file holds an entry."""
+    entry = write_entry(tmp_path)
+    main(["info", str(tmp_path / name), "--batch", "1"])
+    output = capsys.readouterr().out
+    assert f"sha256                  {entry.sha256}" in output
+    assert f"parameters              {sum(p.numel() for p in small().parameters()):,}" in output
+    assert "forward, 3x8x8" in output
+
+
 def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "resnet164", "--batch", "1", "--size", "8"])
     output = capsys.readouterr().out

@@ -24,6 +24,7 @@ from torch import nn
 
 import revzoo
 from revzoo.compat import memcnn as ours
+from revzoo.core.guard import DriftError
 from revzoo.profiling.live import LiveMemory
 
 with warnings.catch_warnings():  # it was written for older versions of torch
@@ -481,8 +482,15 @@ def test_wrappers_have_their_own_options_instead_of_memory_modes():
     """revzoo's functions said that the model has no steps, and an audit called it ``store``."""
     wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(nn.Linear(4, 4)))
     net = nn.Sequential(wrapper, nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"Wrapper has no memory mode.*keep_input"):
+    name = r"'0' \(InvertibleModuleWrapper\)"
+    with pytest.raises(ValueError, match=f"{name} has no memory mode to set to 'store': .*keep_in"):
         revzoo.set_memory(net, "store")
+    with pytest.raises(ValueError, match=f"{name} has no memory mode to plan: set its keep_input"):
+        revzoo.plan_memory(net, (4, 8), "10MiB")
+    with pytest.raises(ValueError, match=f"^{name} has no memory mode to set to 'invert'"):
+        revzoo.set_memory(net, {"0": "invert"})
+    with pytest.raises(ValueError, match=r"^InvertibleModuleWrapper has no memory mode"):
+        revzoo.set_memory(wrapper, "store")
     with pytest.raises(ValueError, match="disable instead"), revzoo.memory(net, "store"):
         pass
     for keep, disable, mode in (
@@ -578,10 +586,8 @@ def test_several_threads_and_a_copy_inside_a_call():
 
 def test_a_compiled_coupling_keeps_its_memory_mode(monkeypatch):
     """Its forward would be traced as a whole, which keeps every activation."""
-    seen, original = [], ours.invertible_checkpoint
-    monkeypatch.setattr(
-        ours, "invertible_checkpoint", lambda *args: seen.append(1) or original(*args)
-    )
+    seen, original = [], ours.run_checkpoint
+    monkeypatch.setattr(ours, "run_checkpoint", lambda *args: seen.append(1) or original(*args))
     coupling = ours.AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
     coupling.compile(backend="eager")
     ours.InvertibleModuleWrapper(coupling)(torch.randn(2, 8).requires_grad_()).sum().backward()
@@ -605,3 +611,39 @@ def test_a_coupling_leaves_the_modes_in_its_branches():
     wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(inner))
     wrapper(torch.randn(2, 8).requires_grad_())
     assert {step.memory for step in inner} == {"recompute"}
+
+
+def test_a_wrong_inverse_names_the_module_and_the_option_of_its_wrapper():
+    """The message named a function and checkpoint(), which a user of MemCNN's names never calls."""
+
+    class Halved(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return 2 * self.scale * x
+
+        def inverse(self, y):
+            return y / 3 / self.scale
+
+    wrappers = [ours.InvertibleModuleWrapper(Halved()) for _ in range(3)]
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(DriftError, match=r"Halved \w+: .*Remedy: set keep_input=True on the Inv"):
+        nn.Sequential(*wrappers)(x).sum().backward()
+    y = x
+    for wrapper in wrappers:
+        y = wrapper.inverse(y)
+    with pytest.raises(DriftError, match=r"Halved\.inverse \w+: .*set keep_input_inverse=True"):
+        y.sum().backward()
+
+
+def test_the_page_maps_the_names_of_memcnns_submodules():
+    """ "Change the import" did not say how to change ``from memcnn.models.revop import ...``."""
+    page = " ".join(PAGE.read_text().split())
+    for module in ("memcnn.models.revop", "`.additive`", "`.affine`"):
+        assert module in page
+    names = ["InvertibleModuleWrapper", "ReversibleBlock", "create_coupling"]
+    names += ["is_invertible_module", "AdditiveCoupling", "AffineCoupling"]
+    names += ["AffineAdapterNaive", "AffineAdapterSigmoid"]
+    assert set(names) <= set(ours.__all__)

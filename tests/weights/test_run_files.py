@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.weights.run_files import best_of_run
+from revzoo.weights.run_files import best_of_run, checkpoint_of
 
 
 @pytest.mark.parametrize("name", ["run", "checkpoints"])
@@ -17,4 +17,6 @@ def test_the_folder_of_a_run_and_the_one_inside_stand_for_the_best_checkpoint(
     assert best_of_run(tmp_path / name) == best
     assert best_of_run(best.parent) == best
     assert best_of_run(best) is None
+    assert checkpoint_of(best) == best
+    assert checkpoint_of(tmp_path / name) == best
     assert best_of_run(tmp_path / "other") is None

@@ -19,7 +19,7 @@ from revzoo._checks import check_count
 from revzoo._files import file_name
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.commands.list import add_weights_option, weights_table
-from revzoo.weights.run_files import best_of_run
+from revzoo.weights.run_files import checkpoint_of
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
@@ -83,9 +83,8 @@ def _job(args: argparse.Namespace) -> Export:
     if args.image_size is not None:
         check_count("--image-size", args.image_size)
     options = {"batch": args.batch, "opset": args.opset}
-    best = None if args.name in MODELS else best_of_run(Path(args.name))
-    if best or Path(args.name).suffix == ".ckpt":
-        restored = restore(best or args.name, bits=args.bits)
+    if args.name not in MODELS and (checkpoint := checkpoint_of(Path(args.name))):
+        restored = restore(checkpoint, bits=args.bits)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
     # any name except a bare model's means weights

@@ -1,20 +1,29 @@
-"""``revzoo info NAME``: a model's weights, parameters, FLOPs and memory."""
+"""``revzoo info NAME``: a model's weights, parameters, FLOPs and memory.
+
+    revzoo info revnet38                    the model, and its default weights
+    revzoo info DIR/revnet38.x.safetensors  your weights, or their folder
+    revzoo info RUN_DIR                     a run, by its best checkpoint
+
+It counts the memory of a training step in each mode that the model has.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
-from revzoo.cli.commands._models import add_bits_option, bits_of, check_side, side_of
+from revzoo.cli.commands._models import SAVED, add_bits_option, bits_of, check_side, side_of
 from revzoo.cli.commands._status import show_status
-from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.terminal import folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
-from revzoo.weights.table import WeightsTable
+from revzoo.weights.run_files import checkpoint_of
+from revzoo.weights.source import find_entry, resolve_source
 
 if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the weights
     import torch
@@ -24,7 +33,7 @@ if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the we
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("name", help="a model (revnet38), or its weights (revnet38.cifar10)")
+    parser.add_argument("name", help="a model (revnet38), weights, a checkpoint or a run's folder")
     parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     add_weights_option(parser)
@@ -36,35 +45,59 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: there is no such model, or the batch or size is impossible.
+        WeightsError, CheckpointError: the weights or the checkpoint cannot be used.
     """
     check_count("--batch", args.batch)
-    table = weights_table(args)
-    entry = _entry(table, args.name)
-    for key, value in entry.plain().items() if entry else ():
-        _print(key, value)
-    show_status("loading torch")
+    checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
+    model, side = _trained(checkpoint, args) if checkpoint else _created(args)
     import torch
 
-    from revzoo.models import create_model
-
     torch.manual_seed(0)
-    model = create_model(entry.name if entry else args.name, table=table, **bits_of(args))
-    if entry is None:
-        _print("architecture", args.name)
-        _print("weights", "none")
-    default = entry.input_size[-1] if entry else model.image_size
-    size = side_of("--size", args.size, default)
+    size = side_of("--size", args.size, side)
     check_side(model, size, "--size")
     images = torch.randn(args.batch, model.in_chans, size, size)
     for key, value in _costs(model, images):
         _print(key, value)
 
 
-def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
+def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
+    """Print the entry of a model's weights; return the model and the side of its images."""
+    table, name = weights_table(args), args.name
+    entry: WeightsEntry | None
     try:
-        return table.find(name)
+        entry = table.find(name)
+        name = entry.name  # of the default weights
     except UnknownWeightsError:
-        return None
+        entry = find_entry(name)  # of a file, a folder or the hub
+    for key, value in entry.plain().items() if entry else ():
+        _print(key, value)
+    show_status("loading torch")
+    from revzoo.models import create_model
+
+    model = create_model(name, table=table, **bits_of(args))
+    if entry is None:
+        _print("architecture", name)
+        _print("weights", "none")
+    return model, entry.input_size[-1] if entry else model.image_size
+
+
+def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, int]:
+    """Print the facts of a checkpoint; return its model and the side of its images."""
+    _print("checkpoint", resolve_source(checkpoint))
+    show_status("loading torch")
+    from revzoo.cli.config.yaml_files import run_of
+    from revzoo.cli.plugins import check_imports
+    from revzoo.training.checkpoint.restore import restore
+
+    check_imports(run_of(checkpoint))
+    restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
+    spec = restored.network.spec
+    assert spec is not None, "create_model sets it"
+    facts = {**spec._asdict(), **restored.facts}
+    for key, value in facts.items():
+        if value not in (None, {}):  # as in an entry
+            _print(key, value)
+    return restored.network, facts["input_size"][-1]
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:

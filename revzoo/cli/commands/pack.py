@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
+from revzoo.cli.invocation import command_line
 from revzoo.weights.run_files import CHECKPOINTS
 from revzoo.weights.source import resolve_source
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write both files and print their paths.
+    """Write both files; print their paths and a command that uses them.
 
     Raises:
         ValueError: a metric is not a number.
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> None:
     facts["metrics"] = {**_summary(checkpoint), **dict(map(_metric, args.metric))}
     paths = publish(checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
+    sys.stdout.write(f"to classify images: {command_line('predict', paths[0])} IMAGES\n")
 
 
 def publish(

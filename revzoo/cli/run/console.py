@@ -102,11 +102,14 @@ def log_opening(
     data: ImageData,
     run_dir: Path,
     *,
-    resumed: bool = False,
+    resumed: Path | None = None,
 ) -> None:
-    """Log the model, the data, the memory mode, the device, the recipe and the folder."""
+    """Log the model, the data, the memory mode, the device, the recipe and the folder.
+
+    A run resumed from a checkpoint names it as the source of the weights.
+    """
     count = sum(p.numel() for p in module.model.parameters())
-    weights = _weights(config["model"], module)
+    weights = short_path(resumed) if resumed else _weights(config["model"], module)
     start = f", from {weights}" if weights else ""
     bits = config["model"].get("reversible_bits")
     blocks = len(reversible_blocks(module.model))
@@ -115,7 +118,7 @@ def log_opening(
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
     size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
-    length = _length(trainer, config["trainer"].get("max_time")) + " in all" * resumed
+    length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     # of all processes, for one update of the weights
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"

@@ -63,6 +63,7 @@ from revzoo.core.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
+from revzoo.models import pretrained
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
@@ -261,7 +262,9 @@ def prepare(
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     if trained_on is not None:  # before the model, which is built for these data
         _check_same_data(trained_on, data)
-    module = build_module(config, data)
+    # the checkpoint replaces the weights that the run started from: say nothing of these
+    with nullcontext() if resume is None else unlogged(pretrained.log):
+        module = build_module(config, data)
     planned = with_plan(config, module, data, trainer)
     return Run(planned, trainer, module, data, step)
 
@@ -279,7 +282,18 @@ def record(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | Non
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume is not None)
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume)
+
+
+@contextmanager
+def unlogged(logger: logging.Logger) -> Iterator[None]:
+    """Suppress a logger's messages below warnings."""
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

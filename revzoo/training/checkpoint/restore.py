@@ -10,12 +10,12 @@ from typing import Any
 from revzoo.data.errors import DataError
 from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
-from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import SAVED, change_bits
+from revzoo.models.save import describing_save
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.errors import EntryError
-from revzoo.weights.source import resolve_source
+from revzoo.weights.source import SUFFIX, resolve_source
 
 EXPORTS = {
     ".pt2": "torch.export.load(FILE).module()(images)",
@@ -117,8 +117,9 @@ def _from_weights(source: str | Path) -> Restored:
     # an entry may omit them, like weights of other programs
     if lacking := [name for name, value in facts.items() if not value]:
         raise EntryError(
-            f"the entry of the weights {source} lacks {', '.join(lacking)}: add these fields to "
-            "NAME.json, or use the checkpoint from which the weights were made"
+            f"the entry of the weights {source} lacks {', '.join(lacking)}: add them in Python, "
+            f"model = revzoo.from_pretrained({str(source)!r}), then {describing_save(lacking)}, "
+            "and give FOLDER; or use the checkpoint from which the weights were made"
         )
     data = {
         "classes": list(facts["classes"]),
@@ -137,7 +138,9 @@ def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     # two data modules would leave open which one trained
     if len(states) != 1:
         raise CheckpointError(
-            f"{path} does not have the classes and the normalisation of its training: use a "
-            "checkpoint of a run of revzoo train"
+            f"{path} does not have the classes and the normalisation of its training, as after "
+            "training with your own DataModule: save them in Python, model = Classifier."
+            f"load_from_checkpoint({str(path)!r}).model, then {describing_save()}, and give "
+            "FOLDER; or use a checkpoint of a run of revzoo train"
         )
     return states[0]

@@ -342,7 +342,7 @@ def test_missing_weights_end_with_a_message(ckpt: str, message: str) -> None:
 
 def test_weights_without_classes_are_refused(tmp_path: Path) -> None:
     create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, mean=(0.3,), std=(0.4,))
-    with pytest.raises(SystemExit, match="lacks classes: add"):
+    with pytest.raises(SystemExit, match="lacks classes: add them"):
         main(["eval", f"ckpt={tmp_path}", "data=digits", "trainer=cpu"])
 
 

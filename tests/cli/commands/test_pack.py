@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from small_task import TINY
 from small_weights import undescribed
 
 from revzoo.cli.main import main
-from revzoo.models import create_model
+from revzoo.models import create_model, from_pretrained
 from revzoo.training import Classifier
 from revzoo.weights.entry import read_entry
+from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
 
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "64 images"]
@@ -64,7 +66,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
     pack(run_dir, out, "--metric", "test/acc5=1", "--default")
     names = ["revnet38.halves.json", "revnet38.halves.safetensors"]
     assert sorted(p.name for p in out.iterdir()) == names
-    assert sorted(capsys.readouterr().out.split()) == [str(out / name) for name in names]
+    assert sorted(capsys.readouterr().out.split()[:2]) == [str(out / name) for name in names]
     entry = read_entry(out / names[0])
     assert (entry.mean, entry.std) == ((0.25,), (0.5,))
     assert entry.metrics == {"test/acc": 0.75, "test/acc5": 1}
@@ -109,3 +111,37 @@ def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Pat
     out = tmp_path / "out"
     main(["pack", str(last), "revnet38.halves", "--out", str(out), *DESCRIPTION])
     assert read_entry(out / "revnet38.halves.json").metrics == {}
+
+
+def test_the_printed_command_and_the_folder_use_the_weights(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The packed folder was refused, as if it held no weights."""
+    out, image = tmp_path / "out", tmp_path / "image.png"
+    pack(run_dir, out)
+    *_, command = capsys.readouterr().out.splitlines()
+    assert command.endswith(f" predict {out}/revnet38.halves.safetensors IMAGES")
+    Image.new("L", (8, 8)).save(image)
+    main(["predict", str(out / "revnet38.halves.safetensors"), str(image)])
+    by_file = capsys.readouterr().out
+    main(["predict", str(out), str(image)])
+    assert capsys.readouterr().out == by_file
+    assert from_pretrained(out).entry == read_entry(out / "revnet38.halves.json")
+    pack(run_dir, out, name="revnet38.again")
+    message = (
+        f"{out} holds 2 files of weights: give one of them, {out}/revnet38.again.safetensors, "
+    )
+    with pytest.raises(SystemExit, match=message):
+        main(["predict", str(out), str(image)])
+    with pytest.raises(UnknownWeightsError, match=message):
+        from_pretrained(out)
+
+
+def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of a run was "no model"."""
+    main(["info", str(run_dir), "--batch", "1"])
+    output = capsys.readouterr().out
+    assert f"checkpoint              {run_dir}/checkpoints/best.ckpt" in output
+    assert "architecture            revnet38" in output
+    assert "classes                 left, right" in output
+    assert "forward, 1x8x8" in output

@@ -42,8 +42,11 @@ def test_pretrained_weights_must_be_known(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
-    with pytest.raises(UnknownWeightsError, match="no weights for revnet38: use pretrained=False"):
+    with pytest.raises(UnknownWeightsError, match="no weights for revnet38: use pretr") as caught:
         check_config(compose("model.pretrained=true"))
+    # as on the command line, too
+    for words in ("model.pretrained=false", "+model.checkpoint_path=FILE", "revzoo list --pretr"):
+        assert words in str(caught.value)
     write_entry(tmp_path)
     monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
     (tmp_path / "revnet38.small.safetensors").unlink()  # the check does not download them

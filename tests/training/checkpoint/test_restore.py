@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_task import TINY, trainer
+from small_task import TINY, loader, trainer
 
+import revzoo
 from revzoo.data import Digits
+from revzoo.models import create_model
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import (
     CheckpointError,
@@ -19,6 +22,7 @@ from revzoo.training.checkpoint.files import (
 )
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.restore import restore
+from revzoo.weights.errors import EntryError
 
 NET = {**TINY, "num_classes": 10}
 
@@ -100,3 +104,39 @@ def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: An
     write_checkpoint(state, bad)
     with pytest.raises(CheckpointError, match=message):
         restore(bad)
+
+
+def test_the_message_for_a_checkpoint_of_another_data_module_shows_how_to_use_it(
+    tmp_path: Path,
+) -> None:
+    """No message named the way from a training with one's own data to revzoo predict."""
+    runner = trainer(tmp_path, max_epochs=1, plugins=[PlainCheckpointIO()])
+    runner.fit(Classifier(TINY), loader(16))
+    runner.save_checkpoint(path := tmp_path / "own.ckpt", weights_only=False)
+    with pytest.raises(CheckpointError, match="your own DataModule") as caught:
+        restore(path)
+    names: dict[str, Any] = {"Classifier": Classifier, "FOLDER": tmp_path / "net"}
+    run_message(caught.value, names, classes=["left", "right"], mean=[0.5], std=[0.25])
+    restored = restore(tmp_path / "net")
+    assert restored.classes == ["left", "right"]
+    assert restored.data_state["normalisation"] == {"mean": [0.5], "std": [0.25]}
+
+
+def test_the_message_for_weights_without_facts_adds_them(tmp_path: Path) -> None:
+    """The message asked for fields in NAME.json, but the folder holds config.json."""
+    create_model(**TINY).save_pretrained(tmp_path / "bare", mean=[0.5])
+    with pytest.raises(EntryError, match="bare lacks classes, std: add") as caught:
+        restore(tmp_path / "bare")
+    names: dict[str, Any] = {"revzoo": revzoo, "FOLDER": tmp_path / "net"}
+    run_message(caught.value, names, classes=["left", "right"], std=[0.25])
+    facts = restore(tmp_path / "net").facts
+    assert (facts["classes"], facts["mean"], facts["std"]) == (("left", "right"), (0.5,), (0.25,))
+
+
+def run_message(error: Exception, names: dict[str, Any], **facts: Any) -> None:
+    """Run the Python of a message, with these facts for its ``[...]``."""
+    found = re.search(r"(model = .*), then (model\.save_pretrained\(.*\)), and give", str(error))
+    assert found, error
+    assert re.findall(r"(\w+)=\[\.\.\.\]", found[2]) == list(facts)
+    call = re.sub(r"(\w+)=\[\.\.\.\]", lambda m: f"{m[1]}={facts[m[1]]}", found[2])
+    exec(f"{found[1]}\n{call}", names)
