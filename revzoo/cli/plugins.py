@@ -73,7 +73,7 @@ def import_arguments() -> list[str]:
 
 
 def add_config_nodes() -> None:
-    """Add options ``model=NAME`` and ``data=NAME`` to Hydra for each registered name.
+    """Add options ``model=NAME``, ``data=NAME`` and ``optim=NAME`` to Hydra for registered names.
 
     Names with a configuration file keep it. The options of a data set are the keywords of its
     constructor with their defaults; keywords without a default are required.
@@ -85,6 +85,7 @@ def add_config_nodes() -> None:
     from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
     from revzoo.models.registry import MODELS
+    from revzoo.training.optim.optimizers import OPTIMIZERS, OptimSpec
 
     store = ConfigStore.instance()
     for name, entry in MODELS.items():
@@ -99,6 +100,11 @@ def add_config_nodes() -> None:
             # as in our files; only the table turns the name into a class
             node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
             store.store(group="data", name=name, node=node)
+    defaults = OptimSpec()
+    for name in OPTIMIZERS:
+        # sgd has files with other names, by schedule
+        if name != defaults.name and not (CONFIGS / "optim" / f"{name}.yaml").exists():
+            store.store(group="optim", name=name, node={**defaults.plain(), "name": name})
 
 
 def _keywords(kind: type) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from revzoo.cli import plugins
 from revzoo.cli.config.errors import ConfigError
 
 MODULE = """
+import torch
 import revzoo
 from revzoo.data import Digits
 from revzoo.models.revnet import RevNet
@@ -27,6 +28,8 @@ class MyDigits(Digits):
 row = Variant(stem_width=8, widths=(8, 8, 8), units=(1, 1, 1))
 revzoo.register_model("mynet", RevNet, row)
 revzoo.register_data("mydata", MyDigits)
+revzoo.register_optimizer("nadam", torch.optim.NAdam)
+revzoo.register_callback("grad_norm", lambda *, every: None)
 """
 SMALL = ("debug=smoke", "trainer=cpu", "logger=none", "hydra.run.dir=run")
 
@@ -79,6 +82,24 @@ def test_a_users_model_and_data_are_trained_resumed_evaluated(tmp_path: Path) ->
         assert "add --import mymodels, if you trust these modules" in message
     assert [status for status, _ in outcomes[2:]] == [None, None]
     assert "test/loss " in outcomes[3][1]
+
+
+def test_registered_optimisers_and_callbacks_are_found_by_name(tmp_path: Path) -> None:
+    """Neither name was known; adamw and batch_norm were suggested."""
+    (tmp_path / "mymodels.py").write_text(MODULE)
+    given = ("train", "--import", "mymodels")
+    (status, shown), (refused, _), (added, _) = start(
+        tmp_path,
+        (*given, "optim=nadam", "optim.lr=0.01", "--cfg", "job", "-p", "optim"),
+        (*given, "callbacks.grad_norm={every: 2}"),
+        (*given, "+callbacks.grad_norm={every: 2}", "--cfg", "job"),
+    )
+    assert (status, added) == (None, None)
+    assert "name: nadam" in shown
+    assert "lr: 0.01" in shown
+    assert "it is registered: add it by '+callbacks.grad_norm={every: 2}'" in " ".join(
+        refused.split()
+    )
 
 
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ its name.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,11 +204,19 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     raise ConfigError(f"{override.input_line}: there is no key {key!r}{remedy}")
 
 
+def _registered_callbacks() -> Iterable[str]:
+    # a plugin that registers one has imported the table; importing it takes seconds
+    table = sys.modules.get("revzoo.training.callbacks.registry")
+    return table.CALLBACKS if table else ()
+
+
 def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder: Path) -> str:
     """A hint with the key that the user probably means; the first guess that applies."""
     if key == "resume":
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
+    if section == "callbacks" and leaf in _registered_callbacks():
+        return f", but it is registered: add it by '+{key}={value or '{}'}'"
     node = OmegaConf.select(base, section) if section else None
     if section in known and node is None:
         # data.root=DIR in an evaluation, whose data come from the checkpoint
