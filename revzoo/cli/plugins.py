@@ -64,7 +64,9 @@ def _load(load: Any, name: str) -> None:
     try:
         load()
     except Exception as error:  # a user's module can raise anything
-        raise ConfigError(f"{name} failed: {type(error).__name__}: {one_line(error)}") from error
+        hint = f"; did you mean {name.removesuffix('.py')}?" if name.endswith(".py") else ""
+        reason = f"{type(error).__name__}: {one_line(error)}{hint}"
+        raise ConfigError(f"{name} failed: {reason}") from error
 
 
 def import_arguments() -> list[str]:

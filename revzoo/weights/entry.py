@@ -123,7 +123,10 @@ class WeightsEntry:
         if not _NAME.fullmatch(self.name):
             yield f"name={self.name!r}, expected architecture.dataset_recipe"
         elif self.name.partition(".")[0] != self.architecture:
-            yield f"architecture={self.architecture!r} is not the first part of the name"
+            yield (
+                f"name={self.name!r}, expected the architecture and a name of your own, "
+                f"{self.architecture}.NAME"
+            )
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
         if not all(map(_is_finite, self.metrics.values())):

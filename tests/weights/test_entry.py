@@ -52,7 +52,7 @@ def test_an_entry_survives_its_json(tmp_path):
         ({"sha256": "A" * 64}, "in lower case"),
         ({"sha256": 7}, "sha256=7, expected a string"),
         ({"name": "revnet38/x"}, "expected architecture.dataset_recipe"),
-        ({"name": "revnet110.x"}, "is not the first part of the name"),
+        ({"name": "revnet110.x"}, r"name='revnet110\.x', expected .* revnet38\.NAME"),
         ({"file": None}, "file and url are both missing"),
         ({"file": "../x.safetensors"}, "without folders"),
         ({"file": "x.pt"}, r"\.safetensors file"),

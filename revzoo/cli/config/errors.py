@@ -36,4 +36,11 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
     except kinds as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(folded(f"revzoo: {error}", indent=8))
+        sys.exit(folded(f"revzoo: {_text_of(error)}", indent=8))
+
+
+def _text_of(error: Exception) -> str:
+    """The message; of an error of the system, without its number."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -52,7 +52,7 @@ def test_overrides_reach_the_description(checkpoint, tmp_path):
     ("source", "name", "message"),
     [
         ("irevnet", "60000.pt", "not a checkpoint of 'irevnet'"),
-        ("memcnn", "gone.pt", "No such file"),
+        ("memcnn", "gone.pt", r"revzoo: \S*gone\.pt: No such file"),
     ],
 )
 def test_failures_name_the_reason_and_leave_no_files(source, name, message, checkpoint, tmp_path):
