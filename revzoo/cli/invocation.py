@@ -18,7 +18,7 @@ def command_line(command: str, *arguments: object) -> str:
     It repeats this process's ``--import``.
     """
     script, python = _script(), _as_typed("python", sys.executable)
-    if script == SCRIPT:
+    if script == SCRIPT and command == "train":
         words = [python, sys.argv[0]]
     elif script == "revzoo":
         words = [_as_typed("revzoo", sys.argv[0]), command]

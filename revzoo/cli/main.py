@@ -170,7 +170,11 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
         # there is no public list; 0.8: --resum, but not --epochs, is near --resume
         hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.8)
         if not hint and hasattr(args, "overrides"):
-            hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3"
+            key, equals, value = unknown[0].lstrip("-").partition("=")
+            # --model revnet38: argparse takes the value for an override
+            loose = [word for word in args.overrides if "=" not in word]
+            example = f"{key}={value if equals else loose[0]}" if equals or loose else ""
+            hint = f"; set values as KEY=VALUE, such as {example or 'trainer.max_epochs=3'}"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
 
