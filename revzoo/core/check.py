@@ -33,6 +33,8 @@ class StepError(NamedTuple):
 class InverseReport(tuple[StepError, ...]):
     """Errors per dtype and step; the row ``"whole"`` is the round trip of the whole module.
 
+    Of a model with invertible parts it has rows for each part, and none for the whole.
+
     It prints as a table of the relative errors. ``skipped`` maps each dtype without rows to the
     error that the module raised in it.
     """
@@ -78,7 +80,7 @@ class InverseReport(tuple[StepError, ...]):
 
 
 def check_inverse(
-    module: Invertible,
+    module: nn.Module,
     *inputs: Tensor,
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16),
     **context: Any,
@@ -196,16 +198,24 @@ def _rows(
 ) -> list[StepError]:
     # a copy for each dtype: a cast back from bfloat16 would not restore the weights
     net = _in(dtype, module)
-    state = tuple(_cast(x, dtype) if x.is_complex() else x.detach().to(dtype) for x in inputs)
+    state = tuple(_cast(x, dtype) for x in inputs)
     cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)
     if _has_inverse(net):
+        # streams of integers, such as torch.arange(8), become floating-point
+        state = tuple(x if x.is_complex() else x.to(dtype) for x in state)
         if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
             with torch.no_grad(), torch.random.fork_rng(_devices(state)):
                 net(*state, **cast_context)  # creates the weights of lazy layers
         return _round_trips(net, state, cast_context)
     parts = _outermost(net)
     rows: list[StepError] = []
-    for path, (taken, keywords) in _calls_of(net, parts, state, cast_context).items():
+    calls = _calls_of(net, parts, state, cast_context)
+    if missing := [path for path in parts if path not in calls]:
+        raise NotInvertibleError(
+            f"{type(net).__name__} did not call its part {missing[0]}, so nothing reached it: pass "
+            "that part, and its inputs"
+        )
+    for path, (taken, keywords) in calls.items():
         whole, *steps = _round_trips(parts[path], taken, keywords)
         rows += [whole._replace(name=f"{path} {type(parts[path]).__name__}")]
         rows += [step._replace(name=f"{path}.{step.name}") for step in steps if len(steps) > 1]
@@ -262,6 +272,10 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.detach().to(_type_of(t, dtype))
 
 
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128) if t.is_complex() else t.double()
+
+
 def _type_of(t: Tensor, dtype: torch.dtype) -> torch.dtype:
     """``dtype`` for floating-point tensors, its complex counterpart for complex ones."""
     if t.is_complex():
@@ -291,9 +305,7 @@ def _round_trip(
             f"{len(state)} that its forward took, of shapes {shapes[1]}: return them in that order"
         )
     # in float64: the difference of two bfloat16 values rounds
-    error = _largest(
-        _cast(b, torch.float64) - _cast(x, torch.float64) for b, x in zip(back, state, strict=True)
-    )
+    error = _largest(_wide(b) - _wide(x) for b, x in zip(back, state, strict=True))
     scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)
     return row, outputs
@@ -301,7 +313,7 @@ def _round_trip(
 
 def _largest(tensors: Iterable[Tensor]) -> float:
     """Largest magnitude; NaN if one is NaN, which Python's max would ignore."""
-    magnitudes = [t.abs().max().double() for t in tensors if t.numel()]
+    magnitudes = [_wide(t).abs().max() for t in tensors if t.numel()]
     return torch.stack(magnitudes).max().item() if magnitudes else 0.0
 
 

@@ -82,7 +82,10 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
     operands = [
         values_of(t)
         for t in known
-        if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
+        if isinstance(t, Tensor)
+        and t.dtype not in CHOICES  # nobody adds to these
+        and _comparable(t)
+        and not _among(t, computed)
     ]
     samples = []
     for i, t in enumerate(computed):

@@ -48,9 +48,10 @@ NOTE [ Slots and the tape ]
        fills that slot. So memory does not grow with the number of outer steps.
    10. Nothing precedes the first entry of a chain, so nobody needs its recomputed input. Its replay
        stops once the last slot is filled. The guard then has no stream to compare, so it compares
-       the last three saved tensors. Exception: if the replay starts from rounded values and is
-       guarded, those tensors may be pure rounding error (the mean that a second norm saves). Then
-       the replay runs to the end, and the guard compares the stream.
+       the last three saved values, and the last three masks or indices. Exception: if the replay
+       starts from rounded values and is guarded, those tensors may be pure rounding error (the mean
+       that a second norm saves). Then the replay runs to the end, and the guard compares the
+       stream.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new

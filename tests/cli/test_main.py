@@ -143,6 +143,15 @@ def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
     assert "forward, 3x8x8" in output
 
 
+def test_a_folder_does_not_hide_a_model_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small().save_pretrained(tmp_path / "resnet164", input_size=(3, 8, 8))
+    monkeypatch.chdir(tmp_path)
+    main(["info", "resnet164", "--batch", "1", "--size", "8"])
+    assert "weights                 none" in capsys.readouterr().out
+
+
 def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "resnet164", "--batch", "1", "--size", "8"])
     output = capsys.readouterr().out

@@ -229,3 +229,24 @@ def test_lazy_layers_get_their_weights_in_the_copy():
     assert is_invertible(net, x)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(isinstance(p, nn.UninitializedParameter) for p in net.parameters())
+
+
+def test_a_model_gets_integers_as_they_are_and_all_its_parts_must_run():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(5, 4)
+            self.body = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))], dim=-1)
+            self.used = True
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            return self.body(x) if self.used else x
+
+    model = Tokens()
+    report = check_inverse(model, torch.tensor([[0, 3, 4]]))
+    assert not report.skipped
+    assert report.worst(torch.float32) == 0
+    model.used = False
+    with pytest.raises(NotInvertibleError, match="Tokens did not call its part body"):
+        check_inverse(model, torch.tensor([[0, 3, 4]]))

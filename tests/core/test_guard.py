@@ -545,3 +545,20 @@ def test_an_overflow_in_float16_is_not_drift_of_a_step_inside():
         y = net(x)
     assert not y.isfinite().all()
     y.float().square().sum().backward()
+
+
+def test_integers_do_not_set_the_size_of_the_drift():
+    """A stream of integers with the shape of the other one was taken for the summand."""
+
+    class Scales(Invertible):
+        def forward(self, x, m):
+            return x * 3 + 1e5, m + 1
+
+        def inverse(self, y, n):
+            return (y - 1e5) / 3, n - 1
+
+    net = ReversibleSequence([Scales(), Scales()], memory="invert")
+    x = torch.randn(4, 16, requires_grad=True)
+    y, _ = net(x, torch.zeros(4, 16, dtype=torch.int64))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 9))

@@ -68,7 +68,8 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
         entry = table.find(name)
         name = entry.name  # of the default weights
     except UnknownWeightsError:
-        entry = find_entry(name)  # of a file, a folder or the hub
+        # of a file, a folder or the hub; a folder must not hide the architecture of its name
+        entry = None if name in model_names() else find_entry(name)
     for key, value in entry.plain().items() if entry else ():
         _print(key, value)
     show_status("loading torch")

@@ -219,7 +219,7 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         return f", but it is registered: add it by '+{key}={value or '{}'}'"
     node = OmegaConf.select(base, section) if section else None
     if section in known and node is None:
-        # data.root=DIR in an evaluation, whose data come from the checkpoint
+        # data.image_size=64 in an evaluation, whose data come from the checkpoint
         if having := _options_with(leaf, folder / section):
             listed = either(f"{section}={name}" for name in having)
             return f", as {section} is null; add {listed}"
@@ -303,14 +303,23 @@ def _meant(key: str, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def take_root(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved."""
+def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved.
+
+    Raises:
+        ConfigError: the value is not a path.
+    """
     others = [override for override in overrides if not override.startswith(f"{ROOT}=")]
-    roots = [override.partition("=")[2] for override in overrides if override not in others]
-    return others, Path(roots[-1]) if roots else None
+    root: str | None = None
+    for override in parse([override for override in overrides if override not in others]):
+        value: Any = override.value()
+        root = value.text if isinstance(value, QuotedString) else value
+        if not isinstance(root, str) or not root or "${" in root:
+            raise ConfigError(f"{override.input_line}: expected the path of a folder")
+    return others, root
 
 
-def moved(data: Mapping[str, Any], root: Path | None) -> dict[str, Any]:
+def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     """The section ``data`` with another root, an absolute path; None: with the same.
 
     Raises:
@@ -320,7 +329,9 @@ def moved(data: Mapping[str, Any], root: Path | None) -> dict[str, Any]:
         return dict(data)
     if "root" not in data:
         raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
-    return {**data, "root": str(root.expanduser().absolute())}
+    # a user's data set may read from an address
+    path = root if "://" in root else str(Path(root).expanduser().absolute())
+    return {**data, "root": path}
 
 
 def check_changes(overrides: Sequence[str]) -> None:

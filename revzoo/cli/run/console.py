@@ -114,7 +114,7 @@ def log_opening(
     bits = config["model"].get("reversible_bits")
     blocks = len(reversible_blocks(module.model))
     reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
-    root = f" {short_path(config['data']['root'])}" if "root" in config["data"] else ""
+    root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
     size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
@@ -193,6 +193,14 @@ def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     if not plan:
         return module.memory_mode
     return f"{config['memory']['mode']} ({count_modes(plan)})"
+
+
+def place_of(data: Mapping[str, Any]) -> str:
+    """Where the section ``data`` has its files, for the terminal; empty if nowhere."""
+    root = data.get("root")
+    if not isinstance(root, str):
+        return ""
+    return root if "://" in root else str(short_path(root))
 
 
 def kept_bytes(module: Classifier, data: ImageData) -> int | None:

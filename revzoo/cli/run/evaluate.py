@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("test", "val")
 
 
-def evaluate(config: Mapping[str, Any], *, root: Path | None = None) -> dict[str, float]:
+def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str, float]:
     """Evaluate a checkpoint on a split; return ``test/loss``, ``test/acc`` and so on.
 
     Args:

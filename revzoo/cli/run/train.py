@@ -35,13 +35,13 @@ from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_er
 from revzoo.cli.config.overrides import moved
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.invocation import short_path
 from revzoo.cli.run.console import (
     log_finished,
     log_opening,
     log_result,
     log_resumed,
     logged_warnings,
+    place_of,
     shorten_log,
 )
 from revzoo.cli.run.folder import (
@@ -115,9 +115,9 @@ def begin(
         except OmegaConfBaseException as error:  # a reference to a missing key
             raise ConfigError(one_line(error)) from None
         check_unused(folder)
-    if "root" in config["data"]:
+    if isinstance(root := config["data"].get("root"), str):
         # the run may resume in another working directory
-        config = {**config, "data": moved(config["data"], Path(config["data"]["root"]))}
+        config = {**config, "data": moved(config["data"], root)}
     hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -252,8 +252,8 @@ def prepare(
     with type_errors_explained():
         trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
-    if trainer.is_global_zero and "root" in config["data"]:
-        log.info("reading  %s", short_path(config["data"]["root"]))  # takes minutes for many files
+    if trainer.is_global_zero and (place := place_of(config["data"])):
+        log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
     side, _ = data.preparation()
     if side is not None:  # before all images are read

@@ -77,7 +77,7 @@ class Search:
         """Run the missing trials.
 
         Raises:
-            NoFigureError: the first trial has no such figure.
+            NoFigureError: no trial so far has the figure.
             SystemExit: the first trials all fail.
         """
         failed = 0

@@ -17,6 +17,8 @@ import yaml
 from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.overrides import moved, take_root
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.folder import check_unused
@@ -252,6 +254,15 @@ def test_the_data_may_move(
 
 def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
     assert "the data of this run have no folder" in refused(stopped, "data.root=DIR")
+
+
+def test_the_new_place_has_the_grammar_of_overrides(tmp_path: Path) -> None:
+    assert take_root(["memory=store", "data.root='a,b'"]) == (["memory=store"], "a,b")
+    assert moved({"root": "old"}, str(tmp_path / "a,b"))["root"] == str(tmp_path / "a,b")
+    assert moved({"root": "old"}, "s3://bucket/x")["root"] == "s3://bucket/x"
+    for value in ("", "null", "${oc.env:HOME}"):
+        with pytest.raises(ConfigError, match="expected the path of a folder"):
+            take_root([f"data.root={value}"])
 
 
 def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
