@@ -84,7 +84,8 @@ def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> No
     folder = "hydra.sweep.dir=jobs"
     done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
     assert done.returncode == 1
-    assert "job 0: seed=-1: expected a whole number" in done.stderr
+    assert "): seed=-1: expected a whole number" in done.stderr
+    assert "job 0 (seed=-1 " in done.stderr
     assert [path.parent.name for path in tmp_path.glob("jobs/*/summary.json")] == ["1"]
     sessions = (tmp_path / "jobs" / "1" / "sessions.jsonl").read_text().splitlines()
     assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]

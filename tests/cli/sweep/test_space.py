@@ -46,7 +46,7 @@ def test_the_end_of_a_range_is_included() -> None:
         ("optim.lr=tag(log,interval(0,1))", "0 < first number"),
         ("optim.lr=tag(log,range(1,9))", "int\\(interval"),
         ("optim=tag(log,choice(a,b))", "goes with interval"),
-        ("optim.lr=tag(big,interval(0,1))", "no tag but log"),
+        ("optim.lr=tag(big,interval(0,1))", "the only tag is log"),
         ("model=glob(*)", "name the options"),
         ("optim.lr=interval(1", "optim.lr=interval"),
     ],

@@ -127,7 +127,7 @@ def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
     module = Classifier(TEN, optim=MUON)
     finetuning = Finetuning(unfreeze=[1])
     finetuning.freeze(module.model, epoch=0)
-    with pytest.raises(ValueError, match=r"no trained parameter: .* optim\.sgd_lr=0\.1\."):
+    with pytest.raises(ValueError, match=r"no trained parameter uses .* optim\.sgd_lr=0\.1\."):
         find_lr(module, data, steps=15, trainer=CPU)
     finetuning.freeze(module.model, epoch=1)
     assert len(find_lr(module, data, steps=15, trainer=CPU).rates) == 15
