@@ -50,12 +50,17 @@ def check_callable(name: str, value: object) -> None:
         raise TypeError(f"{name} is {what}, expected a module or a function{remedy}")
 
 
-def check_registered(kind: str, name: object, builder: object, table: Container[object]) -> None:
-    """Raise unless ``builder`` can be added to ``table`` under a new ``name``."""
+def check_new_name(kind: str, name: object, table: Container[object]) -> None:
+    """Raise unless ``name`` is a string that is not in ``table``."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"name={name!r}: expected a string, which selects the {kind}")
     if name in table:
         raise ValueError(f"{kind} {name!r} is already registered: choose another name")
+
+
+def check_registered(kind: str, name: object, builder: object, table: Container[object]) -> None:
+    """Raise unless ``builder`` can be added to ``table`` under a new ``name``."""
+    check_new_name(kind, name, table)
     if not callable(builder):
         raise TypeError(
             f"{kind} {name!r} is {builder!r}: expected the class, or a function that builds it"

@@ -632,7 +632,7 @@ def test_pruned_filters_before_batch_norm(seed):
 
 
 def assert_right_by_default(net, *x):
-    """Gradients equal those of ``store`` on the same words, bit for bit."""
+    """On the same words, ``store`` computes the same gradients, bit for bit."""
     found = []
     for mode in (None, "store"):
         if mode is not None:

@@ -119,7 +119,7 @@ def check_inverse(
             "ReversibleSequence, an Invertible, or a model that holds some"
         )
     if not inputs:
-        raise ValueError(f"no inputs: pass those of {type(module).__name__} after it")
+        raise ValueError(f"got no inputs: pass the inputs of {type(module).__name__}, too")
     if not dtypes:
         raise ValueError(f"dtypes={dtypes}: expected at least one, such as (torch.float32,)")
     rows: list[StepError] = []

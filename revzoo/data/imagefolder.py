@@ -12,7 +12,7 @@ from typing import Unpack
 
 import torch
 
-from revzoo._checks import check_choice, check_count
+from revzoo._checks import check_choice, check_count, number_of
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
@@ -140,7 +140,7 @@ class ImageFolder(ImageData):
         if files := self.skipped_files:
             # through DataError, which escapes bytes that are not UTF-8
             names = DataError(", ".join(files))
-            log.warning("skipped %d image%s: %s", len(files), "s" * (len(files) > 1), names)
+            log.warning("skipped %s: %s", number_of(len(files), "image"), names)
 
     def _fits(self, size: int) -> bool:
         # all splits, loaded or not: one stage must not change the preparation of others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from revzoo._checks import check_new_name
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
@@ -36,8 +37,7 @@ def register_data(name: str, kind: type[ImageData]) -> None:
     """
     if not (isinstance(kind, type) and issubclass(kind, ImageData)):
         raise TypeError(f"register_data({name!r}, {kind!r}): expected a subclass of ImageData")
-    if name in DATA:
-        raise ValueError(f"data {name!r} is already registered: choose another name")
+    check_new_name("data", name, DATA)
     # Lightning stores a data module's state under type(module).__qualname__
     taken = {other.__name__: key for key, other in DATA.items()}
     if kind.__name__ in taken:

@@ -20,7 +20,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
     Args:
         state: the state of a data module, from an untrusted file.
         num_classes: of the model; None if unknown.
-        in_chans: channels of the images that the model takes; None to accept those of ``state``.
+        in_chans: channels of the model's images; None accepts the channels in ``state``.
 
     Raises:
         DataError: lists all invalid fields.

@@ -167,7 +167,7 @@ class SideBits(Invertible):
         super().__init__()
         self.bits = bits
         self.last = last
-        # bypass nn.Module, which would register the block as a submodule of its own submodule
+        # not through nn.Module, which would register the block inside itself
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
         object.__setattr__(self, "patched", vars(block).get("forward"))

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import check_new_name, did_you_mean
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
@@ -108,8 +108,7 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
         >>> revzoo.create_model("revnet62")(torch.zeros(1, 3, 32, 32)).shape
         torch.Size([1, 10])
     """
-    if name in MODELS:
-        raise ValueError(f"model {name!r} is already registered: choose another name")
+    check_new_name("model", name, MODELS)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
     if not (isinstance(network, type) and issubclass(network, ImageNetwork)):

@@ -93,7 +93,9 @@ def test_what_has_no_inverse():
     with pytest.raises(NotInvertibleError, match="Linear has no inverse"):
         check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))
     seq = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))])
-    with pytest.raises(ValueError, match="no inputs: pass those of ReversibleSequence"):
+    with pytest.raises(
+        ValueError, match="got no inputs: pass the inputs of ReversibleSequence, too"
+    ):
         check_inverse(seq)
 
 

@@ -243,7 +243,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("way", ["attribute", "list", "dictionary", "closure", "keyword"])
 @pytest.mark.parametrize("mode", [*MODES, "offload"])
 def test_a_generator_of_its_own_is_drawn_from_again(mode, way):
-    """It was not reset: the replay drew different numbers, namely those of the next step."""
+    """It was not reset, so the replay drew the numbers of the next step."""
     results = []
     for m in (mode, "store"):
         net = ReversibleSequence([AdditiveCoupling(Noisy(way, i)) for i in range(3)], memory=m)

@@ -163,7 +163,7 @@ def test_statistics_of_the_batch_are_torchs():
 
 
 def test_statistics_of_the_batch_with_several_passes_before_a_backward_pass():
-    """Each replay inverts with the statistics of its own batch, which no output holds."""
+    """Each replay inverts with its own batch's statistics. The outputs do not contain them."""
     found = []
     for mode in ("invert", "store"):
         torch.manual_seed(0)

@@ -9,8 +9,8 @@ or a folder of save_pretrained. Weights do not name their data, so data= is need
 By default it evaluates the run's data, from its config.yaml; data.root=DIR says where they are now.
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
 checkpoint's mean and deviation. Prints one line per figure. The memory mode does not matter: an
-evaluation keeps no activations.
-bits=null evaluates a network of reversible blocks as the plain network.
+evaluation keeps no activations. bits=null evaluates a network of reversible blocks as the plain
+network.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
 """

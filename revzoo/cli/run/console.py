@@ -13,6 +13,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from revzoo._checks import number_of
 from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
 from revzoo.cli.terminal import folded
@@ -165,14 +166,10 @@ def _length(trainer: pl.Trainer, max_time: object) -> str:
     epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
     limits = []
     if epochs > 0:
-        limits.append(_epochs(epochs))
+        limits.append(number_of(epochs, "epoch"))
     if steps > 0:
         limits.append(f"{steps:,} steps")
     return " or ".join(limits) or f"{max_time} of time"
-
-
-def _epochs(count: int) -> str:
-    return f"{count} epoch{'s' * (count != 1)}"
 
 
 def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
@@ -183,7 +180,7 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
     # tf32 goes with float32 only, see check_precision
     yield "TensorFloat-32" if precision["tf32"] else PRECISION_NAMES[precision["trainer"]]
     threads = torch.get_num_threads()
-    yield f"{threads} thread{'s' * (threads > 1)}"
+    yield number_of(threads, "thread")
 
 
 def _modes(config: Mapping[str, Any], module: Classifier) -> str:
@@ -236,7 +233,7 @@ def log_result(
         best: the best checkpoint; None if the figures belong to the last weights.
         has_test: whether the data have a test split.
     """
-    length = f"{_epochs(trainer.current_epoch)}, {trainer.global_step:,} steps"
+    length = f"{number_of(trainer.current_epoch, 'epoch')}, {trainer.global_step:,} steps"
     log.info("%-8s %s in %s", "trained", length, clock(seconds))
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}

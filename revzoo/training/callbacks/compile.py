@@ -70,7 +70,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
-        # the parts, with the settings of a user's own compile()
+        # each compiled part, with the user's earlier compile() settings
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._replaced: list[tuple[Any, str, Any]] = []  # torch's settings, restored by `undo`
 

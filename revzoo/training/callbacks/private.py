@@ -248,7 +248,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
 
 
 def noise_seed(seed: int, step: int) -> int:
-    """The seed of an optimiser step's noise, different from those of batches and augmentation."""
+    """The seed of an optimiser step's noise, which batches and augmentation do not use."""
     # those hash up to four numbers; the fifth here must not be 0: trailing zeros do not count
     return hash_seed(seed, step, 0, 0, 1)
 
