@@ -71,6 +71,17 @@ COMMANDS: dict[str, Row] = {
     "pack": Row("commands.pack", "weights and their entry from a checkpoint of training"),
 }
 
+# commands of other programs, such as Lightning's, and ours for the same purpose
+COUNTERPARTS = {
+    "resume": "train --resume RUN_DIR",
+    "fit": "train",
+    "finetune": "train",
+    "test": "eval",
+    "validate": "eval",
+    "models": "list",
+    "summary": "info",
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
@@ -207,7 +218,8 @@ def _command(arguments: list[str]) -> str:
     name: str = overview.parse_args(arguments).command
     if name not in COMMANDS:
         listed = ", ".join(COMMANDS)
-        hint = did_you_mean(name, COMMANDS)
+        ours = COUNTERPARTS.get(name)
+        hint = f"; use revzoo {ours}" if ours else did_you_mean(name, COMMANDS)
         overview.error(f"argument COMMAND: invalid choice: {name!r} (choose from {listed}){hint}")
     return name
 

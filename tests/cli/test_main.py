@@ -16,7 +16,7 @@ from small_weights import change, small, write_entry
 
 import revzoo
 from revzoo.cli import invocation
-from revzoo.cli.main import COMMANDS, closed_output, interruptible_imports, main
+from revzoo.cli.main import COMMANDS, COUNTERPARTS, closed_output, interruptible_imports, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +42,16 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         main(["lits"])
     assert ended.value.code == 2
     assert "invalid choice: 'lits' (choose from" in capsys.readouterr().err
+
+
+def test_a_command_of_another_program_is_answered_with_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["resume", "runs/a"])
+    assert capsys.readouterr().err.endswith("; use revzoo train --resume RUN_DIR\n")
+    assert {ours.partition(" ")[0] for ours in COUNTERPARTS.values()} <= COMMANDS.keys()
+    assert not COUNTERPARTS.keys() & COMMANDS.keys()
 
 
 def test_list_prints_names_that_match(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +93,7 @@ def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
 def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "revnet38.small.json").touch()  # names come from the folder, not from the files
     script = (
-        "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, main\n"
+        "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, COUNTERPARTS, main\n"
         "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
         "    output = io.StringIO()\n"
         "    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):\n"
