@@ -28,7 +28,7 @@ from revzoo.core.fixedpoint import (
     backing_tensors,
 )
 from revzoo.core.global_state import autocast_dtypes
-from revzoo.core.guard import Guard
+from revzoo.core.guard import Guard, Replayed
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -156,15 +156,9 @@ class TapeEntry:
         if self.samples and computed:
             assert self.limit is not None
             half = torch.float16 in (*self.dtypes, *self.conditions.autocast_dtypes)
-            guard.compare(
-                self.step,
-                self.name,
-                self.limit,
-                self.samples,
-                computed,
-                half=half,
-                inverts=self.inverts or self.rounded,
-            )
+            inverts = self.inverts or self.rounded
+            replayed = Replayed(self.step, self.name, self.limit, half, inverts)
+            guard.compare(replayed, self.samples, computed)
 
     def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""

@@ -24,8 +24,8 @@ NOTE [ Words and floats ]
     3. A float32 tensor holds 24 bits of a word. An output that was saved to a file has only these,
        so inverting it has the error of one rounding. With 14 fractional bits or fewer, float32
        holds the whole word.
-    4. A step that only moves values runs on the words, too. The other exact steps compute sums,
-       with the functions of this module.
+    4. A step that only moves values runs on the words, too. The other exact steps compute sums
+       (:mod:`revzoo.core.sums`).
     5. With ``grid="auto"`` the range of a chain of steps is at least 16 times the largest value
        that enters it. It is computed on the device, for each input.
     6. Sums overflow beyond 31 bits. So a value or stream beyond 30 bits turns the whole stream into
@@ -38,7 +38,6 @@ NOTE [ Words and floats ]
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import threading
@@ -52,32 +51,22 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from revzoo.core import integer_kernels
-from revzoo.core.bits import unpack_bits
 from revzoo.core.global_state import autocast_dtypes, runs_eagerly
 from revzoo.core.integer_kernels import (
-    add_and_read,
     in_chunks,
-    quantise,
     read,
     renew,
-    shift_in,
-    shift_out,
     subtract,
-    subtract_and_read,
 )
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
 AUTO = "auto"
 DEFAULT_BITS = 23
-MOST_BITS = 29
+MAX_BITS = 29
 # 23 + 29 fractional bits: as precise as float64 near 1
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
-_LARGEST_RANGE = 2.0**116  # also for an infinite input: the end of the range must be a float32
-# the fewest bits that grid="auto" chooses: each doubling of the input above 4 costs one
-COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
 
 Grid = int | str
 
@@ -102,10 +91,10 @@ class Scale:
         self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
         self._nan = torch.full_like(down, math.nan)
 
-    def down_within(self, peak: Tensor) -> Tensor:
-        """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
-        # a comparison on the device, since reading the peak would stall it
-        return torch.where(peak < self.end, self.down, self._nan)
+    def down_within(self, amax: Tensor) -> Tensor:
+        """``down``; NaN where the ``amax`` is beyond the range (rule 6)."""
+        # a comparison on the device, since reading the amax would stall it
+        return torch.where(amax < self.end, self.down, self._nan)
 
 
 def fraction_bits(scale: Scale) -> int:
@@ -143,7 +132,7 @@ class within:
 _numbers = itertools.count()
 
 
-class Peak:
+class Amax:
     """The largest magnitude of a stream and of all values added to it so far.
 
     The first value beyond the range stays.
@@ -152,15 +141,15 @@ class Peak:
         value: a scalar, on the device.
         scale: the stream's grid.
         half: whether float16 was involved, which overflows in a plain network, too.
-        parts: the peaks of the streams that its values come from, if there are several.
+        parts: the amaxes of the streams that its values come from, if there are several.
         step: the step that computed the stream; None outside of steps.
-        number: later peaks have larger numbers.
+        number: later amaxes have larger numbers.
     """
 
     __slots__ = ("half", "number", "parts", "scale", "step", "value")
 
     def __init__(
-        self, value: Tensor, scale: Scale, *, half: bool, parts: tuple[Peak, ...] = ()
+        self, value: Tensor, scale: Scale, *, half: bool, parts: tuple[Amax, ...] = ()
     ) -> None:
         self.value = value
         self.scale = scale
@@ -170,33 +159,33 @@ class Peak:
         self.number = next(_numbers)
 
 
-def _peak(value: Tensor, scale: Scale, *parts: Tensor) -> Peak:
-    """The peak of a stream that is computed here from ``parts``."""
+def amax_of(value: Tensor, scale: Scale, *parts: Tensor) -> Amax:
+    """The amax of a stream that is computed here from ``parts``."""
     half = torch.float16 in (*(t.dtype for t in parts), *autocast_dtypes(value.device))
-    return Peak(value, scale, half=half)
+    return Amax(value, scale, half=half)
 
 
-def _joined(peaks: Iterable[Peak | None]) -> Peak | None:
-    """The peak of streams that have exchanged values."""
-    known = [peak for peak in peaks if peak is not None]
+def _joined(amaxes: Iterable[Amax | None]) -> Amax | None:
+    """The amax of streams that have exchanged values."""
+    known = [amax for amax in amaxes if amax is not None]
     if len({*known}) < 2:
         return known[0] if known else None
-    parts = tuple({part: None for peak in known for part in peak.parts or (peak,)})
+    parts = tuple({part: None for amax in known for part in amax.parts or (amax,)})
     value, scale = parts[0].value, parts[0].scale
     for part in parts[1:]:
         # a NaN counts, unless the other value is beyond the range, which explains the NaN
         finite = torch.fmax(value, part.value)
         value = torch.where(finite < scale.end, value.maximum(part.value), finite)
-    joined = Peak(value, scale, half=any(part.half for part in parts), parts=parts)
+    joined = Amax(value, scale, half=any(part.half for part in parts), parts=parts)
     joined.step = parts[0].step  # a step that moves values is not the cause
     return joined
 
 
-def peaks_of(state: Iterable[Tensor | Fixed]) -> list[Peak]:
-    """The peaks of the streams that have words and values."""
-    known = [t.peak for t in as_fixed(state) if isinstance(t, Fixed) and t.peak is not None]
-    peaks = (part for peak in known for part in peak.parts or (peak,))
-    return [peak for peak in peaks if has_values(peak.value)]
+def amaxes_of(state: Iterable[Tensor | Fixed]) -> list[Amax]:
+    """The amaxes of the streams that have words and values."""
+    known = [t.amax for t in as_fixed(state) if isinstance(t, Fixed) and t.amax is not None]
+    amaxes = (part for amax in known for part in amax.parts or (amax,))
+    return [amax for amax in amaxes if has_values(amax.value)]
 
 
 class Fixed:
@@ -206,18 +195,18 @@ class Fixed:
         words: int32, or int64 for float64 streams.
         scale: its grid.
         dtype: of the float tensor.
-        peak: None for an empty stream.
+        amax: None for an empty stream.
     """
 
-    __slots__ = ("dtype", "peak", "scale", "words")
+    __slots__ = ("amax", "dtype", "scale", "words")
 
     def __init__(
-        self, words: Tensor, scale: Scale, dtype: torch.dtype, peak: Peak | None = None
+        self, words: Tensor, scale: Scale, dtype: torch.dtype, amax: Amax | None = None
     ) -> None:
         self.words = words
         self.scale = scale
         self.dtype = dtype
-        self.peak = peak
+        self.amax = amax
 
     @property
     def shape(self) -> torch.Size:
@@ -227,13 +216,13 @@ class Fixed:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        if self.peak is not None:  # an empty stream has nothing to read
-            in_chunks(read, (self.words, floats), self.scale.down_within(self.peak.value))
+        if self.amax is not None:  # an empty stream has nothing to read
+            in_chunks(read, (self.words, floats), self.scale.down_within(self.amax.value))
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """A stream with the same values in other places."""
-        return Fixed(words, self.scale, dtype or self.dtype, self.peak)
+        return Fixed(words, self.scale, dtype or self.dtype, self.amax)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
@@ -257,9 +246,9 @@ def counting_changes() -> AbstractContextManager[Any]:
 def check_bits(grid: Grid) -> None:
     """Raise a ValueError unless ``grid`` is valid."""
     whole = isinstance(grid, int) and not isinstance(grid, bool)
-    if grid != AUTO and not (whole and 0 <= int(grid) <= MOST_BITS):
+    if grid != AUTO and not (whole and 0 <= int(grid) <= MAX_BITS):
         raise ValueError(
-            f"grid={grid!r}: expected the number of fractional bits, 0 to {MOST_BITS} "
+            f"grid={grid!r}: expected the number of fractional bits, 0 to {MAX_BITS} "
             f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
             f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
         )
@@ -293,7 +282,8 @@ def fixed_of(t: Tensor) -> Fixed | None:
     return None if words_by_view is None else words_by_view.get(_view_key(t))
 
 
-def _set_words(t: Tensor, fixed: Fixed) -> None:
+def set_words(t: Tensor, fixed: Fixed) -> None:
+    """Make ``fixed`` the words of ``t``."""
     # on the storage, which aliases share; torch keeps one Python object for it as long as it lives
     # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
@@ -325,12 +315,12 @@ def renew_words(state: Iterable[Tensor]) -> None:
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
         in_chunks(renew, (t.detach(), fixed.words.data), scale.up, scale.down)
-        if (known := fixed.peak) is not None:
+        if (known := fixed.amax) is not None:
             size = largest(t)
             # the cause of a NaN stays, until all values are finite again
             stays = (known.value >= scale.end) & ~(size < math.inf)
-            fixed.peak = Peak(torch.where(stays, known.value, size), scale, half=known.half)
-            fixed.peak.step = known.step
+            fixed.amax = Amax(torch.where(stays, known.value, size), scale, half=known.half)
+            fixed.amax.step = known.step
 
 
 def _view_key(t: Tensor) -> tuple[Any, ...]:
@@ -344,59 +334,19 @@ def as_fixed(state: Iterable[Tensor | Fixed]) -> Streams:
 
 def as_floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The state as float tensors; each :class:`Fixed` becomes a tensor with words."""
-    return tuple([_read_with_words(t) if isinstance(t, Fixed) else t for t in state])
+    return tuple([read_with_words(t) if isinstance(t, Fixed) else t for t in state])
 
 
-def _read_with_words(fixed: Fixed) -> Tensor:
+def read_with_words(fixed: Fixed) -> Tensor:
+    """The float tensor, with its words."""
     t = fixed.read()
-    _set_words(t, fixed)
+    set_words(t, fixed)
     return t
 
 
 def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The tensors that hold the state in memory."""
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
-
-
-def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
-    """Round the state to one grid and give it words, unless it has words of that grid.
-
-    The gradient of the rounding is the identity.
-    """
-    wide = any(t.dtype == torch.float64 for t in state)
-    word_type = torch.int64 if wide else torch.int32
-    fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == word_type]
-    if len(fixed) == len(state) and _are_on(grid, fixed):
-        return state
-    bits = grid if isinstance(grid, int) else None
-    down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
-    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
-    return tuple(_rounded_to(t, scale, word_type) for t in state)
-
-
-def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
-    if isinstance(grid, int):
-        return all(f.scale.bits == grid for f in fixed)
-    scale = fixed[0].scale
-    return scale.bits is None and all(f.scale is scale for f in fixed)
-
-
-def _down_for(state: tuple[Tensor, ...]) -> Tensor:
-    """2**-DEFAULT_BITS or more, by the largest value (rule 5 of NOTE [ Words and floats ]).
-
-    A power of two, so that products with it do not round.
-    """
-    sizes = [largest(t).float() for t in state if t.numel()]
-    size = functools.reduce(torch.maximum, sizes) if sizes else _scalar(state, 0.0)
-    size = size.clamp(_EXPECTED_RANGE / 2, _LARGEST_RANGE)
-    # frexp instead of log2, which may round to the wrong power of two
-    mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
-    return size / mantissa * (2.0**-DEFAULT_BITS / _EXPECTED_RANGE)
-
-
-def _scalar(state: tuple[Tensor, ...], value: float) -> Tensor:
-    # float32 for any default dtype; filled on the device, without a transfer
-    return state[0].new_full((), value, dtype=torch.float32)
 
 
 def largest(t: Tensor) -> Tensor:
@@ -410,162 +360,13 @@ def largest(t: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-def _note(peaks: list[Peak]) -> None:
-    """Report the peaks to the guard, which checks them at the end of the backward pass."""
-    # every gradient that flows through the stream passes the node that computed it
-    if peaks:
-        from revzoo.core.guard import note_peaks  # imports this module
+def amaxes_used_by(fixed: Fixed) -> list[Amax]:
+    """The amaxes that decide whether gradients through this stream are right.
 
-        note_peaks(peaks)
-
-
-def _used_by(fixed: Fixed) -> list[Peak]:
-    """The peaks that decide whether gradients through this stream are right.
-
-    Includes the peaks of the running step's streams: the sums that computed them may lie outside
+    Includes the amaxes of the running step's streams: the sums that computed them may lie outside
     the graph that runs backward.
     """
-    return peaks_of((*_running.state, fixed))
-
-
-class _Rounded(torch.autograd.Function):
-    """``x`` -> the float tensor of its words; the gradient is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        ctx.peaks = _used_by(fixed)
-        return _read_with_words(fixed)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        _note(ctx.peaks)
-        return gradient, None
-
-
-def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
-    words = torch.empty_like(x, dtype=kind)
-    in_chunks(quantise, (x.detach(), words), scale.up)
-    peak = _peak(largest(x), scale, x) if x.numel() else None
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak))
-    return rounded
-
-
-def _summed(
-    fill: Callable[..., None],
-    fixed: Fixed,
-    parts: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    *options: Any,
-    weight: int,
-) -> tuple[Tensor, Fixed]:
-    """Compute a sum; returns its float tensor, with words, and the words.
-
-    Args:
-        fill: computes the sum from ``parts`` into words and floats.
-        fixed: the stream that is added to.
-        parts: the summands; the value is the last one.
-        dtype: of the float tensor.
-        *options: passed to ``fill`` after the scales.
-        weight: how many times the value counts in the peak.
-    """
-    value, words, scale = parts[-1], torch.empty_like(fixed.words), fixed.scale
-    with counting_changes():
-        total = torch.empty_like(words, dtype=dtype)
-    summed = Fixed(words, scale, dtype)
-    if value.numel():
-        peak = largest(value) if weight == 1 else weight * largest(value).float()
-        if fixed.peak is not None:
-            # the first value beyond the range stays: it causes every later NaN
-            before = fixed.peak.value
-            peak = torch.where(before < scale.end, peak.maximum(before), before)
-        in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
-        # fmax: a NaN of rule 6 must not hide the value that caused it
-        summed.peak = _peak(torch.fmax(peak, largest(total)), scale, value, total)
-    _set_words(total, summed)
-    return total, summed
-
-
-class _Sum(torch.autograd.Function):
-    """``x + sign * value`` on the words of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
-        ctx.sign, ctx.dtype = sign, value.dtype
-        fill = add_and_read if sign > 0 else subtract_and_read
-        total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
-        ctx.peaks = _used_by(summed)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        _note(ctx.peaks)
-        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
-
-
-def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
-    """``x + sign * value``, rounded to the grid of ``x``, with words.
-
-    Args:
-        x: a stream.
-        value: of the same shape.
-        fixed: the words of ``x``.
-        sign: 1 or -1.
-    """
-    total: Tensor = _Sum.apply(x, value, fixed, sign)
-    return total
-
-
-class _SecondDifference(torch.autograd.Function):
-    """``(1 + b) value - 2 b x + b before`` on the words of ``before``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
-    ) -> Tensor:
-        # the gradient ignores the rounding and the dropped bits
-        ctx.b, ctx.dtype = 2.0**-bits, value.dtype
-        # 2 b x is at most as large as the stream, so value and 2 b x count as two values
-        parts = (fixed.words, x, value)
-        total, summed = _summed(shift_in, fixed, parts, x.dtype, bits, weight=2)
-        ctx.peaks = _used_by(summed)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _note(ctx.peaks)
-        b = ctx.b
-        of_value = (gradient * (1 + b)).to(ctx.dtype)
-        return gradient * b, gradient * (-2 * b), of_value, None, None
-
-
-def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
-    """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
-
-    Args:
-        before: a stream; the product with b drops the low ``bits`` of its words.
-        x: the stream that ``value`` was computed from.
-        value: of the same shape.
-        fixed: the words of ``before``.
-        bits: at least 1.
-    """
-    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
-    return total
-
-
-def undo_second_difference(
-    total: Fixed, x: Tensor, value: Tensor, side: Tensor, bits: int
-) -> Fixed:
-    """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
-    words = torch.empty_like(total.words)
-    in_chunks(shift_out, (total.words, x, value, words), total.scale.up, bits)
-    # the shift has left zeros in the low bits, where the dropped bits go
-    words |= unpack_bits(side, words, bits)
-    return total.with_words(words)
-
-
-def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
-    """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
+    return amaxes_of((*_running.state, fixed))
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -595,7 +396,7 @@ def move_words(
     moved = apply_to_words(fn, [f for f in fixed if f is not None], kinds)
     for t, f in zip(outputs, moved, strict=True):
         if fixed_of(t) is None:
-            _set_words(t, f)
+            set_words(t, f)
 
 
 def apply_to_words(
@@ -615,8 +416,8 @@ def apply_to_words(
         raise ValueError(f"{_NOT_MOVED}: {error}") from error
     if kinds != {state[0].words.dtype}:
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
-    peak = _joined(f.peak for f in state)
-    first = Fixed(state[0].words, state[0].scale, state[0].dtype, peak)
+    amax = _joined(f.amax for f in state)
+    first = Fixed(state[0].words, state[0].scale, state[0].dtype, amax)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
     return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)
 

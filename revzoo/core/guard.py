@@ -39,11 +39,11 @@ NOTE [ Channels that are lost in rounding ]
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -53,19 +53,19 @@ from torch.autograd.graph import register_multi_grad_hook
 from revzoo._checks import is_number
 from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint import (
+    Amax,
     Fixed,
-    Peak,
     Streams,
+    amaxes_of,
     as_floats,
     keeps_words,
     largest,
-    peaks_of,
 )
 from revzoo.core.invertible import State, Step
 from revzoo.core.ranges import (
     first_beyond_limit,
     magnitudes_of,
-    name_of_peak,
+    name_of_amax,
     range_error,
     read,
     warn_of_coarse_grids,
@@ -80,7 +80,8 @@ from revzoo.core.samples import (
 )
 from revzoo.core.tensors import address, has_values, values_of
 
-COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
+# compare at most this many steps of a chain; of a longer one every second, fourth, ...
+COMPARED = 256
 
 
 class DriftError(RuntimeError):
@@ -95,36 +96,31 @@ class DriftError(RuntimeError):
     reason: str = ""
 
 
+class Replayed(NamedTuple):
+    """A replayed step.
+
+    Attributes:
+        step: the step.
+        name: its path and type.
+        limit: its largest allowed drift.
+        half: whether it ran in float16.
+        inverts: whether the replay inverts, or starts from values with rounding errors.
+    """
+
+    step: Step
+    name: str
+    limit: float
+    half: bool
+    inverts: bool
+
+
 class _Comparison:
     """The sampled values of one reconstructed stream, to compare with the forward pass's."""
 
-    __slots__ = (
-        "actual",
-        "half",
-        "inverts",
-        "limit",
-        "name",
-        "overflowed",
-        "ranges",
-        "samples",
-        "step",
-        "used",
-    )
+    __slots__ = ("actual", "overflowed", "ranges", "replayed", "samples", "used")
 
-    def __init__(
-        self,
-        step: Step,
-        name: str,
-        limit: float,
-        samples: Samples,
-        computed: Tensor | Fixed,
-        *,
-        half: bool,
-        inverts: bool,
-    ) -> None:
-        self.step = step
-        self.name = name
-        self.limit = limit
+    def __init__(self, replayed: Replayed, samples: Samples, computed: Tensor | Fixed) -> None:
+        self.replayed = replayed
         self.samples = samples
         if isinstance(computed, Tensor):
             computed = values_of(computed.detach())
@@ -137,8 +133,6 @@ class _Comparison:
             for channels in samples.plan.channels
             if isinstance(computed, Tensor)
         ]
-        self.half = half
-        self.inverts = inverts
         self.overflowed = False  # whether the chain ended in values that are not finite
         self.used = False
 
@@ -168,26 +162,12 @@ class Guard:
                 ]
                 _Pass.of(task).guards.append(self)
 
-    def compare(
-        self,
-        step: Step,
-        name: str,
-        limit: float,
-        samples: list[Samples],
-        computed: Sampled,
-        *,
-        half: bool,
-        inverts: bool,
-    ) -> None:
-        """Record a replay's values, to compare with the samples of the forward pass.
-
-        ``half``: whether the step ran in float16; ``inverts``: whether the replay inverts, or
-        starts from values with rounding errors.
-        """
+    def compare(self, replayed: Replayed, samples: list[Samples], computed: Sampled) -> None:
+        """Record a replay's values, to compare with the samples of the forward pass."""
         for sampled in samples:
             if (t := computed[sampled.stream]) is None:
                 continue
-            comparison = _Comparison(step, name, limit, sampled, t, half=half, inverts=inverts)
+            comparison = _Comparison(replayed, sampled, t)
             self._comparisons.append(comparison)
             if isinstance(t, Tensor):
                 self._waiting.append((address(t), comparison))
@@ -219,11 +199,11 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "guards", "peaks")
+    __slots__ = ("__weakref__", "amaxes", "guards")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        self.peaks: list[Peak] = []
+        self.amaxes: list[Amax] = []
 
     @staticmethod
     def of(task: int) -> _Pass:
@@ -249,29 +229,19 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
-        if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.peaks)):
+        if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.amaxes)):
             return
-        magnitudes = magnitudes_of(self.peaks)
+        magnitudes = magnitudes_of(self.amaxes)
         first = first_beyond_limit(magnitudes)
         beyond = first if first is not None and _is_checked(first[0]) else None
         if beyond is not None and math.isfinite(beyond[1]):
             raise range_error(*beyond)
         warn_of_coarse_grids(magnitudes)
-        # one transfer for all chains
-        sizes = iter(read([size for start, _ in figures for size in start]))
-        comparisons: list[_Comparison] = []
-        for start, of_chain in figures:
-            if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
-                # NOTE [ Streams that overflow ]
-                if any(comparison.half for comparison in of_chain):
-                    continue
-                for comparison in of_chain:
-                    comparison.overflowed = True
-            comparisons += of_chain
+        comparisons = _comparable(figures)
         if beyond is not None:  # NOTE [ Streams that overflow ]
-            floating = [c for c in comparisons if c.step.grid is None]
+            floating = [c for c in comparisons if c.replayed.step.grid is None]
             if len(floating) < len(comparisons) and not beyond[0].half:
-                _warn_of_peak(*beyond)
+                _warn_of_amax(*beyond)
             comparisons = floating
         try:
             _check_comparisons(comparisons)
@@ -284,17 +254,32 @@ class _Pass:
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
-def note_peaks(peaks: list[Peak]) -> None:
+def note_amaxes(amaxes: list[Amax]) -> None:
     """Check ranges of streams at the end of the running backward pass.
 
     Peaks of steps without a guard only explain the drift of other steps.
     """
-    if peaks and (running := _Pass.running()) is not None:
-        running.peaks += peaks
+    if amaxes and (running := _Pass.running()) is not None:
+        running.amaxes += amaxes
 
 
-def _is_checked(peak: Peak) -> bool:
-    return peak.step is None or peak.step.drift_limit is not None
+def _comparable(figures: list[tuple[list[Tensor], list[_Comparison]]]) -> list[_Comparison]:
+    """The comparisons of all chains; see NOTE [ Streams that overflow ]."""
+    # one transfer for all chains
+    sizes = iter(read([size for start, _ in figures for size in start]))
+    comparisons: list[_Comparison] = []
+    for start, of_chain in figures:
+        overflowed = not all(map(math.isfinite, [next(sizes) for _ in start]))
+        if overflowed and any(c.replayed.half for c in of_chain):
+            continue
+        for comparison in of_chain:
+            comparison.overflowed = overflowed
+        comparisons += of_chain
+    return comparisons
+
+
+def _is_checked(amax: Amax) -> bool:
+    return amax.step is None or amax.step.drift_limit is not None
 
 
 def _is_guarded(step: Step) -> bool:
@@ -302,17 +287,17 @@ def _is_guarded(step: Step) -> bool:
 
 
 class ForwardRange:
-    """The peaks of outputs that need no gradient, which no backward pass checks."""
+    """The amaxes of outputs that need no gradient, which no backward pass checks."""
 
     def __init__(self) -> None:
-        self._peaks: list[Peak] = []
+        self._amaxes: list[Amax] = []
 
     def add(self, step: Step, outputs: State) -> None:
-        """Record the peaks of a guarded step's outputs that need no gradient."""
-        # Moved words keep their peak, and the sums after them report it. Without gradients, steps
+        """Record the amaxes of a guarded step's outputs that need no gradient."""
+        # Moved words keep their amax, and the sums after them report it. Without gradients, steps
         # that move values count: nothing may come after them.
         if _is_guarded(step) and not (step.moves_values and torch.is_grad_enabled()):
-            self._peaks += peaks_of(t for t in outputs if not t.requires_grad)
+            self._amaxes += amaxes_of(t for t in outputs if not t.requires_grad)
 
     def check(self, outputs: State) -> None:
         """Raise a RangeError if a stream left its range.
@@ -320,14 +305,14 @@ class ForwardRange:
         If ``outputs`` need gradients, later steps are trained: then it raises at the end of their
         backward pass. Otherwise it raises now, after a host sync.
         """
-        if not (peaks := self._peaks):
+        if not (amaxes := self._amaxes):
             return
         # a leaf is the caller's own tensor
         if computed := [t for t in outputs if t.grad_fn is not None]:
-            register_multi_grad_hook(computed, lambda _: note_peaks(peaks), mode="any")
+            register_multi_grad_hook(computed, lambda _: note_amaxes(amaxes), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
-        first = first_beyond_limit(magnitudes_of(peaks))
+        first = first_beyond_limit(magnitudes_of(amaxes))
         if first is not None and math.isfinite(first[1]):
             raise range_error(*first)
 
@@ -353,38 +338,35 @@ def _check_comparisons(comparisons: list[_Comparison]) -> None:
         _measure(alike, errors, lost)
     of_step: dict[Step, float] = {}
     for comparison in comparisons:
-        of_step[comparison.step] = max(of_step.get(comparison.step, 0.0), errors[comparison])
+        step = comparison.replayed.step
+        of_step[step] = max(of_step.get(step, 0.0), errors[comparison])
     for step, error in of_step.items():
         step.drift = error
     if overflowed := [comparison for comparison in comparisons if comparison.overflowed]:
         _warn_of_overflow(overflowed)
     # not <=, so that NaN raises, too
     for comparison in comparisons:
-        if not errors[comparison] <= comparison.limit:
+        if not errors[comparison] <= comparison.replayed.limit:
             raise _failure(
                 comparison, *_explain(comparison, errors[comparison], max(errors.values()))
             )
     for comparison in comparisons:
         # a channel must keep half as many digits as the limit demands of the stream
-        if comparison.used and not lost[comparison] <= math.sqrt(comparison.limit):
+        if comparison.used and not lost[comparison] <= math.sqrt(comparison.replayed.limit):
             raise _failure(comparison, *_explain_lost(comparison, lost[comparison]))
 
 
-def _warn_of_peak(peak: Peak, value: float) -> None:
+def _warn_of_amax(amax: Amax, value: float) -> None:
     _warn(
-        f"{name_of_peak(peak)}: a stream or a value added to it is {value:g}",
+        f"{name_of_amax(amax)}: a stream or a value added to it is {value:g}",
         "as in plain training, unless an earlier stream left the range of its grid",
     )
 
 
 def _warn_of_overflow(comparisons: list[_Comparison]) -> None:
     # in forward order: the last replay is of the first step; the samples are of its input
-    finite = [
-        comparison
-        for comparison in reversed(comparisons)
-        if comparison.samples.figures.isfinite().all()
-    ]
-    where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
+    finite = [c.replayed.name for c in reversed(comparisons) if c.samples.figures.isfinite().all()]
+    where = f"finite up to the input of {finite[-1]}" if finite else "not finite at its start"
     what = f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}"
     _warn(what, "as in plain training")
 
@@ -400,7 +382,7 @@ def _warn(what: str, where_else: str) -> None:
 
 def _failure(comparison: _Comparison, reason: str, advice: str) -> DriftError:
     error = DriftError(reason + advice)
-    error.step, error.reason = comparison.step, reason
+    error.step, error.reason = comparison.replayed.step, reason
     return error
 
 
@@ -421,15 +403,14 @@ def _measure(
     comparisons: list[_Comparison], errors: dict[_Comparison, float], lost: dict[_Comparison, float]
 ) -> None:
     """Measure errors relative to the stream, and to the spread of the worst channel."""
-    plans = [c.samples.plan for c in comparisons]
-    expected = torch.stack([c.samples.figures for c in comparisons]).cpu().double()
-    operand = torch.stack([c.samples.operand for c in comparisons]).cpu().double()
-    actual = torch.stack([c.actual for c in comparisons]).cpu().double()
+    figures = [(c.samples.figures, c.samples.operand, c.actual) for c in comparisons]
+    expected, operand, actual = (torch.stack(t).cpu().double() for t in zip(*figures, strict=True))
     # the sums become means, whose error is never larger than the largest error of a value
-    each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
-    total = weights_of(expected.device, each, torch.float64).sum()
-    for figures in (expected, actual):
-        figures[:, -sums:] /= total
+    plan = comparisons[0].samples.plan
+    sums = len(plan.summed) // plan.each
+    total = weights_of(expected.device, plan.each, torch.float64).sum()
+    for values in (expected, actual):
+        values[:, -sums:] /= total
     overflowed = torch.tensor([[c.overflowed] for c in comparisons], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     not_compared = ~expected.isfinite() | overflowed & ~actual.isfinite()
@@ -437,6 +418,13 @@ def _measure(
     # not relative to each value: rounding errors have the size of the largest summand
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    errors.update(zip(comparisons, relative.tolist(), strict=True))
+    lost.update(zip(comparisons, _worst_channels(comparisons, difference).tolist(), strict=True))
+
+
+def _worst_channels(comparisons: list[_Comparison], difference: Tensor) -> Tensor:
+    """The largest error of a channel, relative to the channel's spread, for each comparison."""
+    plans = [c.samples.plan for c in comparisons]
     worst, at = torch.zeros(len(comparisons), dtype=torch.float64, device="cpu"), 0
     for k, channels in enumerate(plans[0].channels):
         ends = [torch.stack([c.ranges[k][i] for c in comparisons]).cpu().double() for i in (0, 1)]
@@ -449,25 +437,25 @@ def _measure(
         # spread 0: the whole channel is shifted by a constant, which no norm amplifies
         ratio = torch.where(spread > 0, of_channel / spread, 0)
         worst, at = torch.maximum(worst, ratio.amax(1)), at + count
-    errors.update(zip(comparisons, relative.tolist(), strict=True))
-    lost.update(zip(comparisons, worst.tolist(), strict=True))
+    return worst
 
 
 def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, str]:
     """The reason and the advice of an error."""
+    step, name, limit, _, inverts = comparison.replayed
     reason = (
-        f"{comparison.name}: a recomputed stream is off by {error:.2g} of its size (limit "
-        f"{comparison.limit:g}; worst of this backward pass {worst:.2g})"
+        f"{name}: a recomputed stream is off by {error:.2g} of its size (limit {limit:g}; worst of "
+        f"this backward pass {worst:.2g})"
     )
-    if not comparison.inverts:
+    if not inverts:
         remedy = (
             "It was computed again from the same inputs, so it is not deterministic, or reads "
-            f"values that changed since: {comparison.step.instead}"
+            f"values that changed since: {step.instead}"
         )
-    elif comparison.limit == 0:
+    elif limit == 0:
         remedy = (
             "On a grid it must be equal, so the step is not deterministic, or its output was "
-            f"changed around autograd (y.data, y.numpy()): {comparison.step.instead}"
+            f"changed around autograd (y.data, y.numpy()): {step.instead}"
         )
     else:
         remedy = (
@@ -475,21 +463,22 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, 
             "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
             "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
             "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
-            f"Remedy: {comparison.step.instead_of_inverse}"
+            f"Remedy: {step.instead_of_inverse}"
         )
     return reason, f", so the gradients are wrong. {remedy}"
 
 
 def _explain_lost(comparison: _Comparison, ratio: float) -> tuple[str, str]:
     """The reason and the advice of an error."""
+    replayed = comparison.replayed
     reason = (
-        f"{comparison.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
-        f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g})"
+        f"{replayed.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
+        f"{ratio:.2g} of its spread (limit {math.sqrt(replayed.limit):.2g})"
     )
     return reason, (
         ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "
         "If a normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
-        f"channels, streams of zeros. Remedy: {comparison.step.instead_of_inverse}"
+        f"channels, streams of zeros. Remedy: {replayed.step.instead_of_inverse}"
     )
 
 

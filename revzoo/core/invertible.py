@@ -98,7 +98,7 @@ class Step(nn.Module):
     it adds to its streams (``sums``)."""
 
     sums: bool = False
-    """Whether an exact step adds to its streams (:func:`revzoo.core.fixedpoint.add`) instead of
+    """Whether an exact step adds to its streams (:func:`revzoo.core.sums.add`) instead of
     only moving values."""
 
     needs_words: bool = False
@@ -160,13 +160,12 @@ class Step(nn.Module):
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
-        from revzoo.core.modes import MODES  # imports this module
+        from revzoo.core.modes import effective_mode  # imports this module
 
         if type(self).__call__ is not Step.__call__:
             # a container has no mode: its members may have different ones
             return type(self).__name__
-        recomputed = MODES[self.memory].inverts and not self.invertible
-        return f"{type(self).__name__}[{'recompute' if recomputed else self.memory}]"
+        return f"{type(self).__name__}[{effective_mode(self)}]"
 
     @property
     def outputs(self) -> int:

@@ -37,7 +37,6 @@ from revzoo.core.fixedpoint import (
     Grid,
     can_have_words,
     keeps_words,
-    put_on_grid,
     renew_words,
     within,
 )
@@ -54,6 +53,7 @@ from revzoo.core.invertible import (
 from revzoo.core.offload import offloaded
 from revzoo.core.reach import reached
 from revzoo.core.slots import replays_are_rounded
+from revzoo.core.sums import put_on_grid
 from revzoo.core.tape import differentiates, record
 
 
@@ -102,7 +102,6 @@ class _Recompute(Mode):
     costs = "one more evaluation of each step"
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        # the inverting modes recompute steps without an inverse
         inverts = self.inverts and step.invertible
         # buffers are captured before the forward pass begins
         with alone_in(step.subject):
@@ -163,6 +162,11 @@ def mode_of(name: str) -> Mode:
         hint = did_you_mean(name, MODES)
         raise ValueError(f"unknown memory mode {name!r}: expected one of {known}{hint}")
     return MODES[name]
+
+
+def effective_mode(step: Step) -> str:
+    """The mode in which a step runs: the inverting modes recompute a step without an inverse."""
+    return "recompute" if mode_of(step.memory).inverts and not step.invertible else step.memory
 
 
 def run_step(step: Step, state: State, /, **context: Any) -> State:

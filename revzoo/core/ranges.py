@@ -2,13 +2,13 @@
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does every value computed from it.
-    Each sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient
-    that flows through it is checked, in every mode. It also notes the peaks of its step's streams.
-    A replay notes the peaks of the state that it starts from. A partial graph needs both, since it
+    Each sum notes its :class:`~revzoo.core.fixedpoint.Amax` in its own backward, so every gradient
+    that flows through it is checked, in every mode. It also notes the amaxes of its step's streams.
+    A replay notes the amaxes of the state that it starts from. A partial graph needs both, since it
     may not reach the earlier sums. Where no gradient is needed (frozen steps,
     ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
     trained, after their backward pass. The first value beyond the range stays with the words
-    (``Fixed.peak``), so later sums on them report it, too.
+    (``Fixed.amax``), so later sums on them report it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint import MOST_BITS, Peak, Scale, fraction_bits, peaks_of
+from revzoo.core.fixedpoint import MAX_BITS, Amax, Scale, amaxes_of, fraction_bits
 from revzoo.core.invertible import State, name_of
 
 _FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid
@@ -41,7 +41,7 @@ class RangeError(RuntimeError):
 
 def check_range(state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    beyond = first_beyond_limit(magnitudes_of(peaks_of(state)))
+    beyond = first_beyond_limit(magnitudes_of(amaxes_of(state)))
     if beyond is not None:
         raise range_error(*beyond)
 
@@ -56,30 +56,30 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
 
 
 class _Magnitude(NamedTuple):
-    peak: Peak
+    amax: Amax
     value: float
     end: float  # of the grid's range
 
 
-def magnitudes_of(peaks: list[Peak]) -> list[_Magnitude]:
+def magnitudes_of(amaxes: list[Amax]) -> list[_Magnitude]:
     """The magnitudes of streams in forward order (host sync)."""
     # sums in several steps report the same streams
-    peaks = sorted(set(peaks), key=lambda peak: peak.number)
-    values = read([peak.value for peak in peaks])
-    scales = list(dict.fromkeys(peak.scale for peak in peaks))
+    amaxes = sorted(set(amaxes), key=lambda amax: amax.number)
+    values = read([amax.value for amax in amaxes])
+    scales = list(dict.fromkeys(amax.scale for amax in amaxes))
     end_of = dict(zip(scales, read([scale.end for scale in scales]), strict=True))
-    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(peaks, values, strict=True)]
+    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(amaxes, values, strict=True)]
 
 
-def first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Peak, float] | None:
+def first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Amax, float] | None:
     """The first stream at its limit, and its magnitude.
 
     Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
     beyond = [
         # a NaN in one stream makes the scale of all streams NaN
-        (peak, math.nan if math.isnan(end) else value)
-        for peak, value, end in magnitudes
+        (amax, math.nan if math.isnan(end) else value)
+        for amax, value, end in magnitudes
         if not value < end
     ]
     return next((b for b in beyond if math.isfinite(b[1])), beyond[0] if beyond else None)
@@ -89,22 +89,22 @@ def warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
     """Warn if even the largest values of a chain have few bits: the grid rounds them."""
     by_scale: dict[Scale, list[_Magnitude]] = {}
     for magnitude in magnitudes:
-        by_scale.setdefault(magnitude.peak.scale, []).append(magnitude)
+        by_scale.setdefault(magnitude.amax.scale, []).append(magnitude)
     for scale, of_scale in by_scale.items():
         largest, end = max(m.value for m in of_scale), of_scale[0].end
         # the unit of int32 words is 2^-30 of the range: reading it stalls, so only if it matters
         if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
             unit = float(scale.down)
             if largest < _FEWEST_UNITS * unit:
-                _warn_of_rounding(of_scale[-1].peak, unit, end / largest)
+                _warn_of_rounding(of_scale[-1].amax, unit, end / largest)
 
 
-def _warn_of_rounding(peak: Peak, unit: float, room: float) -> None:
-    bits = fraction_bits(peak.scale)
-    finer = min(MOST_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
+def _warn_of_rounding(amax: Amax, unit: float, room: float) -> None:
+    bits = fraction_bits(amax.scale)
+    finer = min(MAX_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
     remedy = f", or choose revzoo.set_memory(model, 'exact', grid={finer})" if finer > bits else ""
     warnings.warn(
-        f"{name_of_peak(peak)} and the steps before it: all values are below "
+        f"{name_of_amax(amax)} and the steps before it: all values are below "
         f"{_FEWEST_UNITS * unit:.1g}, but grid={bits} rounds them to multiples of {unit:.1g}: "
         f"scale the input{remedy}",
         RuntimeWarning,
@@ -112,16 +112,16 @@ def _warn_of_rounding(peak: Peak, unit: float, room: float) -> None:
     )
 
 
-def name_of_peak(peak: Peak) -> str:
-    """The step that reported the peak, for messages."""
-    return "a step" if peak.step is None else name_of(peak.step)
+def name_of_amax(amax: Amax) -> str:
+    """The step that reported the amax, for messages."""
+    return "a step" if amax.step is None else name_of(amax.step)
 
 
-def range_error(peak: Peak, value: float) -> RangeError:
+def range_error(amax: Amax, value: float) -> RangeError:
     """The error for a stream of this magnitude; names the step and a grid that fits."""
-    end = float(peak.scale.end)
-    name = name_of_peak(peak)
-    bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
+    end = float(amax.scale.end)
+    name = name_of_amax(amax)
+    bits = -1 if math.isnan(end) else fraction_bits(amax.scale)
     if not math.isfinite(value):
         # values beyond the range read as NaN, too
         limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""

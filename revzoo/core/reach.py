@@ -32,7 +32,7 @@ from revzoo.core.places import (
 from revzoo.core.search import (
     ABOUT_CLASS,
     CACHE_KEY,
-    MOST_ITEMS,
+    MAX_ITEMS,
     PLAIN_TYPES,
     Search,
     modules_in,
@@ -248,7 +248,7 @@ class Reach:
 
     def containers(self) -> list[tuple[Any, Read, tuple[Any, ...]]]:
         """Reached lists, sets and deques, with a reader and the present items."""
-        found = [(v, read, tuple(read())) for v, n, read in self.lists if n() <= MOST_ITEMS]
+        found = [(v, read, tuple(read())) for v, n, read in self.lists if n() <= MAX_ITEMS]
         kinds = set(map(type, itertools.chain.from_iterable(items for *_, items in found)))
         if not any(issubclass(kind, Tensor) for kind in kinds):
             return found

@@ -15,12 +15,12 @@ from revzoo.core.tensors import has_values, values_of
 
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need
 # little memory.
-SUMS = 64  # most sums compared per stream
+SUMS = 64  # compare at most this many sums of a stream
 FEWEST_SUMS = 8  # fewest sums of a stream, unless it has fewer values
 SUMMED = 64  # values in a sum; fewer in a small stream
 OPERAND = 32  # values sampled of an operand, to know its size
 PER_CHANNEL = 4  # values compared per channel
-CHANNELS = 128  # most channels compared per stream; each training step picks others
+CHANNELS = 128  # compare at most this many channels of a stream; each training step picks others
 VARIANTS = 4  # choices of places in channels, made in advance; each forward pass takes one
 _ROW = 32  # torch's CPU kernels reduce rows of a multiple of this 2 to 20 times faster
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little

@@ -78,7 +78,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
 PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType, Absent))
-MOST_ITEMS = 256  # a dictionary or list with more items is a table, which no forward pass changes
+MAX_ITEMS = 256  # a dictionary or list with more items is a table, which no forward pass changes
 _DEPTH = 4  # levels of containers to search for tensors with a graph
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", CACHE_KEY}
 _STEP_OPTIONS = frozenset(Step.__annotations__)
@@ -309,11 +309,11 @@ class Search:
             self.lists.append(v)
         table = entries(v) if isinstance(v, dict) else None
         items = list(enumerate(_items_of(v)) if table is None else table.items())
-        if table is not None and len(items) <= MOST_ITEMS:
+        if table is not None and len(items) <= MAX_ITEMS:
             self.namespaces.append(table)
         # the usual case, and the only cheap one for long lists
         if PLAIN_TYPES.issuperset(type(item) for _, item in items):
-            if len(items) <= MOST_ITEMS and not isinstance(v, (tuple, frozenset)):
+            if len(items) <= MAX_ITEMS and not isinstance(v, (tuple, frozenset)):
                 self.flat.append(v)
             return
         place = Items(v) if isinstance(v, (list, collections.deque)) else table

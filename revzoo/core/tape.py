@@ -76,9 +76,9 @@ from torch.autograd import forward_ad, profiler
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explain_transforms
 from revzoo.core.conditions import is_replaying, parameters_of
 from revzoo.core.entry import DIFFERENTIATES_INSIDE, TapeEntry
-from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
+from revzoo.core.fixedpoint import Fixed, Streams, amaxes_of, as_fixed, backing_tensors, fixed_of
 from revzoo.core.global_state import capturing_cuda_graph, runs_eagerly
-from revzoo.core.guard import COMPARED, Guard, note_peaks
+from revzoo.core.guard import COMPARED, Guard, note_amaxes
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.slots import (
     Recording,
@@ -312,7 +312,7 @@ class Tape:
             # a kept input (rule 7) has no error, unless the replay of an outer step computed it
             has_error = self._position or self.entries[index].rounded
             self._guard.begin(state if has_error else ())
-            note_peaks(peaks_of(state))
+            note_amaxes(amaxes_of(state))
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):

@@ -18,11 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable, check_number
-from revzoo.core.fixedpoint import Fixed, add, as_floats, fixed_of, keeps_words
+from revzoo.core.fixedpoint import Fixed, as_floats, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.rounding import round_to_grid
+from revzoo.core.sums import add
 from revzoo.core.tensors import unshared
 from revzoo.layers.streams import log_det_dtype, no_change_of_volume
+
+# attribute of a coupling: the methods that it describes, and its value if one of them changes
+_FACTS: Mapping[str, tuple[frozenset[str], Any]] = {
+    "replay": (frozenset(("forward",)), Invertible.replay),
+    "log_det": (frozenset(("forward", "combine")), Invertible.log_det),
+    "forward_with_log_det": (
+        frozenset(("forward", "combine", "log_det")),
+        Invertible.forward_with_log_det,
+    ),
+    "exact": (frozenset(("forward", "combine", "uncombine")), False),
+    "reads_words": (frozenset(("forward", "combine", "uncombine", "replay")), False),
+}
 
 
 class Coupling(Invertible):
@@ -45,22 +58,14 @@ class Coupling(Invertible):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # a subclass that changes the map inherits facts that no longer hold: clear them unless it
-        # states them itself; mixins before the first coupling may change the map, too
+        # a subclass that changes the map inherits attributes that no longer hold: reset those that
+        # it does not define itself; mixins before the first coupling may change the map, too
         bases = cls.__mro__[1:]
         first = next(i for i, c in enumerate(bases) if issubclass(c, Coupling))
         defined = {name for c in (cls, *bases[:first]) for name in vars(c)}
-        changed = {"forward", "combine"} & defined
-        if "forward" in defined and "replay" not in defined:
-            cls.replay = Invertible.replay  # type: ignore[method-assign]
-        if changed and "log_det" not in defined:
-            cls.log_det = Invertible.log_det
-        if (changed or "log_det" in defined) and "forward_with_log_det" not in defined:
-            cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
-        if (changed or "uncombine" in defined) and "exact" not in defined:
-            cls.exact = False
-        if (changed or {"uncombine", "replay"} & defined) and "reads_words" not in defined:
-            cls.reads_words = False
+        for fact, (methods, default) in _FACTS.items():
+            if methods & defined and fact not in defined:
+                setattr(cls, fact, default)
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()

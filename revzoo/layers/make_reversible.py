@@ -18,11 +18,12 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_module, did_you_mean, is_count
-from revzoo.core.fixedpoint import COARSEST_BITS, fraction_bits
+from revzoo.core.fixedpoint import fraction_bits
 from revzoo.core.invertible import Step, kind_of, label_steps, name_of
+from revzoo.core.sums import COARSEST_BITS
 from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
-from revzoo.layers.side_bits import MOST_BITS, NAME, Forward, SideBits
+from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
 
 
 def make_reversible(
@@ -62,8 +63,8 @@ def make_reversible(
         >>> net(torch.randn(2, 5, 16)).sum().backward()
     """
     check_module("model", model)
-    if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
-        raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
+    if bits is not None and not (is_count(bits) and bits <= MAX_BITS):
+        raise ValueError(f"bits={bits!r}: expected 1 to {MAX_BITS}, or None for the plain network")
     if isinstance(blocks, str):
         raise TypeError(f"blocks={blocks!r}: expected a list of paths, blocks=[{blocks!r}]")
     paths = None if blocks is None else list(blocks)
@@ -155,9 +156,12 @@ def _runs(model: nn.Module, paths: list[str] | None = None) -> list[list[nn.Modu
     """The runs of blocks in the modules at ``paths``, or in the whole model."""
     # explicit Residual modules first: the user has marked the branches
     if paths is None:
-        return [*_residuals_in(model), *_runs_in(model)]
-    chosen = [_container(model, path) for path in paths]
-    return [run for m in chosen for run in list(_residuals_in(m)) or _groups(m)]
+        return [*filter(None, [_residuals_in(model)]), *_runs_in(model)]
+    runs: list[list[nn.Module]] = []
+    for module in (_container(model, path) for path in paths):
+        residuals = _residuals_in(module)
+        runs += [residuals] if residuals else _groups(module)
+    return runs
 
 
 def _container(model: nn.Module, path: str) -> nn.Module:
@@ -175,8 +179,8 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.Sequential, nn.ModuleList))
 
 
-def _residuals_in(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The outermost ``Residual`` modules in their order, as one run."""
+def _residuals_in(module: nn.Module) -> list[nn.Module]:
+    """The outermost ``Residual`` modules in their order: one run, or an empty list."""
 
     def outermost(m: nn.Module) -> Iterator[nn.Module]:
         if isinstance(m, Residual):
@@ -184,8 +188,7 @@ def _residuals_in(module: nn.Module) -> Iterator[list[nn.Module]]:
         elif not _inverts(m):
             yield from itertools.chain(*map(outermost, m.children()))
 
-    if run := list(dict.fromkeys(outermost(module))):
-        yield run
+    return list(dict.fromkeys(outermost(module)))
 
 
 def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -194,7 +197,7 @@ def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
         return
     taken: list[nn.Module] = []
     for group in _groups(module):
-        if any(True for block in group for _ in _residuals_in(block)):
+        if any(map(_residuals_in, group)):
             continue
         if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
             continue  # e.g. branches of a block: no list shows that one follows the other

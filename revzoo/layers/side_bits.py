@@ -59,9 +59,6 @@ from revzoo.core.fixedpoint import (
     as_floats,
     fixed_of,
     keeps_words,
-    put_on_grid_of,
-    second_difference,
-    undo_second_difference,
 )
 from revzoo.core.guard import check_forward_range
 from revzoo.core.invertible import (
@@ -73,10 +70,11 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import run_step
 from revzoo.core.slots import put_aside, without_asides
+from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
 from revzoo.core.tensors import has_values, version_of
 
 NAME = "reversible"  # the step's name among the block's modules
-MOST_BITS = 8
+MAX_BITS = 8
 # by x[k]: x[k-1], and the marks of both when x[k] was returned
 _previous: Any = WeakTensorKeyDictionary()
 
@@ -259,12 +257,12 @@ class SideBits(Invertible):
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
         fixed = fixed_of(y)
-        if self.grid != AUTO or fixed is None or fixed.peak is None or not has_values(y):
+        if self.grid != AUTO or fixed is None or fixed.amax is None or not has_values(y):
             return True
         if self.fits is None or y.device.type == "cpu":
-            peak = float(fixed.peak.value)
+            amax = float(fixed.amax.value)
             # infinite values fit no grid, so a new run would not help: the guard raises
-            self.fits = not float(fixed.scale.end) <= peak < math.inf
+            self.fits = not float(fixed.scale.end) <= amax < math.inf
         return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:

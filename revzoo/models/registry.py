@@ -40,6 +40,7 @@ from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.weights.errors import EntryError
+from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 
@@ -334,10 +335,6 @@ def _build(
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
     model.spec = Spec(source.architecture, shaping)
     return model
-
-
-SAVED = "saved"
-"""As ``bits``: keep the bits that the weights were saved with."""
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:

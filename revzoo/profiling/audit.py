@@ -494,4 +494,6 @@ def _plain(twin: nn.Module) -> nn.Module:
 def present_mode(model: nn.Module) -> str:
     """The mode of all steps, ``as set`` if they differ, ``store`` without steps."""
     modes = modes_in(model)
-    return "store" if not modes else modes.pop() if len(modes) == 1 else _MIXED
+    if len(modes) > 1:
+        return _MIXED
+    return modes.pop() if modes else "store"

@@ -18,7 +18,7 @@ from torch import nn
 from revzoo.core.set_memory import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
-from revzoo.profiling.costs import run_step
+from revzoo.profiling.costs import training_step
 from revzoo.profiling.plan import PLANNED, Planner
 from revzoo.profiling.trace import checked_shape
 from revzoo.profiling.twins import images_for, in_training
@@ -89,7 +89,7 @@ def bench(
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)
         device = images.device
-        candidates[mode] = partial(run_step, model, images)
+        candidates[mode] = partial(training_step, model, images)
     log.debug("warming up")
     for run in candidates.values():
         run()  # warms up and allocates the gradients

@@ -149,7 +149,7 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
         yield before, kept + chain.bytes_of(read)
 
 
-def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
+def outcome_of(chain: Chain, choices: Sequence[Choice]) -> Outcome:
     """Peak and time of a chain with one choice per link."""
     peak = max(
         max(before + choice.forward, after + choice.backward)
@@ -237,7 +237,7 @@ def leanest(chain: Chain) -> list[Choice]:
             low = middle + 1
         else:
             # its peak may lie far below the budget: bisect below that peak
-            high = evaluate(free, fitting).peak
+            high = outcome_of(free, fitting).peak
     choices = fastest(chain, high)
     assert choices is not None
     return choices

@@ -35,7 +35,7 @@ def default_loss(outputs: Any) -> Tensor:
     return torch.stack([t.sum() for t in parts]).sum()
 
 
-def run_step(model: nn.Module, images: Tensor) -> None:
+def training_step(model: nn.Module, images: Tensor) -> None:
     """One forward and backward pass."""
     torch.autograd.backward(default_loss(model(images)))
 
@@ -43,7 +43,7 @@ def run_step(model: nn.Module, images: Tensor) -> None:
 def step_peak(model: nn.Module, images: Tensor) -> int:
     """Peak bytes of the tensors that one training step creates."""
     with LiveMemory() as memory:
-        run_step(model, images)
+        training_step(model, images)
     return memory.peak
 
 
@@ -67,5 +67,5 @@ def activation_bytes(model: nn.Module, images: Tensor) -> int:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
         images: a batch; in small batches, bytes that do not grow with the batch distort the result.
     """
-    run_step(model, images)  # allocates the gradients; the second step only adds to them
+    training_step(model, images)  # allocates the gradients; the second step only adds to them
     return step_peak(model, images) // len(images)

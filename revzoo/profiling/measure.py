@@ -161,11 +161,6 @@ def _distinct(measured: Sequence[Choice]) -> Iterable[Choice]:
     return choices.values()
 
 
-def _mode_of(call: StepCall) -> str:
-    """The mode in which a step ran: an inverting mode recomputes steps without an inverse."""
-    return "recompute" if mode_of(call.mode).inverts and not call.inverted else call.mode
-
-
 def _with_words(call: StepCall, streams: Iterable[Allocation]) -> Iterator[bool]:
     """Whether each of a call's streams has words."""
     return (id(t) in call.words for t in streams)
@@ -238,9 +233,11 @@ class _Pieces:
             at, follows = i // 2, kind
             if i % 2:
                 call = self.calls[at]
-                mode, kind = _mode_of(call), (call.inverted, *_with_words(call, call.outputs))
-                tapes = self._kept_of(call, call.inputs) if mode == "recompute" else {}
-                choice = Choice(mode, kind, follows, frozenset(holds), frozenset(tapes), keeps=kept)
+                kind = (call.inverted, *_with_words(call, call.outputs))
+                tapes = self._kept_of(call, call.inputs) if call.mode == "recompute" else {}
+                choice = Choice(
+                    call.mode, kind, follows, frozenset(holds), frozenset(tapes), keeps=kept
+                )
             else:
                 if at < len(self.calls):
                     call = self.calls[at]
@@ -306,7 +303,7 @@ class _Pieces:
         return min(bisect.bisect_right(self.starts, tick), len(self.starts) - 1) - 1
 
     def _peaks_and_costs(self) -> Iterator[tuple[int, int, int]]:
-        """The most bytes alive in each link's forward and backward pass, and its nanoseconds."""
+        """Each link's peaks of live bytes, forward and backward, and its nanoseconds."""
         trace = self.trace
         backward: list[list[int]] = [[] for _ in self.starts[1:]]
         for tick in range(trace.turn, trace.tick):

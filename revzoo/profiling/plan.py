@@ -36,7 +36,7 @@ from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.set_memory import default_mode, set_memory
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
+from revzoo.profiling.chain import Chain, Choice, Outcome, fastest, in_modes, leanest, outcome_of
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.stages import stages_of
@@ -249,7 +249,7 @@ class Planner:
         used = {choice.mode for choice in choices} - {""}
         if nearest not in used:
             return None
-        outcome = evaluate(self.chain, choices)
+        outcome = outcome_of(self.chain, choices)
         allowed = {mode, "recompute"} if mode in INVERTING else {mode}
         if used <= allowed:
             return outcome
@@ -259,7 +259,7 @@ class Planner:
         except ValueError:  # it does not fit every step
             return None
         more = (
-            sum(trace.costs) - evaluate(self._nominal, self._choices(self._nominal, nearest)).cost
+            sum(trace.costs) - outcome_of(self._nominal, self._choices(self._nominal, nearest)).cost
         )
         return Outcome(trace.peak + self.extra, outcome.cost + int(more * self._factor))
 
@@ -283,7 +283,7 @@ class Planner:
 
         A step that the forward pass calls several times is not stored.
         """
-        top = evaluate(self.chain, self._choices(self.chain, "store")).peak
+        top = outcome_of(self.chain, self._choices(self.chain, "store")).peak
         low = self.least
         high = max(low, top + self._reserve)
         intervals = max(1, points - 1)
@@ -303,7 +303,7 @@ class Planner:
         modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
         trace = self._step_in(modes)
         inverting = self.inverting if self.inverting in self.modes else None
-        seconds = evaluate(self.chain, choices).cost / 1e9
+        seconds = outcome_of(self.chain, choices).cost / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
         peak = trace.peak + self.extra
         return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
@@ -491,26 +491,34 @@ def largest(
     """
     low, high = 0, most + 1  # low fits, high does not
     best: int | None = None
-    guess, tries = start, 0
-    before = 0, 0  # the last number and its need
+    guess, tries, last = start, 0, (0, 0)
     while high - low > 1:
-        at = guess = min(max(guess, low + 1), high - 1)
-        bytes_ = need(guess)
-        while bytes_ is None and at > low + 1:  # impossible: try the next smaller number
-            at -= 1
-            bytes_ = need(at)
-        if bytes_ is None:  # no possible number between low and the guess
+        guess = min(max(guess, low + 1), high - 1)
+        found = _possible(need, guess, low)
+        if found is None:
             low = guess
-        elif bytes_ <= budget:
-            best, low = at, guess  # the numbers between them are impossible
+        elif found[1] <= budget:
+            best, low = found[0], guess  # the numbers between them are impossible
         else:
-            high = at
-        guess = (low + high) // 2 if high <= most else 2 * low
+            high = found[0]
         tries += 1
-        if bytes_ is not None:
-            run, rise = at**power - before[0] ** power, bytes_ - before[1]
-            before = at, bytes_
-            if run * rise > 0 and tries < _GUESSES:
-                fits = at**power + (budget - bytes_) * run / rise
-                guess = int(max(0, fits) ** (1 / power))
+        line = None if found is None else _on_line(last, found, budget, power)
+        last = found or last
+        bisection = (low + high) // 2 if high <= most else 2 * low
+        guess = line if line is not None and tries < _GUESSES else bisection
     return best
+
+
+def _possible(need: Callable[[int], int | None], guess: int, low: int) -> tuple[int, int] | None:
+    """The largest possible number from ``guess`` down to above ``low``, and its need."""
+    needs = ((at, need(at)) for at in range(guess, low, -1))
+    return next(((at, size) for at, size in needs if size is not None), None)
+
+
+def _on_line(before: tuple[int, int], now: tuple[int, int], budget: int, power: int) -> int | None:
+    """Where the line through two numbers' needs reaches the budget; None if it does not rise."""
+    run, rise = now[0] ** power - before[0] ** power, now[1] - before[1]
+    if run * rise <= 0:
+        return None
+    fits = now[0] ** power + (budget - now[1]) * run / rise
+    return int(max(0, fits) ** (1 / power))

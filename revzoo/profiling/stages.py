@@ -12,7 +12,8 @@ from collections.abc import Collection
 OUTSIDE = "(outside)"
 """The stage of operators outside the model's parts: in its own ``forward`` or in the loss."""
 
-_MOST = 0.8  # share of the layers; the longest of a network's four stages has up to three quarters
+# of the layers; the longest of a network's four stages has up to three quarters
+_MAX_SHARE = 0.8
 _LONGEST = 10  # colours in a picture: a longer list of blocks is one stage
 
 
@@ -35,7 +36,7 @@ def stages_of(paths: Collection[str]) -> dict[str, str]:
         kinds = {item.rstrip("0123456789") for item in inside}
         wraps = not opened and len(parts) == 1 and kinds != {""}
         is_long = len(kinds) == 1 and len(inside) > _LONGEST
-        if not inside or (not wraps and (parts[name] <= _MOST * len(layers) or is_long)):
+        if not inside or (not wraps and (parts[name] <= _MAX_SHARE * len(layers) or is_long)):
             break
         opened = f"{opened}{name}."
         wrapper = opened if wraps else wrapper

@@ -53,7 +53,7 @@ from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.global_state import CountedDraws
 from revzoo.core.invertible import Step, is_container
-from revzoo.core.modes import DEVICE_MODES, MODES, mode_of
+from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.reach import reached
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
@@ -125,7 +125,6 @@ class StepCall:
     Attributes:
         name: its path in the model.
         mode: the memory mode in which it runs.
-        inverted: whether it is inverted: its mode inverts, and it has an inverse.
         layout: of each input stream.
         context: the keyword arguments, with a :class:`Layout` in place of each tensor.
         inputs: storages of the input streams, in order; two streams may share one.
@@ -137,7 +136,6 @@ class StepCall:
 
     name: str
     mode: str
-    inverted: bool
     start: int
     layout: tuple[Layout, ...]
     context: dict[str, Any]
@@ -145,6 +143,11 @@ class StepCall:
     outputs: list[Allocation] = field(default_factory=list)
     words: dict[int, Allocation] = field(default_factory=dict)
     end: int = -1
+
+    @property
+    def inverted(self) -> bool:
+        """Whether the backward pass inverts it."""
+        return mode_of(self.mode).inverts
 
 
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]
@@ -365,16 +368,14 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         index = self._current[-1]
         if index < 0 and isinstance(module, Step) and not is_container(module):
             state = [t for t in args if isinstance(t, Tensor)]
-            inverted = mode_of(module.memory).inverts and module.invertible
             layout = tuple(map(Layout.of, state))
             # without the tensors: a reference from here would keep them alive
             context = tree_map_only(Tensor, Layout.of, kwargs)
             streams = [self.allocation_of(t) for t in state]
             if self.calls:
                 self._note_moved_words()
-            self.calls.append(
-                StepCall(name, module.memory, inverted, self.tick, layout, context, streams)
-            )
+            mode = effective_mode(module)
+            self.calls.append(StepCall(name, mode, self.tick, layout, context, streams))
             self._note_words(self.calls[-1], state)
             index = len(self.calls) - 1
         self._current.append(index)

@@ -35,7 +35,7 @@ from revzoo.core.guard import DriftError
 from revzoo.core.invertible import Step
 from revzoo.core.modes import mode_of
 from revzoo.core.ranges import RangeError
-from revzoo.training.callbacks.sample_gradients import ReadsNorms
+from revzoo.training.callbacks.sample_norms import ReadsNorms
 from revzoo.training.checkpoint.state import RunState, can_drift, set_grid, set_states, states_of
 from revzoo.training.distributed import gathered
 from revzoo.training.lightning_compat import callbacks_of

@@ -13,6 +13,9 @@ from revzoo.weights.run_files import BEST, CHECKPOINTS, best_of_run
 from revzoo.weights.table import SHIPPED
 
 SUFFIX = ".safetensors"
+SAVED = "saved"
+"""As ``bits``: keep the bits that the weights were saved with."""
+
 FILES = (".ckpt", SUFFIX, ".pt", ".pth", ".pt2", ".onnx")
 
 

@@ -176,7 +176,7 @@ def test_a_huge_folder_of_configurations_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``--config-dir /`` read the whole disk, twice."""
-    monkeypatch.setattr(compose, "MOST_FILES", 10)
+    monkeypatch.setattr(compose, "MAX_FILES", 10)
     for number in range(11):
         (tmp_path / f"{number}.txt").touch()
     with pytest.raises(SystemExit, match="has more than 10 files: expected a folder of config"):

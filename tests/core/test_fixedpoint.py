@@ -27,10 +27,11 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import fixedpoint, integer_kernels
-from revzoo.core.fixedpoint import fixed_of, put_on_grid
+from revzoo.core import integer_kernels, sums
+from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.rounding import round_to_grid
 from revzoo.core.set_memory import assign_memory
+from revzoo.core.sums import put_on_grid
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -308,10 +309,10 @@ class Own(Invertible):
         self.factor = nn.Parameter(torch.tensor(factor))
 
     def forward(self, x1, x2):
-        return x2, fixedpoint.add(x1, x2 * self.factor, fixed_of(x1))
+        return x2, sums.add(x1, x2 * self.factor, fixed_of(x1))
 
     def inverse(self, y1, y2):
-        return fixedpoint.add(y2, y1 * self.factor, fixed_of(y2), sign=-1), y1
+        return sums.add(y2, y1 * self.factor, fixed_of(y2), sign=-1), y1
 
 
 @pytest.mark.parametrize("mode", ["store", "offload", "recompute", "exact"])
@@ -633,7 +634,7 @@ def test_a_plan_with_exact_steps_before_inverted_ones():
 def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
     """Sums of streams and their inverses, of pictures in both layouts, beyond the range, too."""
 
-    def sums(backend):
+    def results_of(backend):
         monkeypatch.setattr(integer_kernels, "backend", backend)
         torch.manual_seed(0)
         found = []
@@ -642,17 +643,17 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
             z[0, 0, 0, 0] = 3e9  # beyond the range
             (x,) = put_on_grid((x.contiguous(memory_format=layout),), grid)
             for value in (y.contiguous(memory_format=layout), y.transpose(2, 3), z):
-                total = fixedpoint.add(x, value, fixed_of(x), sign=1 if value is y else -1)
+                total = sums.add(x, value, fixed_of(x), sign=1 if value is y else -1)
                 back = fixed_of(total).minus(value.clone(), overwrite=True)
-                found += [total, fixed_of(total).peak.value, back.read()]
+                found += [total, fixed_of(total).amax.value, back.read()]
                 if value is not z:  # what an integer does beyond its range is undefined
                     found += [fixed_of(total).words, back.words]
         return found
 
     torch._dynamo.reset()
     integer_kernels._compiled.cache_clear()
-    eager = sums(None)
-    compiled = sums("inductor" if dtype == torch.float32 else "aot_eager")
+    eager = results_of(None)
+    compiled = results_of("inductor" if dtype == torch.float32 else "aot_eager")
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     for a, b in zip(eager, compiled, strict=True):
         assert a.dtype == b.dtype

@@ -12,7 +12,7 @@ from torch import nn
 
 import revzoo
 from revzoo.profiling.audit import audit
-from revzoo.profiling.chain import evaluate, in_modes
+from revzoo.profiling.chain import in_modes, outcome_of
 from revzoo.profiling.plan import Planner
 
 SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
@@ -98,7 +98,7 @@ def test_the_peak_of_each_assignment_is_predicted(name):
             inverted = [mode == "exact" for mode in modes]
             assert (True, False, True) in zip(inverted, inverted[1:], inverted[2:], strict=False)
         else:
-            assert evaluate(planner.chain, choices).peak == pytest.approx(peak, rel=0.01)
+            assert outcome_of(planner.chain, choices).peak == pytest.approx(peak, rel=0.01)
     assert unknown < len(peaks) / 5
 
 
@@ -106,7 +106,7 @@ def test_the_peak_of_each_assignment_is_predicted(name):
 def test_no_assignment_that_fits_is_faster_than_the_plan(name):
     planner, peaks = brute_force(name)
     costs = {
-        modes: evaluate(planner.chain, choices).cost
+        modes: outcome_of(planner.chain, choices).cost
         for modes in peaks
         if (choices := in_modes(planner.chain, modes)) is not None
     }

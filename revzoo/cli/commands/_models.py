@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
+from revzoo.weights.source import SAVED
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
-
-SAVED = "saved"  # as in revzoo.models.registry, which imports torch
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:

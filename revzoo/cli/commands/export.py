@@ -20,6 +20,7 @@ from revzoo._files import file_name
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.run_files import checkpoint_of
+from revzoo.weights.source import SAVED
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace) -> Export:
     from revzoo.interop.export import Export
     from revzoo.models import create_model
-    from revzoo.models.registry import MODELS, SAVED, change_bits
+    from revzoo.models.registry import MODELS, change_bits
     from revzoo.training.checkpoint.restore import restore
 
     if args.image_size is not None:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
-from revzoo.cli.commands._models import SAVED, add_bits_option, bits_of, check_side, side_of
+from revzoo.cli.commands._models import add_bits_option, bits_of, check_side, side_of
 from revzoo.cli.commands._status import show_status
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.terminal import folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.run_files import checkpoint_of
-from revzoo.weights.source import find_entry, resolve_source
+from revzoo.weights.source import SAVED, find_entry, resolve_source
 
 if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the weights
     import torch

@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> None:
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config.compose import check_sweep, compose_whole, to_plain
+    from revzoo.cli.config.compose import check_multirun, compose_whole, to_plain
 
     source = _source(args)
     if args.multirun:
-        check_sweep(args.overrides, source)
+        check_multirun(args.overrides, source)
         _multirun(args, source)
         return
     # Hydra completes an unfinished command line, which cannot be composed

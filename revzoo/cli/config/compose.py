@@ -50,7 +50,7 @@ from revzoo.cli.config.overrides import (
 from revzoo.cli.config.yaml_files import check_growth
 
 HYDRA_VERSION = "1.3"
-MOST_FILES = 10_000  # in a folder of configurations
+MAX_FILES = 10_000  # in a folder of configurations
 CONFIGS = Path(str(files("revzoo.configs")))
 GLOBAL_GROUPS = ("experiment", "debug")  # their files set keys of all sections
 SET_BY_HYDRA = (
@@ -118,10 +118,10 @@ def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
     # islice: someone may give / as the folder
-    paths = list(islice(folder.rglob("*"), MOST_FILES + 1))
-    if len(paths) > MOST_FILES:
+    paths = list(islice(folder.rglob("*"), MAX_FILES + 1))
+    if len(paths) > MAX_FILES:
         raise ConfigError(
-            f"{folder} has more than {MOST_FILES:,} files: expected a folder of configurations"
+            f"{folder} has more than {MAX_FILES:,} files: expected a folder of configurations"
         )
     for path in sorted(paths):
         if path.suffix in (".yaml", ".yml"):
@@ -278,7 +278,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
+def check_multirun(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
     """Check the keys and options of several runs (``-m``), but not their combinations.
 
     Raises:

@@ -36,7 +36,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
 
 ROOT = "data.root"  # a place, which may change without changing a run
-MOST_VALUES = 10_000  # of one key in a multirun
+MAX_VALUES = 10_000  # of one key in a multirun
 # key -> the reason why some options of its group lack it
 REASONS = {
     "model.reversible_bits": "it makes plain networks reversible; RevNets, i-RevNets and RevViTs "
@@ -104,9 +104,9 @@ def _check_range(override: Override, values: RangeSweep) -> None:
     # Hydra makes a list of all values: range(0,1e9) would fill the memory
     step, stop = (values.step, values.stop)
     count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
-    if not step or not 0 <= count <= MOST_VALUES:
+    if not step or not 0 <= count <= MAX_VALUES:
         raise ConfigError(
-            f"{override.input_line}: expected at most {MOST_VALUES:,} values, in steps from the "
+            f"{override.input_line}: expected at most {MAX_VALUES:,} values, in steps from the "
             "first towards the last"
         )
 

@@ -22,7 +22,6 @@ def run_program(
     *,
     output: IO[str] | None = None,
     should_end: Callable[[], bool] | None = None,
-    poll: float = 1.0,
 ) -> int:
     """Start a program and wait until it ends; return its exit status.
 
@@ -33,8 +32,7 @@ def run_program(
     Args:
         command: the program and its arguments.
         output: a file for its output and errors; None for this process's streams.
-        should_end: called every ``poll`` seconds; once it returns True, the program gets SIGTERM.
-        poll: seconds.
+        should_end: called every second; once it returns True, the program gets SIGTERM.
 
     Raises:
         RunStopped: this process received a signal; the program has ended.
@@ -57,10 +55,10 @@ def run_program(
             process.terminate()
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(poll)
+                process.wait(1.0)
             if should_end is not None and process.returncode is None and should_end():
                 process.terminate()
-                # ask once; saving may take several polls
+                # ask once; saving may take longer
                 should_end = None
         if received:
             raise RunStopped(received[0])

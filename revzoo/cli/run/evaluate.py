@@ -17,13 +17,13 @@ from revzoo.cli.config.quick import check_evaluated
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
-from revzoo.layers.side_bits import MOST_BITS
-from revzoo.models.registry import SAVED
+from revzoo.layers.side_bits import MAX_BITS
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_errors
+from revzoo.weights.source import SAVED
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +107,9 @@ def check_eval(config: Mapping[str, Any]) -> None:
     check_choice("split", config["split"], SPLITS)
     if config["batch_size"] is not None:
         check_count("batch_size", config["batch_size"])
-    if config["bits"] not in (SAVED, None, *range(1, MOST_BITS + 1)):
+    if config["bits"] not in (SAVED, None, *range(1, MAX_BITS + 1)):
         raise ConfigError(
-            f"bits={config['bits']}: expected 1 to {MOST_BITS}, null for the plain network, or "
+            f"bits={config['bits']}: expected 1 to {MAX_BITS}, null for the plain network, or "
             f"{SAVED}"
         )
     check_trainer(config["trainer"])

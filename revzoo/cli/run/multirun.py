@@ -20,7 +20,14 @@ from omegaconf import DictConfig
 
 from revzoo._checks import number_of
 from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
+from revzoo.cli.config.compose import (
+    CONFIGS,
+    TRAIN,
+    Source,
+    check_multirun,
+    compose_whole,
+    to_plain,
+)
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import train_words
@@ -106,7 +113,7 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
     Raises:
         ConfigError: naming the key or the range.
     """
-    parsed = check_sweep(overrides, source)
+    parsed = check_multirun(overrides, source)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
     # a job is not a multirun, and gets its folder from here
     shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]

@@ -186,7 +186,7 @@ def train(
                 run = prepare(config, run_dir, stop, resume)
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
-                record(run, run_dir, overrides, resume)
+                record_start(run, run_dir, overrides, resume)
             figures = fit_and_test(
                 run.trainer,
                 run.module,
@@ -269,7 +269,7 @@ def prepare(
     return Run(planned, trainer, module, data, step)
 
 
-def record(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
+def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
     if resume is None:
         write_config(run.config, run_dir)

@@ -18,7 +18,7 @@ from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import TUNER
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
-from revzoo.training.tuning.lr_finder import LRCurve, check_sweep, find_lr
+from revzoo.training.tuning.lr_finder import LRCurve, check_rates, find_lr
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def check_tuner(config: Mapping[str, Any]) -> None:
     check_choice("tuner.then", then, AFTERWARDS)
     check_names(options, KINDS[kind].options, where=TUNER)
     if kind == "lr":
-        check_sweep(**options)
+        check_rates(**options)
     else:
         check_number("tuner.max_size", options["max_size"], low=2, open_high=True)
         if options["max_bytes"] is not None:

@@ -32,7 +32,7 @@ from revzoo.training.callbacks.options import check_options
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
-from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
+from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.weights.run_files import BEST, CHECKPOINTS
 

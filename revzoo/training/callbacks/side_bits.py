@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 from torch import nn
 
 from revzoo._checks import check_count
-from revzoo.layers.side_bits import MOST_BITS, SideBits
+from revzoo.layers.side_bits import MAX_BITS, SideBits
 from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.progress import epoch_of
 
@@ -32,11 +32,11 @@ class AnnealedBits(ChecksModel):
         ValueError: ``epochs`` or ``most`` is out of range.
     """
 
-    def __init__(self, *, epochs: int, most: int = MOST_BITS) -> None:
+    def __init__(self, *, epochs: int, most: int = MAX_BITS) -> None:
         check_count("epochs", epochs)
         check_count("most", most)
-        if most > MOST_BITS:
-            raise ValueError(f"most={most}: expected at most {MOST_BITS}")
+        if most > MAX_BITS:
+            raise ValueError(f"most={most}: expected at most {MAX_BITS}")
         self.epochs, self.most = epochs, most
         self._first: dict[SideBits, int] = {}
 

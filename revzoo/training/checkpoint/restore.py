@@ -10,12 +10,12 @@ from typing import Any
 from revzoo.data.errors import DataError
 from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
-from revzoo.models.registry import SAVED, change_bits
+from revzoo.models.registry import change_bits
 from revzoo.models.save import describing_save
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.errors import EntryError
-from revzoo.weights.source import SUFFIX, resolve_source
+from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 
 EXPORTS = {
     ".pt2": "torch.export.load(FILE).module()(images)",

@@ -25,7 +25,7 @@ from revzoo.training.distributed import gathered, process_count
 from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
 
 
-def random_states() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
     # of all devices: this process learns its device later
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -33,7 +33,7 @@ def random_states() -> dict[str, Any]:
 
 
 def random_states_of_cpu() -> dict[str, Any]:
-    """The part of :func:`random_states` that every machine has."""
+    """The part of :func:`generator_states` that every machine has."""
     # lists: weights_only refuses NumPy's arrays
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
@@ -46,8 +46,8 @@ def random_states_of_cpu() -> dict[str, Any]:
     }
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Restore :func:`random_states`; states of missing devices are ignored."""
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Restore :func:`generator_states`; states of missing devices are ignored."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
@@ -98,7 +98,7 @@ class RunState(pl.Callback):
             logger.save()  # a resumed run does not log the rows before this state again
         return {
             # one state for each rank
-            "random": gathered(random_states()),
+            "random": gathered(generator_states()),
             # sums over all processes: see on_train_start
             "metrics": states_of(self._open_metrics(), sync=True),
             "figures": {**self.figures, **figures},
@@ -170,7 +170,7 @@ class RunState(pl.Callback):
                     logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
             set_states(self._metrics(), state["metrics"])
-        set_random_states(state["random"][trainer.global_rank])
+        set_generator_states(state["random"][trainer.global_rank])
 
     def _check_same_length(self, saved: Mapping[str, Any]) -> None:
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()

@@ -116,7 +116,7 @@ def find_lr(
     Raises:
         ValueError: an argument is out of range, or no trained parameter follows ``optim.lr``.
     """
-    check_sweep(min_lr=min_lr, max_lr=max_lr, steps=steps)
+    check_rates(min_lr=min_lr, max_lr=max_lr, steps=steps)
     _check_that_lr_matters(module, min_lr, max_lr)
     sweep = _Sweep(module)
     with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
@@ -133,7 +133,7 @@ def find_lr(
     return _curve(sweep_result.results["lr"], sweep_result.results["loss"])
 
 
-def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> None:
+def check_rates(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> None:
     """Raise a ValueError for a wrong range or number of steps."""
     check_number("min_lr", min_lr, open_low=True, open_high=True)
     check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)

@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.training.checkpoint.state import random_states, set_random_states
+from revzoo.training.checkpoint.state import generator_states, set_generator_states
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
 
@@ -70,11 +70,11 @@ class Trial(Classifier):
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore the random states afterwards."""
-    states = random_states()
+    states = generator_states()
     try:
         yield
     finally:
-        set_random_states(states)
+        set_generator_states(states)
 
 
 @contextmanager

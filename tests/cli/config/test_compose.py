@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.compose import Source, check_sweep, compose_checked
+from revzoo.cli.config.compose import Source, check_multirun, compose_checked
 from revzoo.cli.config.errors import ConfigError
 
 
@@ -140,11 +140,11 @@ def test_numbers_and_words_that_fit_pass() -> None:
 
 
 def test_sweeps_are_checked_choice_by_choice() -> None:
-    check_sweep(["model=revnet38,resnet32", "optim.lr=0.1,0.2", "seed=range(3)"])
+    check_multirun(["model=revnet38,resnet32", "optim.lr=0.1,0.2", "seed=range(3)"])
     with pytest.raises(ConfigError, match="model=revnet39: no such option"):
-        check_sweep(["model=revnet38,revnet39"])
+        check_multirun(["model=revnet38,revnet39"])
     with pytest.raises(ConfigError, match=r"did you mean 'optim\.lr'"):
-        check_sweep(["optim.lrr=0.1,0.2"])
+        check_multirun(["optim.lrr=0.1,0.2"])
 
 
 def test_hydras_keys_pass() -> None:

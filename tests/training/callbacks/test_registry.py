@@ -37,7 +37,7 @@ from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER
-from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
+from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.csv_logger import MetricsCSV
 

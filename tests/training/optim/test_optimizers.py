@@ -8,8 +8,12 @@ from torch import nn
 import revzoo
 from revzoo.models import create_model
 from revzoo.training.optim import optimizers
-from revzoo.training.optim.groups import split_weights
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.optim.optimizers import (
+    OptimSpec,
+    build_optimizer,
+    build_schedule,
+    split_weights,
+)
 
 
 def names(model: nn.Module, group: dict[str, object]) -> set[str]:

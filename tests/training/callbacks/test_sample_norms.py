@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from revzoo import AdditiveCoupling
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks import sample_gradients
-from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
+from revzoo.training.callbacks import sample_norms
+from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 
 NET = {**TINY, "norm": "group"}
 
@@ -89,8 +89,8 @@ def test_the_picture_has_the_largest_gradients_of_the_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(sample_gradients, "captioned", lambda *a, **k: shown.append(a))
-    monkeypatch.setattr(sample_gradients, "add_image", lambda *a: None)
+    monkeypatch.setattr(sample_norms, "captioned", lambda *a, **k: shown.append(a))
+    monkeypatch.setattr(sample_norms, "add_image", lambda *a: None)
     data = halves(32)
     norms = looped(module().model, *data.tensors).norm(dim=1)
     (callback,) = build_callbacks({"hard_samples": {"count": 4}}, run_dir=tmp_path)
