@@ -5,8 +5,8 @@
 Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, with these
 improvements: branches are evaluated once in the backward pass, statistics count a
 batch once, dropout draws the same mask, ``autograd.grad`` and any number of backward passes work,
-hooks run, the backward pass runs under the forward pass's autocast, and no
-storage of the caller is emptied, so ``x + f(x)`` is right.
+hooks run, the backward pass runs under the forward pass's autocast, and the
+caller's tensors keep their storage, so ``x + f(x)`` is right.
 
 =========================================  =======================================================
 ``keep_input=False``                       memory mode ``invert``

@@ -33,7 +33,7 @@ class StepError(NamedTuple):
 class InverseReport(tuple[StepError, ...]):
     """Errors per dtype and step; the row ``"whole"`` is the round trip of the whole module.
 
-    Of a model with invertible parts it has rows for each part, and none for the whole.
+    For a model with invertible parts it has a row for each part, and none for the whole.
 
     It prints as a table of the relative errors. ``skipped`` maps each dtype without rows to the
     error that the module raised in it.

@@ -55,7 +55,8 @@ class ReplayMismatchError(RuntimeError):
 
 
 # A saved storage of at most 1/512 of the bytes of the step's input stays in the graph, without a
-# slot. A whole chain may keep 16 times as many bytes so: its memory must not grow with its depth.
+# slot. A whole chain may keep at most 16 times as many bytes this way, so that its memory does not
+# grow with its depth.
 _SMALL_SHARE, _SMALL_PER_CHAIN = 512, 16
 
 

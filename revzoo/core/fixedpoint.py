@@ -77,7 +77,7 @@ class Scale:
     Attributes:
         bits: the fractional bits; None if the input decides them.
         down: the value of one unit, a power of two, as a scalar tensor on the streams' device.
-        up: its inverse.
+        up: ``1 / down``.
         end: sums are exact below it.
     """
 
@@ -305,7 +305,7 @@ def forget_stale_words(state: Iterable[Tensor]) -> None:
 def renew_words(state: Iterable[Tensor]) -> None:
     """Set the words of floats that changed without a new version (without a host sync).
 
-    The tape of the steps before holds the same words, so its guard then finds a drift.
+    The tape of the earlier steps shares these words, so its guard reports a drift.
     """
     if not keeps_words():
         return

@@ -8,9 +8,9 @@ each channel). The relative error is the *drift*; its limit is ``Step.drift_limi
 mode ``exact``. In every mode, streams on a grid must stay in its range
 (:mod:`revzoo.core.ranges`).
 
-All figures stay on the device. We read them once, after the backward pass; ranges of outputs that
-need no gradient, in the forward pass. Steps whose limit is None are not guarded: nothing is
-compared or read, and a value beyond the range shows only as NaN.
+All figures stay on the device. We read them once, after the backward pass; only the ranges of
+outputs that need no gradient are read in the forward pass. Steps whose limit is None are not
+guarded: nothing is compared or read, and a value beyond the range shows only as NaN.
 
 NOTE [ Streams that overflow ]
     An infinite output cannot be inverted, and plain training has no finite gradient there either.

@@ -94,7 +94,7 @@ class Step(nn.Module):
     :func:`revzoo.set_memory` changes it."""
 
     exact: bool = False
-    """Whether the step fits mode ``exact``: it only moves values, so it works on integers, too, or
+    """Whether mode ``exact`` supports the step: it only moves values, and so works on integers, or
     it adds to its streams (``sums``)."""
 
     sums: bool = False
@@ -141,8 +141,8 @@ class Step(nn.Module):
     """The same, for a step without an inverse in floating point."""
 
     guarded: bool = True
-    """Whether the guard compares recomputed values. Not needed if the inverse only moves values,
-    and the guard compares the steps beside it."""
+    """Whether the guard compares recomputed values. False for a step that only moves values, if the
+    guard compares the steps beside it."""
 
     label: str = ""
     """The step's place in its model, for error messages."""

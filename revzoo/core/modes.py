@@ -90,7 +90,7 @@ class _Offload(Mode):
     on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        if reached(step.subject)[0].fills_late:  # copies would be taken before
+        if reached(step.subject)[0].fills_late:  # a copy would come before its kernel
             return super().run(step, state, context)
         with beside_replays(step), offloaded(step), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)
@@ -124,7 +124,7 @@ class _Invert(_Recompute):
 
 class _Exact(_Invert):
     name = "exact"
-    costs = "as invert, and sums of integers"
+    costs = "as invert, plus integer sums"
     grid = AUTO
 
     def drift_limit(self, step: Step) -> float | None:
@@ -201,7 +201,7 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     if step.needs_words and mode.inverts and step.grid is None:
         raise ValueError(needs_words(step, mode.name))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
-    # a branch that works in place on its stream trains the two streams on different values
+    # a branch that changes its input in place would make the streams disagree
     versions = versions_of(watched)
     try:
         outputs = mode.run(step, state, context)

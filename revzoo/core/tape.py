@@ -46,12 +46,12 @@ NOTE [ Slots and the tape ]
     9. A step inside another step (a sequence in a branch) has its own tape. The inner tape keeps
        its known state as an activation of the outer step, that is, in a slot. The outer replay
        fills that slot. So memory does not grow with the number of outer steps.
-   10. Nothing precedes the first entry of a chain, so nobody needs its recomputed input. Its replay
-       stops once the last slot is filled. The guard then has no stream to compare, so it compares
-       the last three saved values, and the last three masks or indices. Exception: if the replay
-       starts from rounded values and is guarded, those tensors may be pure rounding error (the mean
-       that a second norm saves). Then the replay runs to the end, and the guard compares the
-       stream.
+   10. The first entry of a chain needs no recomputed input, since no step comes before it. Its
+       replay stops once the last slot is filled. The guard then has no stream to compare, so it
+       compares the last three saved values, and the last three masks or indices. Exception: a
+       guarded replay that starts from rounded values runs to the end, and the guard compares the
+       stream. There the last saved tensors may be pure rounding error (the mean that a second norm
+       saves).
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -127,7 +127,7 @@ def record(
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    # a step with a grid, too, is inverted in floating point if its streams can have no words
+    # even with a grid, a step is inverted in floating point if its streams cannot have words
     rounded = replays_are_rounded() or (
         inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     )
@@ -179,7 +179,7 @@ def _joins(step: Step, state: State) -> bool:
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
     """Whether autograd records the call and hooks of saved tensors can run.
 
-    They cannot in transforms, captured graphs and forward-mode AD.
+    Hooks cannot run in transforms, captured graphs and forward-mode AD.
     """
     # torch.func refuses saved-tensor hooks; a captured graph has no Python objects such as slots,
     # and its compiler decides what to keep
@@ -270,7 +270,7 @@ class Tape:
             self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
         self._returned = [weakref.ref(t) for t in outputs]
         self._landmarks.append(_Landmark(self._position, self._returned, self._marks))
-        # entries of freed tensors stay until the tape dies, and then do no harm (ending_with)
+        # keys of freed tensors stay until the tape is freed; ending_with() compares the tensors
         _open_tapes[id(outputs[-1])] = self
 
     def _thin_samples(self) -> None:

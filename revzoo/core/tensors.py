@@ -1,4 +1,4 @@
-"""Facts about single tensors: their memory, version and layout.
+"""Properties of single tensors: their memory, version and layout.
 
 Strides decide what kernels save, in which order they sum, and which element gets which random
 number. So the inputs of a replay need the strides of the forward pass. With others, saved tensors

@@ -1,4 +1,5 @@
-"""The loaders for training and for evaluation: they begin anywhere and outlive their workers.
+"""The loaders for training and for evaluation: they start at any batch, and restart killed
+workers.
 
 Lightning's protocol (loaders with ``load_state_dict``) does not work here: Lightning 2.6 loads the
 states when it builds the loaders, but a schedule that asks for the number of steps makes it build

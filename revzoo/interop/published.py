@@ -37,7 +37,7 @@ class Source(NamedTuple):
     """The arguments of :func:`revzoo.create_model` for a state dict."""
 
     keys: Callable[[ImageNetwork], Iterator[tuple[str, str]]]
-    """The program's name and ours of each module that holds tensors."""
+    """Pairs (their name, our name) of the modules that hold tensors."""
 
 
 SOURCES: Mapping[str, Source] = {

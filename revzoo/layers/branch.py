@@ -45,8 +45,8 @@ class BasicBranch(_Branch):
     """Two 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
 
     Args:
-        in_channels: channels of the stream read.
-        out_channels: channels of the stream added to.
+        in_channels: channels of the input stream.
+        out_channels: channels of the output.
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
@@ -81,8 +81,8 @@ class BottleneckBranch(_Branch):
     The inner width is ``out_channels / 4``.
 
     Args:
-        in_channels: channels of the stream read.
-        out_channels: channels of the stream added to, a multiple of 4.
+        in_channels: channels of the input stream.
+        out_channels: channels of the output, a multiple of 4.
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
@@ -126,8 +126,8 @@ class TripleBranch(_Branch):
     """Three 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
 
     Args:
-        in_channels: channels of the stream read.
-        out_channels: channels of the stream added to.
+        in_channels: channels of the input stream.
+        out_channels: channels of the output.
         inner: channels between the convolutions.
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.

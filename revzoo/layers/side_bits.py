@@ -248,7 +248,7 @@ class SideBits(Invertible):
         if not before:
             if fixed is not None:
                 return put_on_grid_of(fixed, value)
-            # a block may return its input, but the run tells x[k] and x[k+1] apart
+            # a block may return its input, but a run identifies its states by their tensors
             return value.clone() if value is x else value.to(x.dtype)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)

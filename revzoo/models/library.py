@@ -129,8 +129,8 @@ class LibraryNetwork(ImageNetwork):
 
     Args:
         variant: the name of the network.
-        num_classes: number of logits; 0 for pooled features instead. Unless it is 1,000, as in the
-            library's weights, the network gets a new classifier.
+        num_classes: number of logits; 0 for pooled features instead. For other numbers than the
+            library's 1,000 the classifier is new.
         in_chans: channels of the images.
         memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
         img_size: side of the images in pixels, for networks whose weights depend on it.

@@ -1,11 +1,11 @@
 """Measures the time of each step on a few images.
 
-A step's time is a constant, which Python takes even for the smallest step, plus a part proportional
-to the counted work. The slope between two images and a sample of a few milliseconds gives the
-second part, in mode ``store``; two images in each mode give the constants. For steps so
-large that two images exceed the sample and take longer than ``_LONG``, we time only ``store`` and
-set the constants to 0. Equal steps are timed once. We time copies of steps on random streams and
-keyword arguments, never the model.
+A step's time is a constant, Python's overhead, plus a part proportional to the counted work. The
+slope between two images and a sample of a few milliseconds gives the second part, in mode
+``store``; two images in each mode give the constants. For steps so large that two images exceed the
+sample and take longer than ``_LONG``, we time only ``store`` and set the constants to 0. Equal
+steps are timed once. We time copies of steps on random streams and keyword arguments, never the
+model.
 """
 
 from __future__ import annotations

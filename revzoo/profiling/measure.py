@@ -14,15 +14,15 @@ NOTE [ Neighbours of a step ]
         exact     every third: a coupling passes one of its streams on, so words outlive one step
                   that is not inverted, but not two
 
-    Each of these training steps shifts the turns by one step. The chain has no choice for
+    Each of these training steps shifts the alternation by one step. The chain has no choice for
     neighbours that no training step shows. In ``exact`` this excludes a single invertible step that
     is not inverted between two inverted ones. A step that keeps its activations costs the same
     wherever it could also be recomputed, so one training step in ``store`` is enough.
 
     Each training step takes a second, so we leave out one:
 
-        invert    the training step in ``recompute``: the turns show this mode at every step
-        exact     the last turns, in a network of more than ``_MANY`` steps: the others show each
+        invert    the training step in ``recompute``: the alternating ones show it at every step
+        exact     the last of them, in a network of more than ``_MANY`` steps: the others show each
                   change of modes in many places, but one step in three cannot be the first or last
                   of an inverted run (``docs/experiments.md``, 2026-11-25)
 """

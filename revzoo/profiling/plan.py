@@ -57,7 +57,7 @@ _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
 
 _COUNTED = 8
-"""How many plans the search for one budget counts."""
+"""The search for one budget counts at most this many plans."""
 
 _GUESSES = 8
 """How many numbers :func:`largest` tries before it bisects."""

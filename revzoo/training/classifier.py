@@ -289,7 +289,7 @@ class Classifier(pl.LightningModule):
         images, labels = batch
         logits = at_least_float32(self.retry.evaluate(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
-        # a process may hold repeated images only
+        # all images of a process may be repeated ones
         if count := count_unrepeated(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:count], labels[:count])
             update_metrics(self.metrics_of(split), loss, logits[:count], labels[:count])

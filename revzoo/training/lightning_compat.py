@@ -58,7 +58,7 @@ def optimiser_steps(fit_state: dict[str, Any]) -> int:
     return steps
 
 
-def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
+def pending_row(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
     """The step and figures that Lightning logs after the callbacks of a batch or an epoch.
 
     Such a callback may save a checkpoint; a kill before the row is logged would lose the row.

@@ -196,7 +196,7 @@ class ClippedGradients:
         return (self._images, *args[1:])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
-        # taken over, so that the next forward pass cannot see them
+        # take the images away: the next forward pass must not see them
         images, self._images = self._images, None
         if images is None:
             return None

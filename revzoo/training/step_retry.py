@@ -1,6 +1,6 @@
 """Computes a training step again if its activations drifted or left their range.
 
-A drift beyond its limit makes the gradients of a step wrong, and happens again at every resume:
+A drift beyond its limit makes the gradients of a step wrong, and a resumed run would drift again:
 under bfloat16 autocast, all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
 steps. So we switch the drifted parts of the network to mode ``recompute``, which keeps their
 inputs, and compute the step again from the same state. If a stream leaves the range of its integers

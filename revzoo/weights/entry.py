@@ -40,7 +40,7 @@ class WeightsEntry:
         sha256: of the whole file, 64 hexadecimal digits.
         file: name of a safetensors file, beside the entry or in the hub's repository.
         url: ``https://...`` of the file, or ``hf-hub:owner/name``.
-        default: whether this entry is meant by the architecture's name without a tag.
+        default: whether the architecture's name without a tag selects this entry.
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.

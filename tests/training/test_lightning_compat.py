@@ -62,12 +62,12 @@ class Watch(pl.Callback):
             lightning_compat.batches_of_epoch(trainer),
             lightning_compat.batches_of_run(trainer),
         )
-        row = lightning_compat.row_to_come(trainer)
+        row = lightning_compat.pending_row(trainer)
         assert row is not None
         self.notes.append((*counts, lightning_compat.epoch_is_open(trainer), row[0]))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        row = lightning_compat.row_to_come(trainer)
+        row = lightning_compat.pending_row(trainer)
         assert row is not None
         assert "train/loss" in row[1]
         self.notes.append((lightning_compat.epoch_is_open(trainer), row[0]))

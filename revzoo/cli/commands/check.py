@@ -16,7 +16,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     # no choices=...: argparse would not explain the word
-    parser.add_argument("what", metavar="data", help="the word data")
+    parser.add_argument("what", metavar="data", help="the literal word: data")
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of images")
     parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from revzoo.profiling.plan import Plan, Planner
 
 Shape = tuple[int, int, int, int]
-"""Of a batch of images."""
+"""The shape (B, C, H, W) of a batch."""
 
 DEEPEST = 8
 """The greatest depth that ``--fit depth`` tries, in multiples of the network's own."""

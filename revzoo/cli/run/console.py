@@ -151,7 +151,7 @@ def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
 
 def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
     """How many images each epoch leaves out, if they are many."""
-    # independently drawn batches do not leave out images
+    # Poisson batches leave out no images
     if callbacks_of(trainer, PrivateTraining):
         return ""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)

@@ -22,7 +22,7 @@ from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import gathered, process_count
-from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
+from revzoo.training.lightning_compat import count_epochs, epoch_is_open, pending_row
 
 
 def generator_states() -> dict[str, Any]:
@@ -93,7 +93,7 @@ class RunState(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
-        row = row_to_come(self._trainer)
+        row = pending_row(self._trainer)
         for logger in self._trainer.loggers:
             logger.save()  # a resumed run does not log the rows before this state again
         return {

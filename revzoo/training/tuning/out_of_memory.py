@@ -1,4 +1,4 @@
-"""An out-of-memory error lists the used memory and the needs of each memory mode.
+"""An out-of-memory error lists the memory used, and what each memory mode would need.
 
 We count the needs in one training step of the same model with few images on the CPU: the peak of
 all tensors alive at the same time. An evaluation keeps no activations in any mode, so only a
