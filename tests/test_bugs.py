@@ -42,6 +42,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.compat import memcnn
 from revzoo.core import search
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.samples import sample
@@ -3115,3 +3116,95 @@ def test_an_order_drawn_outside_of_torch_is_noticed():
     )
     with pytest.raises(DriftError):
         y.sum().backward()
+
+
+def test_an_inverse_that_draws_inside_a_forward_pass():
+    """The inverse put the random state back, so its step seemed to draw nothing."""
+    results = []
+    for disable in (True, False):
+        torch.manual_seed(0)
+        branch = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+        coupling = memcnn.AdditiveCoupling(branch, nn.Linear(4, 4))
+        y = torch.randn(4, 8, requires_grad=True)
+        x = memcnn.InvertibleModuleWrapper(coupling, disable=disable).inverse(y)
+        state = torch.get_rng_state()
+        x.square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append([y.grad, *(p.grad for p in coupling.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Forks(nn.Linear):
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            noise = torch.rand(x.shape)
+        return super().forward(x) * noise
+
+
+class Seeds(nn.Linear):
+    def forward(self, x):
+        torch.manual_seed(7)
+        return super().forward(x) * torch.rand(x.shape)
+
+
+@pytest.mark.parametrize("kind", [Forks, Seeds])
+@pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
+def test_branches_that_set_the_random_state(kind, memory):
+    """A state that was the same afterwards counted as one that nothing was drawn from."""
+    torch.manual_seed(0)
+    seq = ReversibleSequence([AdditiveCoupling(kind(8, 8)) for _ in range(2)], memory=memory)
+    for _ in range(2):  # from the second pass on, the seed leaves the state as it was
+        x1, x2 = torch.ones(2, 3, 8, requires_grad=True)
+        found, expected = [], []
+        for mode, results in ((memory, found), ("store", expected)):
+            set_memory(seq, mode, grid=seq.steps[0].grid)
+            torch.manual_seed(7)
+            torch.rand(3, 8)
+            y1, y2 = seq(x1, x2)
+            torch.rand(3)
+            state = torch.get_rng_state()
+            results += torch.autograd.grad((y1 * y2).sum(), [x1, x2, *seq.parameters()])
+            assert torch.equal(torch.get_rng_state(), state)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_layers_with_other_kernels_without_gradients(train):
+    """``exact`` inverted them without gradients: other last bits, and so a DriftError."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    torch.manual_seed(0)
+    branch = Recurrent() if train else nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    steps = [AdditiveCoupling(nn.Linear(8, 8)), AdditiveCoupling(branch)]
+    seq = ReversibleSequence(steps, memory="exact", dim=-1).train(train)
+    # the first output does not depend on the last step, which is only inverted
+    y1, _ = seq(*torch.randn(2, 3, 5, 8, requires_grad=True))
+    y1.sum().backward()
+    assert drift(seq) == {"steps.0": 0, "steps.1": 0}
+
+
+def test_a_ctc_loss_of_sequences_of_several_lengths():
+    """Its kernel leaves a part of its table unfilled, which the guard compared."""
+    lengths, targets = torch.tensor([20, 12, 9]), torch.tensor([[1, 2, 3], [2, 1, 4], [3, 3, 5]])
+
+    def loss(x):
+        targets_length = torch.tensor([3, 2, 3])
+        return nn.functional.ctc_loss(x.log_softmax(-1), targets, lengths, targets_length)
+
+    for _ in range(20):
+        x = torch.randn(20, 3, 6, requires_grad=True)
+        y = checkpoint(loss, x)
+        # other tensors take the place of the freed table
+        del [torch.full((420,), 1e3) for _ in range(20)][:]
+        (gradient,) = torch.autograd.grad(y, x)
+        (expected,) = torch.autograd.grad(loss(x), x)
+        assert torch.equal(gradient, expected)

@@ -6,10 +6,11 @@ BatchNorm count the batch twice, and it uses flags and parameters as they are in
 
 NOTE [ What a replay restores ]
     1. Random state: of the CPU, of the inputs' devices, and of each ``torch.Generator`` that the
-       step reaches or receives as a keyword argument, if the step drew from it. Afterwards the
-       caller's state is restored, so a replay does not change the caller's random numbers. Steps of
-       layers that draw no random numbers are left out (``Reach.draws_nothing``). For threads see
-       NOTE [ Threads ] in :mod:`revzoo.core.threads`.
+       step reaches or receives as a keyword argument, if the step drew from it, or sets states
+       (``Reach.resets_states``), which hides that it drew. Afterwards the caller's state is
+       restored, so a replay does not change the caller's random numbers. Steps of layers that draw
+       no random numbers are left out (``Reach.draws_nothing``). For threads see NOTE [ Threads ] in
+       :mod:`revzoo.core.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
        device and dtype, the allowed attention kernels, and deterministic algorithms.
     3. Plain values: ``training`` and all other numbers, flags and strings of every module, and of
@@ -150,7 +151,8 @@ class Conditions:
             self._random = CountedDraws()
         else:
             generators = (g for each in self._reaches for g in each.generators)
-            self._random = RandomStates((CPU, *accelerators, *generators))
+            resets = any(each.resets_states for each in self._reaches)
+            self._random = RandomStates((CPU, *accelerators, *generators), resets=resets)
 
     @property
     def restores_buffers(self) -> bool:
@@ -160,7 +162,7 @@ class Conditions:
     @property
     def may_stop(self) -> bool:
         """Whether each tensor has its values when autograd saves it: a replay may stop there."""
-        return not any(reach.fills_late for reach in self._reaches)
+        return not any(reach.leaves_unfilled for reach in self._reaches)
 
     @property
     def has_lazy_layers(self) -> bool:

@@ -219,11 +219,12 @@ class TapeEntry:
 
     def invert(self, outputs: Streams) -> Streams:
         """The step's inputs, without recording."""
-        versions = versions_of(outputs)
-        with torch.no_grad(), self._forward_conditions(inverting=True):
-            # only replay() can use the tensors put aside; here it records nothing
-            if self._aside is not None:
-                inputs: Streams = self.step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[operator]
+        versions, step = versions_of(outputs), self.step
+        assert isinstance(step, Invertible)
+        with torch.no_grad(), self._forward_conditions(inverting=not step.reads_words):
+            # by its replay if it has integers, which must come out to the bit
+            if step.reads_words:
+                inputs: Streams = step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[arg-type]
             else:
                 inputs = self._run_inverse(outputs)
         refuse_changed_outputs(self.name, outputs, versions)
@@ -365,13 +366,19 @@ def _with_strides(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
 
 
 class _NoRecorder:
-    """The argument of :meth:`Invertible.replay` when nothing is recorded."""
+    """The argument of :meth:`Invertible.replay` when nothing is recorded.
+
+    It runs parts with gradients on, as the forward pass did, and keeps nothing. Without gradients
+    torch computes some layers by other kernels, whose last bits differ (``nn.LSTM``, and
+    ``nn.TransformerEncoderLayer`` in evaluation).
+    """
 
     complete = True
 
     def __init__(self, entry: TapeEntry) -> None:
         self.needs = entry.needs
         self.aside = entry.aside
+        self.with_strides = entry.with_strides
 
     def __call__(
         self,
@@ -382,7 +389,10 @@ class _NoRecorder:
         *,
         last: bool = False,
     ) -> State:
-        return as_state(fn(*inputs, **context))
+        leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
+        with torch.enable_grad(), Recording(_drop, _refuse):
+            outputs = as_state(fn(*leaves, **context))
+        return tuple(map(_leaf, outputs))
 
 
 class SlotRecorder:
@@ -520,6 +530,10 @@ def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
         with torch.no_grad():
             leaf = torch.ops.aten.alias(leaf)  # view_as() would change strides of dimensions of 1
     return leaf.requires_grad_(t.requires_grad if needs_gradient is None else needs_gradient)
+
+
+def _drop(_: Tensor) -> None:
+    pass
 
 
 def _refuse(_: None) -> Tensor:

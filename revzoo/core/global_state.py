@@ -51,10 +51,12 @@ def set_random_states(states: States) -> None:
 class RandomStates:
     """The random states before a forward pass, if it draws from them (rule 1)."""
 
-    __slots__ = ("_after", "_before", "_entered", "_locked", "_mark", "sources")
+    __slots__ = ("_after", "_before", "_entered", "_locked", "_mark", "_resets", "sources")
 
-    def __init__(self, sources: tuple[Source, ...]) -> None:
+    def __init__(self, sources: tuple[Source, ...], *, resets: bool = False) -> None:
+        """``resets``: whether the step's code may set a random state."""
         self.sources = sources
+        self._resets = resets
         self._before: States = {}
         self._after: States = {}
         self._entered = self._locked = False
@@ -78,11 +80,12 @@ class RandomStates:
             return draws
         before, after = self._before, random_states(self.sources)
         changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
-        # another thread's replay may have restored the state, which hides draws of this thread
-        hidden = not (self._locked or threads.swaps.alone(self._mark))
+        # a state that was put back hides draws: by the step's code (torch.random.fork_rng), by the
+        # inverse of a sequence in it, or by a replay in another thread
+        hidden = self._resets or not threads.swaps.quiet_since(self._mark)
         self._before = before if hidden else changed
         self._after = {s: after[s] for s in self._before}
-        return bool(changed)
+        return bool(changed) or (hidden and draws)
 
     def release(self) -> None:
         """Release the lock that :meth:`begin` has taken."""

@@ -90,7 +90,7 @@ class _Offload(Mode):
     on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        if reached(step.subject)[0].fills_late:  # a copy would come before its kernel
+        if reached(step.subject)[0].leaves_unfilled:  # a copy would come before its kernel
             return super().run(step, state, context)
         with beside_replays(step), offloaded(step), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)

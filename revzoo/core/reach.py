@@ -49,9 +49,20 @@ _NORMALIZE = frozenset(
     ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats")
 )
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE
-# Functions that fill a tensor after autograd has saved it: a replay that stops there would read it
-# unfilled. In evaluation they never fill it, so we cannot compare it, either.
-_FILL_LATE = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
+# Functions that fill a tensor after autograd has saved it, or never fill all of it: we can neither
+# stop a replay there nor compare the tensor. RReLU's noise is not filled in evaluation; the CTC
+# loss's table only up to the length of each sequence.
+_UNFILLED = frozenset(
+    ("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_", "ctc_loss", "_ctc_loss")
+)
+# Functions that set a random state, of torch and of Lightning: afterwards it can be the same as
+# before, although numbers were drawn.
+_SET_STATES = frozenset(
+    (
+        *("fork_rng", "set_rng_state", "set_rng_state_all", "set_state", "manual_seed"),
+        *("isolate_rng", "seed_everything"),
+    )
+)
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
     "_modules",
@@ -145,13 +156,14 @@ class Reach:
         "changes_unseen",
         "draws",
         "enclosing",
-        "fills_late",
         "generators",
+        "leaves_unfilled",
         "lists",
         "locks",
         "names",
         "namespaces",
         "owned",
+        "resets_states",
         "runs_code",
         "scripted",
         "shares_buffers",
@@ -186,9 +198,10 @@ class Reach:
             + [place.get(key) for place, key, _ in self.tensors]
         )
         self.names = search.names
-        self.fills_late = not _FILL_LATE.isdisjoint(names) or any(
-            isinstance(m, nn.RReLU) for m in self._members
+        self.leaves_unfilled = not _UNFILLED.isdisjoint(names) or any(
+            isinstance(m, (nn.RReLU, nn.CTCLoss)) for m in self._members
         )
+        self.resets_states = not _SET_STATES.isdisjoint(names)
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)

@@ -34,7 +34,7 @@ _PATIENCE = 10.0  # seconds; forward passes of single steps are much shorter
 
 
 class Sections:
-    """Counts running sections; nested sections of one thread count once."""
+    """Counts running sections. For other threads, nested sections of one thread count once."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -45,6 +45,7 @@ class Sections:
         """Begin a section."""
         depth: int = getattr(self._own, "depth", 0)
         self._own.depth = depth + 1
+        self._own.entered = getattr(self._own, "entered", 0) + 1
         if depth == 0:
             with self._mutex:
                 self._entered += 1
@@ -57,14 +58,15 @@ class Sections:
             with self._mutex:
                 self._inside -= 1
 
-    def now(self) -> tuple[int, bool]:
-        """A mark, for :meth:`alone`."""
+    def now(self) -> tuple[int, int, bool]:
+        """A mark, for :meth:`quiet_since`."""
         entered = self._entered  # read first, to notice a section that begins between the two reads
-        return entered, self._inside == (getattr(self._own, "depth", 0) > 0)
+        alone = self._inside == (getattr(self._own, "depth", 0) > 0)
+        return entered, getattr(self._own, "entered", 0), alone
 
-    def alone(self, mark: tuple[int, bool]) -> bool:
-        """Whether no other thread's section has overlapped the time since ``mark``."""
-        return mark[1] and self._entered == mark[0]
+    def quiet_since(self, mark: tuple[int, int, bool]) -> bool:
+        """Whether since ``mark`` no other thread was in a section, and this one began none."""
+        return mark[2] and (self._entered, getattr(self._own, "entered", 0)) == mark[:2]
 
 
 swaps = Sections()  # replays that swap the random state
