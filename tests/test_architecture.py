@@ -122,14 +122,29 @@ def test_an_import_upward_is_found(floor: str, line: str) -> None:
 def test_only_a_call_of_a_step_imports_the_engine_late() -> None:
     """An import in a function may hide a circle; in the core, we allow one."""
     late = {
-        (path.name, name)
-        for path in (PACKAGE / "core").glob("*.py")
+        (path.name, node.module)
+        for path in (PACKAGE / "core").rglob("*.py")
         for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for name in imports(function, ("revzoo", "core"))
-        if name.startswith("revzoo.") and name.count(".") == 2
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("revzoo.")
     }
     assert late == {("invertible.py", "revzoo.core.modes")}
+
+
+CORE = ("restore", "fixedpoint", "guard", "replay")
+
+
+@pytest.mark.parametrize("folder", CORE)
+def test_the_folders_of_the_core_import_downward(folder: str) -> None:
+    above = CORE[CORE.index(folder) + 1 :]
+    upward = [
+        (path.name, name)
+        for path in (PACKAGE / "core" / folder).glob("*.py")
+        for name in imports(ast.parse(path.read_text()), ("revzoo", "core", folder))
+        if name.startswith(tuple(f"revzoo.core.{other}" for other in above))
+    ]
+    assert upward == []
 
 
 def test_every_folder_is_a_floor() -> None:

@@ -43,10 +43,10 @@ from revzoo import (
     set_memory,
 )
 from revzoo.compat import memcnn
-from revzoo.core import search
 from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.samples import sample
-from revzoo.core.tape import Tape
+from revzoo.core.guard.samples import sample
+from revzoo.core.replay.tape import Tape
+from revzoo.core.restore import search
 from revzoo.interop.foreign import read_tensors
 from revzoo.layers.lean import Lean
 from revzoo.profiling.live import LiveMemory
@@ -1891,8 +1891,8 @@ def test_a_dropped_graph_whose_weights_came_from_its_own_chain(mode):
             alive.add(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("revzoo.core.tape.Tape", Counted)
-        patch.setattr("revzoo.core.tape.Tape.ending_with", staticmethod(Tape.ending_with))
+        patch.setattr("revzoo.core.replay.tape.Tape", Counted)
+        patch.setattr("revzoo.core.replay.tape.Tape.ending_with", staticmethod(Tape.ending_with))
         y = net(*vectors().chunk(2, dim=1))
         weights = {k: v + y[0].mean() for k, v in net.named_parameters()}
         z = torch.func.functional_call(net, weights, y)

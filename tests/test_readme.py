@@ -126,13 +126,13 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_tree_of_the_readme_is_the_tree() -> None:
-    """Every folder of the package and every file of the core is in it, and nothing else."""
+    """Every folder of the package, and all that the core holds, is in it, and nothing else."""
     tree = README.read_text().partition("## The tree\n\n```\n")[2].partition("```")[0]
     named = set(re.findall(r"(?<![\w/-])([a-z_]\w*(?:/|\.py))", tree))
-    folders = {
-        f"{path.name}/" for path in (ROOT / "revzoo").iterdir() if (path / "__init__.py").exists()
-    }
-    files = {path.name for path in (ROOT / "revzoo" / "core").glob("[!_]*.py")}
+    package = ROOT / "revzoo"
+    inside = (*package.iterdir(), *(package / "core").iterdir())
+    folders = {f"{path.name}/" for path in inside if (path / "__init__.py").exists()}
+    files = {path.name for path in (package / "core").glob("[!_]*.py")}
     there = {"configs/", "revzoo/", "tests/", "benchmarks/", "notebooks/", "docs/"}
     mentioned = {"train.py", "main.py", "test_architecture.py", "results/"}
     assert named == folders | files | there | mentioned

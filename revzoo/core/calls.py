@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.words import (
     Streams,
     backing_tensors,
     counting_changes,
@@ -24,7 +24,7 @@ from revzoo.core.fixedpoint import (
     within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
-from revzoo.core.reach import has_global_hooks
+from revzoo.core.restore.reach import has_global_hooks
 from revzoo.core.tensors import address, as_dense, version_of
 
 

@@ -4,8 +4,9 @@ Libraries for these quantities keep the input of each layer from a forward hook 
 So all inputs stay alive, and a reversible network saves no memory. If activations are recomputed,
 the forward hooks also run twice. Here a layer's input is one more tensor that the step saves for
 the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the tape ]
-in :mod:`revzoo.core.tape`). A mode that drops activations drops it, too; the replay fills it in
-again, and it is freed after the layer's backward. So only the inputs of one step are alive at once.
+in :mod:`revzoo.core.replay.tape`). A mode that drops activations drops it, too; the replay fills it
+in again, and it is freed after the layer's backward. So only the inputs of one step are alive at
+once.
 
 NOTE [ Captured inputs ]
     1. The forward hook saves the inputs in the forward pass and in each replay, so both save the
@@ -33,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.global_state import runs_eagerly
-from revzoo.core.slots import graph_is_kept, save_for_backward
+from revzoo.core.replay.slots import graph_is_kept, save_for_backward
+from revzoo.core.restore.global_state import runs_eagerly
 
 OnGradient = Callable[["Call", Tensor], None]
 
@@ -112,7 +113,7 @@ class Call:
 
 
 class _Capture:
-    """The forward hook; the search of :mod:`revzoo.core.search` ignores objects of this package."""
+    """The forward hook. :mod:`revzoo.core.restore.search` ignores objects of this package."""
 
     def __init__(self, on_gradient: OnGradient) -> None:
         self.on_gradient = on_gradient

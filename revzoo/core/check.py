@@ -12,11 +12,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import refuse_changed_outputs, versions_of
-from revzoo.core.conditions import Conditions
-from revzoo.core.fixedpoint import apply_with_words
+from revzoo.core.fixedpoint.words import apply_with_words
+from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
-from revzoo.core.ranges import RangeError
+from revzoo.core.restore.conditions import Conditions
 
 Module = TypeVar("Module", bound=nn.Module)
 

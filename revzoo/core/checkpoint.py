@@ -2,10 +2,10 @@
 
 The call is a :class:`~revzoo.Step` in memory mode ``recompute``: a tape of one entry that keeps the
 function's tensor arguments (rule 7 of NOTE [ Slots and the tape ] in
-:mod:`revzoo.core.tape`). A replay restores more than torch's version: normalisation
+:mod:`revzoo.core.replay.tape`). A replay restores more than torch's version: normalisation
 statistics count a batch once, and other buffers, ``torch.Generator`` objects, train/eval flags,
 rebound variables and mutated lists have their values of the forward pass (NOTE [ What a replay
-restores ] in :mod:`revzoo.core.conditions`).
+restores ] in :mod:`revzoo.core.restore.conditions`).
 
 Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms.
 """
@@ -145,7 +145,7 @@ def _run(
 class _Call:
     """Arguments and result of the forward pass: the caller's objects.
 
-    Not part of the step, so that the search of :mod:`revzoo.core.search` does not find them.
+    Not part of the step, so that :mod:`revzoo.core.restore.search` does not find them.
     """
 
     __slots__ = ("arguments", "returned")

@@ -1,7 +1,7 @@
 """The interface of a step, which the tape, the containers and the networks use.
 
 A network is a sequence of *steps*. A step maps a *state*, a tuple of streams, to the next state.
-An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.tape` can drop its
+An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.replay.tape` can drop its
 activations and recompute them from the outputs in the backward pass.
 """
 
@@ -30,7 +30,7 @@ class Recorder(Protocol):
         """Whether every tensor that the forward pass saved has been recorded again."""
 
     aside: Sequence[Tensor]
-    """The tensors of :func:`revzoo.core.slots.put_aside` in the forward pass, in order."""
+    """The tensors of :func:`revzoo.core.replay.slots.put_aside` in the forward pass, in order."""
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
@@ -122,7 +122,7 @@ class Step(nn.Module):
 
     drift_limit: float | None = 1e-3
     """Largest relative error of a reconstruction; None compares nothing. See
-    :mod:`revzoo.core.guard`."""
+    :mod:`revzoo.core.guard.drift`."""
 
     drift: float | None = None
     """Relative error of the last reconstruction."""

@@ -31,8 +31,7 @@ from revzoo.core.calls import (
     refuse_changed_inputs,
     versions_of,
 )
-from revzoo.core.conditions import alone_in, beside_replays
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.words import (
     AUTO,
     Grid,
     can_have_words,
@@ -40,7 +39,7 @@ from revzoo.core.fixedpoint import (
     renew_words,
     within,
 )
-from revzoo.core.guard import check_forward_range
+from revzoo.core.guard.drift import check_forward_range
 from revzoo.core.invertible import (
     State,
     Step,
@@ -51,10 +50,11 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.reach import reached
-from revzoo.core.slots import replays_are_rounded
+from revzoo.core.replay.slots import replays_are_rounded
+from revzoo.core.replay.tape import differentiates, record
+from revzoo.core.restore.conditions import alone_in, beside_replays
+from revzoo.core.restore.reach import reached
 from revzoo.core.sums import put_on_grid
-from revzoo.core.tape import differentiates, record
 
 
 class Mode:

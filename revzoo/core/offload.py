@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from revzoo.core.slots import Recording, Resident, unpack_resident
+from revzoo.core.replay.slots import Recording, Resident, unpack_resident
 from revzoo.core.tensors import address
 
 _STAYS = ("cpu", "meta")  # on the host already, or without data to move

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from revzoo._checks import check_module, did_you_mean
-from revzoo.core.fixedpoint import Grid, check_bits
+from revzoo.core.fixedpoint.words import Grid, check_bits
 from revzoo.core.invertible import Step, is_container, kind_of, name_of, steps_in
 from revzoo.core.modes import MODES, Mode, mode_of, needs_words
 

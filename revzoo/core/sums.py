@@ -1,9 +1,10 @@
 """Sums on fixed-point streams, as functions of autograd.
 
 Each rounds a float value to the grid, adds it to the words of a stream, and returns the float
-tensor of the sum, with its words: see NOTE [ Words and floats ] in :mod:`revzoo.core.fixedpoint`.
-The gradients ignore the rounding. Every gradient that flows through a stream passes the node that
-computed the stream, so the backward pass reports the ranges to the guard there.
+tensor of the sum, with its words: see NOTE [ Words and floats ] in
+:mod:`revzoo.core.fixedpoint.words`. The gradients ignore the rounding. Every gradient that flows
+through a stream passes the node that computed the stream, so the backward pass reports the ranges
+to the guard there.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.core.bits import unpack_bits
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.bits import unpack_bits
+from revzoo.core.fixedpoint.integer_kernels import (
+    add_and_read,
+    in_chunks,
+    quantise,
+    shift_in,
+    shift_out,
+    subtract_and_read,
+)
+from revzoo.core.fixedpoint.words import (
     DEFAULT_BITS,
     EXTRA_BITS,
     Fixed,
@@ -31,15 +40,7 @@ from revzoo.core.fixedpoint import (
     read_with_words,
     set_words,
 )
-from revzoo.core.guard import note_amaxes
-from revzoo.core.integer_kernels import (
-    add_and_read,
-    in_chunks,
-    quantise,
-    shift_in,
-    shift_out,
-    subtract_and_read,
-)
+from revzoo.core.guard.drift import note_amaxes
 
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _LARGEST_RANGE = 2.0**116  # also for an infinite input: the end of the range must be a float32

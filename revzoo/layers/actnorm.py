@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.conditions import is_replaying
 from revzoo.core.invertible import name_of
+from revzoo.core.restore.conditions import is_replaying
 from revzoo.layers.streams import Joint
 
 # Added to the standard deviation, for constant channels (Glow's release).

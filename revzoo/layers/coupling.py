@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable, check_number
-from revzoo.core.fixedpoint import Fixed, as_floats, fixed_of, keeps_words
+from revzoo.core.fixedpoint.rounding import round_to_grid
+from revzoo.core.fixedpoint.words import Fixed, as_floats, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
-from revzoo.core.rounding import round_to_grid
 from revzoo.core.sums import add
 from revzoo.core.tensors import unshared
 from revzoo.layers.streams import log_det_dtype, no_change_of_volume

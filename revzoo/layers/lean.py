@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo.core.calls import calls_only_forward
-from revzoo.core.global_state import runs_eagerly
-from revzoo.core.slots import keeping_shape_of, remember, remembered
+from revzoo.core.replay.slots import keeping_shape_of, remember, remembered
+from revzoo.core.restore.global_state import runs_eagerly
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_module, did_you_mean, is_count
-from revzoo.core.fixedpoint import fraction_bits
+from revzoo.core.fixedpoint.words import fraction_bits
 from revzoo.core.invertible import Step, kind_of, label_steps, name_of
 from revzoo.core.sums import COARSEST_BITS
 from revzoo.core.tensors import has_values

@@ -23,8 +23,7 @@ from revzoo.core.calls import (
     refuse_changed_outputs,
     versions_of,
 )
-from revzoo.core.conditions import Conditions
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.words import (
     Grid,
     apply_with_words,
     fixed_of,
@@ -32,7 +31,8 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     renew_words,
 )
-from revzoo.core.guard import ForwardRange, checks_forward
+from revzoo.core.guard.drift import ForwardRange, checks_forward
+from revzoo.core.guard.ranges import check_range
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -46,7 +46,7 @@ from revzoo.core.invertible import (
     steps_in,
 )
 from revzoo.core.modes import mode_of, on_grid_of, run_step
-from revzoo.core.ranges import check_range
+from revzoo.core.restore.conditions import Conditions
 from revzoo.core.set_memory import assign_memory, default_mode
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total

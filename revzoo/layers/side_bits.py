@@ -7,9 +7,9 @@ A run ``x[k+1] = B[k](x[k])`` has no inverse. With ``b = 2**-bits`` this one has
 With ``B(x) = x + F(x)`` this is ``x + F(x) + b (F(x) - the previous step)``: a second difference of
 size b, which hardly changes the output of a trained network. The blocks are black boxes. In
 floating point the inverse ``x[k-1] = (x[k+1] - (1 + b) B[k](x[k]) + 2 b x[k]) / b`` would multiply
-errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.fixedpoint`) ``b x[k-1]`` is a
-shift. We pack and keep the bits that it drops: for 4 bits, 4 per element and block instead of 32,
-and no activation inside the block.
+errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.fixedpoint.words`) ``b x[k-1]``
+is a shift. We pack and keep the bits that it drops: for 4 bits, 4 per element and block instead of
+32, and no activation inside the block.
 
 Kin: BDIA-transformers (Zhang et al. 2024, arXiv 2407.09093) with b = 1/2, a random sign and one
 side bit; Dr2Net (Zhao et al., CVPR 2024), floating point, coefficients annealed in fine-tuning;
@@ -51,8 +51,8 @@ from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from revzoo.core.bits import pack_bits
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.bits import pack_bits
+from revzoo.core.fixedpoint.words import (
     AUTO,
     Fixed,
     Scale,
@@ -60,7 +60,7 @@ from revzoo.core.fixedpoint import (
     fixed_of,
     keeps_words,
 )
-from revzoo.core.guard import check_forward_range
+from revzoo.core.guard.drift import check_forward_range
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -69,7 +69,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
-from revzoo.core.slots import put_aside, without_asides
+from revzoo.core.replay.slots import put_aside, without_asides
 from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
 from revzoo.core.tensors import has_values, version_of
 
@@ -236,7 +236,7 @@ class SideBits(Invertible):
         return x, value, *rest
 
     def _set_extras(self, count: int) -> None:
-        # only if it differs: a step with new attributes is searched again (core/reach.py)
+        # only if it differs: a step with new attributes is searched again (core/restore/reach.py)
         if self.extras != count:
             self.extras = count
 

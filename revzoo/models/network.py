@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability, is_count
-from revzoo.core.fixedpoint import apply_with_words
+from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,

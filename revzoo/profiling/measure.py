@@ -6,7 +6,7 @@ there, instead of deriving them from the definition of a mode.
 
 NOTE [ Neighbours of a step ]
     The memory and time of a step depend on whether it and the step before it are inverted, and on
-    which of its streams have words (:mod:`revzoo.core.fixedpoint`). The same holds for the
+    which of its streams have words (:mod:`revzoo.core.fixedpoint.words`). The same holds for the
     operators between two steps. Training steps in one mode show steps among neighbours of the same
     mode. In further training steps, the inverting mode and ``recompute`` take turns:
 

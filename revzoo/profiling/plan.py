@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from revzoo._checks import either
+from revzoo.core.guard.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
-from revzoo.core.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.set_memory import default_mode, set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Chain, Choice, Outcome, fastest, in_modes, leanest, outcome_of

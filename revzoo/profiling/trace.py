@@ -49,12 +49,12 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import check_module, counts_of, shortened
-from revzoo.core.conditions import is_replaying
-from revzoo.core.fixedpoint import fixed_of
-from revzoo.core.global_state import CountedDraws
+from revzoo.core.fixedpoint.words import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
-from revzoo.core.reach import reached
+from revzoo.core.restore.conditions import is_replaying
+from revzoo.core.restore.global_state import CountedDraws
+from revzoo.core.restore.reach import reached
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
+from revzoo.core.guard.samples import draw_places
 from revzoo.core.modes import mode_of
-from revzoo.core.samples import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.layers.side_bits import SideBits

@@ -31,10 +31,10 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from revzoo.core.guard import DriftError
+from revzoo.core.guard.drift import DriftError
+from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step
 from revzoo.core.modes import mode_of
-from revzoo.core.ranges import RangeError
 from revzoo.training.callbacks.sample_norms import ReadsNorms
 from revzoo.training.checkpoint.state import RunState, can_drift, set_grid, set_states, states_of
 from revzoo.training.distributed import gathered

@@ -11,7 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.core import conditions, guard, tape
+from revzoo.core.guard import drift
+from revzoo.core.replay import tape
+from revzoo.core.restore import conditions
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -56,8 +58,8 @@ def _read(t, name):
 def checks(monkeypatch):
     """The guard's checks, which would run as a backward pass ends."""
     found = []
-    plain = guard._Pass.check
-    monkeypatch.setattr(guard._Pass, "check", lambda self: found.append(partial(plain, self)))
+    plain = drift._Pass.check
+    monkeypatch.setattr(drift._Pass, "check", lambda self: found.append(partial(plain, self)))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, Coupling, ReversibleSequence, set_memory
-from revzoo.core.fixedpoint import fixed_of
+from revzoo.core.fixedpoint.words import fixed_of
 from revzoo.core.sums import put_on_grid
 from revzoo.profiling.live import LiveMemory
 

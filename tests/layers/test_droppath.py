@@ -8,7 +8,7 @@ from compare import assert_same_training, conv_branch, images, twin
 from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, set_memory
-from revzoo.core.rounding import round_to_grid
+from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.layers.droppath import add_drop_path, drop_path_rates
 
 

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_iter
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, set_memory
-from revzoo.core import entry, slots, tape
-from revzoo.core.fixedpoint import backing_tensors
+from revzoo.core.fixedpoint.words import backing_tensors
 from revzoo.core.invertible import as_state
+from revzoo.core.replay import entry, slots, tape
 from revzoo.layers.attention import MLP, Attention
 from revzoo.layers.branch import BasicBranch, BottleneckBranch, TripleBranch
 from revzoo.layers.lean import Lean

@@ -25,9 +25,9 @@ from revzoo import (
     reversible_blocks,
     set_memory,
 )
-from revzoo.core.bits import pack_bits
-from revzoo.core.fixedpoint import Fixed, Scale
-from revzoo.core.reach import reached
+from revzoo.core.fixedpoint.bits import pack_bits
+from revzoo.core.fixedpoint.words import Fixed, Scale
+from revzoo.core.restore.reach import reached
 from revzoo.core.sums import undo_second_difference
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.live import LiveMemory

@@ -8,7 +8,7 @@ from torch_layers import TOKENS, TORCH_LAYERS, Called, indices
 
 import revzoo
 from revzoo._checks import shortened
-from revzoo.core.samples import draw_places
+from revzoo.core.guard.samples import draw_places
 from revzoo.profiling import trace
 from revzoo.profiling.audit import audit
 from revzoo.profiling.costs import default_loss

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import revzoo
-from revzoo.core.ranges import RangeError
+from revzoo.core.guard.ranges import RangeError
 from revzoo.profiling.live import LiveMemory
 from revzoo.training.sample_gradients import ClippedGradients, SampleNorms
 

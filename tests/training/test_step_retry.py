@@ -17,9 +17,9 @@ import torch.multiprocessing as mp
 from small_task import TINY, loader, trainer
 from torch import nn
 
-from revzoo.core.guard import DriftError
+from revzoo.core.guard.drift import DriftError
+from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step
-from revzoo.core.ranges import RangeError
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.checkpoint.state import RunState, set_grid

@@ -58,8 +58,8 @@ from revzoo.cli.run.lock import locked
 from revzoo.cli.run.memory import with_plan
 from revzoo.cli.run.multirun import check_started_together
 from revzoo.cli.run.tune import tune
-from revzoo.core.guard import DriftError
-from revzoo.core.ranges import RangeError
+from revzoo.core.guard.drift import DriftError
+from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes

@@ -29,7 +29,7 @@ import torch.compiler.config
 from torch import nn
 
 from revzoo._checks import check_choice
-from revzoo.core import integer_kernels
+from revzoo.core.fixedpoint import integer_kernels
 from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork

@@ -6,14 +6,14 @@ import pytorch_lightning as pl
 from torch.optim import Optimizer
 
 from revzoo._checks import check_count
-from revzoo.core.guard import drift
+from revzoo.core.guard.drift import drift
 
 
 class DriftLogger(pl.Callback):
     """Logs the relative drift of every replayed step: a curve over depth.
 
     The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
-    is relative to the largest sampled value (see :mod:`revzoo.core.guard`). Stored steps have
+    is relative to the largest sampled value (see :mod:`revzoo.core.guard.drift`). Stored steps have
     none. Optimiser steps count from 0, as in Lightning.
 
     Args:

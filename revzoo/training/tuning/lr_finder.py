@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 
 from revzoo._checks import check_number
 from revzoo._files import replacing_table
-from revzoo.core.guard import DriftError
-from revzoo.core.ranges import RangeError
+from revzoo.core.guard.drift import DriftError
+from revzoo.core.guard.ranges import RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 from revzoo.training.tuning.trial import Trial, trial_trainer

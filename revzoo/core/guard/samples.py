@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint import Fixed, Scale, Streams
+from revzoo.core.fixedpoint.words import Fixed, Scale, Streams
 from revzoo.core.tensors import has_values, values_of
 
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need

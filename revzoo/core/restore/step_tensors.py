@@ -1,6 +1,6 @@
 """The tensors of a step as they were in the forward pass: parameters, buffers, statistics.
 
-See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.conditions`.
+See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.restore.conditions`.
 
 NOTE [ Gathered once ]
     A search result keeps the places of its modules' parameters and statistics, and their traits
@@ -36,8 +36,8 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from revzoo.core.invertible import Invertible
-from revzoo.core.places import Constant, Place, Undo, refill, swap
-from revzoo.core.reach import Reach, has_global_hooks
+from revzoo.core.restore.places import Constant, Place, Undo, refill, swap
+from revzoo.core.restore.reach import Reach, has_global_hooks
 from revzoo.core.tensors import address, has_values, tensors_of, version_of
 
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))

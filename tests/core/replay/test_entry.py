@@ -14,7 +14,7 @@ from revzoo import (
     ReversibleSequence,
     is_replaying,
 )
-from revzoo.core.slots import Resident, Slot, unpack
+from revzoo.core.replay.slots import Resident, Slot, unpack
 from revzoo.core.tensors import unshared
 
 

@@ -6,7 +6,7 @@ So the guard samples every stream in the forward pass and compares the samples w
 reconstruction: weighted sums of values from the whole stream, and single values (in ``invert``, of
 each channel). The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
 mode ``exact``. In every mode, streams on a grid must stay in its range
-(:mod:`revzoo.core.ranges`).
+(:mod:`revzoo.core.guard.ranges`).
 
 All figures stay on the device. We read them once, after the backward pass; only the ranges of
 outputs that need no gradient are read in the forward pass. Steps whose limit is None are not
@@ -51,8 +51,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo._checks import is_number
-from revzoo.core.conditions import is_replaying
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.words import (
     Amax,
     Fixed,
     Streams,
@@ -61,8 +60,7 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     largest,
 )
-from revzoo.core.invertible import State, Step
-from revzoo.core.ranges import (
+from revzoo.core.guard.ranges import (
     first_beyond_limit,
     magnitudes_of,
     name_of_amax,
@@ -70,7 +68,7 @@ from revzoo.core.ranges import (
     read,
     warn_of_coarse_grids,
 )
-from revzoo.core.samples import (
+from revzoo.core.guard.samples import (
     PER_CHANNEL,
     Sampled,
     Samples,
@@ -78,6 +76,8 @@ from revzoo.core.samples import (
     figures_of,
     weights_of,
 )
+from revzoo.core.invertible import State, Step
+from revzoo.core.restore.conditions import is_replaying
 from revzoo.core.tensors import address, has_values, values_of
 
 # compare at most this many steps of a chain; of a longer one every second, fourth, ...

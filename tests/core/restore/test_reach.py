@@ -24,8 +24,8 @@ from revzoo import (
     is_replaying,
     set_memory,
 )
-from revzoo.core import search
-from revzoo.core.reach import reached
+from revzoo.core.restore import search
+from revzoo.core.restore.reach import reached
 
 MODES = ["recompute", "invert"]
 GLOBAL = {"norm": None, "mask": None}

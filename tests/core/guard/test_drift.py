@@ -22,7 +22,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import offload
-from revzoo.core.samples import _draw_summed, channel_ranges
+from revzoo.core.guard.samples import _draw_summed, channel_ranges
 from revzoo.profiling.live import LiveMemory
 
 

@@ -74,13 +74,18 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explain_transforms
-from revzoo.core.conditions import is_replaying, parameters_of
-from revzoo.core.entry import DIFFERENTIATES_INSIDE, TapeEntry
-from revzoo.core.fixedpoint import Fixed, Streams, amaxes_of, as_fixed, backing_tensors, fixed_of
-from revzoo.core.global_state import capturing_cuda_graph, runs_eagerly
-from revzoo.core.guard import COMPARED, Guard, note_amaxes
+from revzoo.core.fixedpoint.words import (
+    Fixed,
+    Streams,
+    amaxes_of,
+    as_fixed,
+    backing_tensors,
+    fixed_of,
+)
+from revzoo.core.guard.drift import COMPARED, Guard, note_amaxes
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
-from revzoo.core.slots import (
+from revzoo.core.replay.entry import DIFFERENTIATES_INSIDE, TapeEntry
+from revzoo.core.replay.slots import (
     Recording,
     SavedState,
     Slot,
@@ -90,6 +95,8 @@ from revzoo.core.slots import (
     replays_are_rounded,
     unpack,
 )
+from revzoo.core.restore.conditions import is_replaying, parameters_of
+from revzoo.core.restore.global_state import capturing_cuda_graph, runs_eagerly
 from revzoo.core.tensors import detached, tensors_of, version_of
 
 _LAZY_WARNING = (

@@ -1,6 +1,6 @@
 """One executed step: what its replay needs, and the replay that fills its slots.
 
-See NOTE [ Slots and the tape ] in :mod:`revzoo.core.tape`.
+See NOTE [ Slots and the tape ] in :mod:`revzoo.core.replay.tape`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import call_on_grid, refuse_changed_outputs, versions_of
-from revzoo.core.conditions import Conditions
-from revzoo.core.fixedpoint import (
+from revzoo.core.fixedpoint.words import (
     Fixed,
     Streams,
     apply_to_words,
@@ -27,8 +26,8 @@ from revzoo.core.fixedpoint import (
     as_floats,
     backing_tensors,
 )
-from revzoo.core.global_state import autocast_dtypes
-from revzoo.core.guard import Guard, Replayed
+from revzoo.core.guard.drift import Guard, Replayed
+from revzoo.core.guard.samples import CHOICES, Sampled, Samples, sample
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -38,8 +37,17 @@ from revzoo.core.invertible import (
     name_of,
     plain_call,
 )
-from revzoo.core.samples import CHOICES, Sampled, Samples, sample
-from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, in_replay
+from revzoo.core.replay.slots import (
+    Memos,
+    Recording,
+    Resident,
+    SavedState,
+    Slot,
+    SlotTape,
+    in_replay,
+)
+from revzoo.core.restore.conditions import Conditions
+from revzoo.core.restore.global_state import autocast_dtypes
 from revzoo.core.tensors import (
     address,
     bytes_of,

@@ -50,15 +50,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from revzoo.core import integer_kernels
-from revzoo.core.global_state import autocast_dtypes, runs_eagerly
-from revzoo.core.integer_kernels import (
+from revzoo.core.fixedpoint import integer_kernels
+from revzoo.core.fixedpoint.integer_kernels import (
     in_chunks,
     read,
     renew,
     subtract,
 )
 from revzoo.core.invertible import Step
+from revzoo.core.restore.global_state import autocast_dtypes, runs_eagerly
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
 AUTO = "auto"

@@ -20,8 +20,8 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import tape
 from revzoo.core.modes import run_step
+from revzoo.core.replay import tape
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]

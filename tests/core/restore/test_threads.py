@@ -9,8 +9,8 @@ from compare import conv_net, error, images, twin
 from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, is_replaying, set_memory
-from revzoo.core import threads
-from revzoo.core.entry import TapeEntry
+from revzoo.core.replay.entry import TapeEntry
+from revzoo.core.restore import threads
 
 MODES = ["recompute", "invert"]
 

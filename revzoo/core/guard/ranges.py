@@ -2,10 +2,10 @@
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does every value computed from it.
-    Each sum notes its :class:`~revzoo.core.fixedpoint.Amax` in its own backward, so every gradient
-    that flows through it is checked, in every mode. It also notes the amaxes of its step's streams.
-    A replay notes the amaxes of the state that it starts from. A partial graph needs both, since it
-    may not reach the earlier sums. Where no gradient is needed (frozen steps,
+    Each sum notes its :class:`~revzoo.core.fixedpoint.words.Amax` in its own backward, so every
+    gradient that flows through it is checked, in every mode. It also notes the amaxes of its step's
+    streams. A replay notes the amaxes of the state that it starts from. A partial graph needs both,
+    since it may not reach the earlier sums. Where no gradient is needed (frozen steps,
     ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
     trained, after their backward pass. The first value beyond the range stays with the words
     (``Fixed.amax``), so later sums on them report it, too.
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint import MAX_BITS, Amax, Scale, amaxes_of, fraction_bits
+from revzoo.core.fixedpoint.words import MAX_BITS, Amax, Scale, amaxes_of, fraction_bits
 from revzoo.core.invertible import State, name_of
 
 _FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.places import (
+from revzoo.core.restore.places import (
     ABSENT,
     Absent,
     Attributes,

@@ -1,6 +1,6 @@
 """The cached result of a search for the objects that a step reaches, until the step changes.
 
-See NOTE [ What counts as reached ] in :mod:`revzoo.core.search`.
+See NOTE [ What counts as reached ] in :mod:`revzoo.core.restore.search`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from revzoo.core.invertible import Step
-from revzoo.core.places import (
+from revzoo.core.restore.places import (
     ABSENT,
     ClassAttributes,
     Constant,
@@ -29,7 +29,7 @@ from revzoo.core.places import (
     getter,
     readers,
 )
-from revzoo.core.search import (
+from revzoo.core.restore.search import (
     ABOUT_CLASS,
     CACHE_KEY,
     MAX_ITEMS,
@@ -37,8 +37,8 @@ from revzoo.core.search import (
     Search,
     modules_in,
 )
+from revzoo.core.restore.threads import locks_of
 from revzoo.core.tensors import address
-from revzoo.core.threads import locks_of
 
 # ours: the result of the search, the forward that calls.py wraps, and the guard's figure
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
@@ -207,7 +207,7 @@ class Reach:
         self.locks = locks_of(self._members)
         # from its code and layers alone; ``draws`` is known from its passes
         self._may_draw = self.runs_code or not all(map(_is_silent, self._members))
-        self.owned: Any = None  # parameters and buffers of the modules, see core/step_tensors.py
+        self.owned: Any = None  # parameters and buffers of the modules, see step_tensors.py
         self._nested = [m._modules for m in self._members]
         # compared by identity: a child that was replaced has other parameters
         self._children = [child for table in self._nested for child in table.values()]

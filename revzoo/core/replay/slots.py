@@ -1,6 +1,6 @@
 """Slots, which the graph holds instead of activations, and hooks that save tensors in it.
 
-See NOTE [ Slots and the tape ] in :mod:`revzoo.core.tape`.
+See NOTE [ Slots and the tape ] in :mod:`revzoo.core.replay.tape`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from revzoo.core.fixedpoint import Fixed, Streams, backing_tensors
-from revzoo.core.global_state import runs_eagerly
+from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
+from revzoo.core.restore.global_state import runs_eagerly
 from revzoo.core.tensors import address, version_of
 
 

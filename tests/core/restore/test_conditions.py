@@ -17,7 +17,7 @@ from revzoo import (
     is_replaying,
     set_memory,
 )
-from revzoo.core import conditions
+from revzoo.core.restore import conditions
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]

@@ -10,7 +10,7 @@ NOTE [ What a replay restores ]
        (``Reach.resets_states``), which hides that it drew. Afterwards the caller's state is
        restored, so a replay does not change the caller's random numbers. Steps of layers that draw
        no random numbers are left out (``Reach.draws_nothing``). For threads see NOTE [ Threads ] in
-       :mod:`revzoo.core.threads`.
+       :mod:`revzoo.core.restore.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
        device and dtype, the allowed attention kernels, and deterministic algorithms.
     3. Plain values: ``training`` and all other numbers, flags and strings of every module, and of
@@ -37,9 +37,9 @@ NOTE [ What a replay restores ]
        another buffer or a keyword argument was changed after the forward pass, the replay raises.
        Buffers that share memory share it in the replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
-       :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions,
-       methods, classes, lists and modules that were replaced after the forward pass are put back
-       during the replay.
+       :mod:`revzoo.core.restore.search`): modules count as submodules, tensors as buffers.
+       Functions, methods, classes, lists and modules that were replaced after the forward pass are
+       put back during the replay.
 
 Known limit: side effects outside the step, such as appending to a list, happen again in a replay;
 such code should check :func:`is_replaying`.
@@ -57,8 +57,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from revzoo.core import threads
-from revzoo.core.global_state import (
+from revzoo.core.restore import threads
+from revzoo.core.restore.global_state import (
     CPU,
     HOST,
     CountedDraws,
@@ -69,7 +69,7 @@ from revzoo.core.global_state import (
     random_states,
     set_random_states,
 )
-from revzoo.core.places import (
+from revzoo.core.restore.places import (
     ABSENT,
     Place,
     Read,
@@ -80,8 +80,8 @@ from revzoo.core.places import (
     same,
     swap,
 )
-from revzoo.core.reach import NOT_RESTORED, Plain, Reach, reached, reached_from
-from revzoo.core.step_tensors import StepTensors
+from revzoo.core.restore.reach import NOT_RESTORED, Plain, Reach, reached, reached_from
+from revzoo.core.restore.step_tensors import StepTensors
 
 _thread = threading.local()
 
@@ -175,7 +175,7 @@ class Conditions:
         return self._surroundings.autocast_dtypes
 
     def storages(self) -> tuple[Set[int], Set[int]]:
-        """See :meth:`revzoo.core.step_tensors.StepTensors.storages`."""
+        """See :meth:`revzoo.core.restore.step_tensors.StepTensors.storages`."""
         return self._tensors.storages()
 
     def __enter__(self) -> None:

@@ -1,6 +1,6 @@
 """The surroundings of a forward pass: random states, default device and dtype, autocast.
 
-See rules 1 and 2 of NOTE [ What a replay restores ] in :mod:`revzoo.core.conditions`.
+See rules 1 and 2 of NOTE [ What a replay restores ] in :mod:`revzoo.core.restore.conditions`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from revzoo.core import threads
+from revzoo.core.restore import threads
 
 CPU = torch.device("cpu")
 HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none

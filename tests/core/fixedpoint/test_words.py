@@ -27,9 +27,10 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import integer_kernels, sums
-from revzoo.core.fixedpoint import fixed_of
-from revzoo.core.rounding import round_to_grid
+from revzoo.core import sums
+from revzoo.core.fixedpoint import integer_kernels
+from revzoo.core.fixedpoint.rounding import round_to_grid
+from revzoo.core.fixedpoint.words import fixed_of
 from revzoo.core.set_memory import assign_memory
 from revzoo.core.sums import put_on_grid
 

@@ -1,0 +1,1 @@
+"""Streams of mode ``exact``: integers beside float tensors."""

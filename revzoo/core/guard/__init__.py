@@ -1,0 +1,1 @@
+"""Detects wrong reconstructions: drift, and streams that leave their range."""

@@ -1,0 +1,1 @@
+"""The conditions of a forward pass, captured and restored for its replay."""
