@@ -113,8 +113,9 @@ class Saved(nn.Module):
         if facts.get("mean") is None or facts.get("std") is None:
             raise ValueError(
                 f"the mean and std of this {type(self).__name__}'s training images are unknown: "
-                'create it with pretrained=True ("revnet38.cifar10"), train it on data of revzoo, '
-                f"or use from_pretrained(FOLDER) after {describing_save()}"
+                'create it with pretrained=True ("revnet38.cifar10"); take a run\'s network, '
+                "revzoo.training.Classifier.load_from_checkpoint(RUN).model; or use "
+                f"from_pretrained(FOLDER) after {describing_save()}"
             )
         if self.in_chans != len(facts["mean"]):
             raise ValueError(

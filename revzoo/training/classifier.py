@@ -44,6 +44,7 @@ from revzoo.training.metrics import (
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry
+from revzoo.weights.source import resolve_source
 
 Batch = tuple[Tensor, Tensor]
 
@@ -118,7 +119,7 @@ class Classifier(pl.LightningModule):
         Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
 
         Args:
-            checkpoint_path: a checkpoint that a run saved.
+            checkpoint_path: a checkpoint that a run saved, or the run's folder for its best one.
             map_location: the device of the tensors.
             strict: whether the checkpoint must have exactly the tensors of the module.
             options: arguments of the constructor that replace the file's; ``model`` is required if
@@ -128,6 +129,7 @@ class Classifier(pl.LightningModule):
         Raises:
             CheckpointError: the file is damaged, its hyperparameters are refused, or its tensors do
                 not fit the model or hold NaN or Inf.
+            WeightsError: the folder has no best checkpoint.
             ValueError: ``weights_only=False`` or ``hparams_file`` was passed, or one of ``options``
                 is wrong.
         """
@@ -137,6 +139,8 @@ class Classifier(pl.LightningModule):
                 "weights_only=False and hparams_file are refused: a checkpoint is read as plain "
                 "data only; remove them, and pass other options as model=... or optim=..."
             )
+        if Path(checkpoint_path).is_dir():
+            checkpoint_path = resolve_source(checkpoint_path)
         state = read_checkpoint(checkpoint_path, map_location=map_location)
         # by class: a subclass may take more options
         module = cls.from_state(state, str(checkpoint_path), strict=strict, **options)

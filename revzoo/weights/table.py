@@ -78,8 +78,9 @@ class WeightsTable:
         # no weights have this name: guess the name that the user meant
         if name.endswith(".ckpt") or Path(name, CHECKPOINTS).is_dir():
             raise UnknownWeightsError(
-                f"{name} is a run or its checkpoint, not weights: revzoo export CKPT --format "
-                "safetensors writes its weights; Classifier.load_from_checkpoint(CKPT) loads it"
+                f"{name} is a run or its checkpoint, not weights: "
+                "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
+                "revzoo export RUN --format safetensors writes its weights"
             )
         known = [e.name for e in candidates]
         listed = (

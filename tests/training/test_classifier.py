@@ -151,6 +151,15 @@ def test_checkpoint_loads_as_weights_only(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
 
 
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(tmp_path: Path) -> None:
+    """It was called a damaged checkpoint."""
+    module, runner = Classifier(TINY), trainer(tmp_path, enable_checkpointing=True, max_epochs=1)
+    runner.fit(module, loader())
+    runner.save_checkpoint(tmp_path / "checkpoints" / "best.ckpt")
+    loaded = Classifier.load_from_checkpoint(tmp_path)
+    assert torch.equal(loaded.model.norm.running_mean, module.model.norm.running_mean)
+
+
 def test_a_checkpoint_needs_no_pretrained_weights(tmp_path: Path) -> None:
     write_entry(tmp_path)
     start = {"pretrained": True, "table": WeightsTable(tmp_path), "num_classes": 2}

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
+from revzoo.cli.config.yaml_files import run_of
 from revzoo.cli.invocation import command_line
+from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.weights.run_files import CHECKPOINTS
 from revzoo.weights.source import resolve_source
 
@@ -24,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="of revzoo train, or the folder of a run")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
     parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
-    parser.add_argument("--recipe", required=True, help="the exact training command")
+    parser.add_argument("--recipe", help="the exact training command (default: of the run)")
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
-    parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
+    parser.add_argument("--measured-on", help="of the figures: set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--size", type=int, help="side of the images (default: as in training)")
     parser.add_argument("--url", help="the address of the file, for downloads")
@@ -39,15 +42,24 @@ def run(args: argparse.Namespace) -> None:
     """Write both files; print their paths and a command that uses them.
 
     Raises:
-        ValueError: a metric is not a number.
+        ValueError: a metric is not a number; ``--measured-on`` is missing, but there are figures;
+            or ``--recipe`` is missing, and no run beside the checkpoint tells it.
         WeightsError: the file is not a checkpoint, or a field is not valid; no file is written.
     """
     checkpoint = Path(resolve_source(args.checkpoint))
     fields = ("name", "license", "recipe", "measured_on", "url", "default")
     facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
+    facts["recipe"] = args.recipe or _recipe(checkpoint)
     # the user's figures replace the run's
     facts["metrics"] = {**_summary(checkpoint), **dict(map(_metric, args.metric))}
+    if facts["metrics"] and args.measured_on is None:
+        raise ValueError(
+            "--measured-on is needed to describe the run's figures, such as --measured-on "
+            "'CIFAR-10 test, 10,000 images, float32'"
+        )
     paths = publish(checkpoint, args.out, facts, size=args.size)
+    if not facts["metrics"]:
+        sys.stderr.write("no figures: the run did not test this checkpoint; --metric adds yours\n")
     sys.stdout.write("".join(f"{path}\n" for path in paths))
     sys.stdout.write(f"to classify images: {command_line('predict', paths[0])} IMAGES\n")
 
@@ -82,9 +94,18 @@ def publish(
     return list(files)
 
 
+def _recipe(checkpoint: Path) -> str:
+    """The command that started the run."""
+    path = run_of(checkpoint) / SESSIONS_FILE
+    if not path.is_file():
+        raise ValueError(f"--recipe: there is no {path}; give the exact training command")
+    first = json.loads(path.read_text().splitlines()[0])
+    imports = [word for name in first["imports"] for word in ("--import", name)]
+    return shlex.join(["revzoo", "train", *imports, *first["overrides"]])
+
+
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
-    from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.run.folder import SUMMARY_FILE
     from revzoo.weights.run_files import LAST
 

@@ -35,6 +35,12 @@ from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
 
+# arguments of create_model that a run fills in, and their sources
+FITTED = {
+    "memory": "the mode of memory=MODE",
+    "num_classes": "the number of classes of the data",
+    "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
+}
 ROOT = "data.root"  # a place, which may change without changing a run
 MAX_VALUES = 10_000  # of one key in a multirun
 # key -> the reason why some options of its group lack it
@@ -192,9 +198,10 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
         folder: of the packaged options, for the message.
 
     Raises:
-        ConfigError: with the key that the user probably means.
+        ConfigError: with the key that the user probably means; or the run sets the key itself.
     """
     key, known = override.key_or_group, list(_keys(base))
+    check_settable(key)
     section, dot, _ = key.partition(".")
     is_new = override.is_add() or override.is_force_add()
     if key in known or (is_new and dot and section in known):
@@ -202,6 +209,17 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     value = str(override.input_line).partition("=")[2]
     remedy = _remedy(key, value, base, [*groups, *known], folder)
     raise ConfigError(f"{override.input_line}: there is no key {key!r}{remedy}")
+
+
+def check_settable(key: str) -> None:
+    """Refuse an argument of the model that a run fills in.
+
+    Raises:
+        ConfigError: with its source.
+    """
+    section, _, name = key.partition(".")
+    if section == "model" and name in FITTED:
+        raise ConfigError(f"{key} cannot be set: it is {FITTED[name]}")
 
 
 def _registered_callbacks() -> Iterable[str]:

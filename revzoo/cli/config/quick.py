@@ -22,6 +22,7 @@ from revzoo._checks import (
     is_count,
 )
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.overrides import FITTED, check_settable
 from revzoo.cli.config.signatures import fields, model_keywords, options, table_options
 from revzoo.profiling.units import bytes_from
 from revzoo.training.callbacks.options import check_options
@@ -34,12 +35,6 @@ VALUES = ("seed", "test")
 OPTIONAL = ("threads",)  # missing in runs of earlier versions
 TUNER = "tuner"
 EVAL_KEYS = ("ckpt", "split", "batch_size", "bits", "data", "precision", "trainer")
-# arguments that model_spec fills in, and their sources
-FITTED = {
-    "memory": "the mode of memory=MODE",
-    "num_classes": "the number of classes of the data",
-    "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
-}
 # arguments of create_model that the run sets itself, or that only some models take
 NOT_SUGGESTED = (*FITTED, "reversible_bits", "features_only", "out_indices")
 POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
@@ -229,9 +224,8 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
 
     if not isinstance(config["model"].get("name"), str):
         raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
-    for key, source in FITTED.items():
-        if key in config["model"]:
-            raise ConfigError(f"model.{key} cannot be set: it is {source}")
+    for key in config["model"]:
+        check_settable(f"model.{key}")
     # any numbers: the data are not read yet
     spec = model_spec(config, num_classes=10, in_chans=3)
     # on meta there are no values to load

@@ -158,7 +158,10 @@ def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
     if count <= LEFT_OUT_SHARE * data.train_count:
         return ""
     share = f"{100 * count / data.train_count:.0f} %"
-    return f"each epoch leaves out {count:,} ({share}), too few for a batch of {data.batch_size}"
+    return (
+        f"each epoch leaves out {count:,} ({share}), an incomplete batch; a smaller "
+        "data.batch_size leaves out fewer"
+    )
 
 
 def _length(trainer: pl.Trainer, max_time: object) -> str:

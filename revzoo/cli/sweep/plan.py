@@ -11,7 +11,7 @@ from typing import Any
 from revzoo._checks import check_choice, check_count, nearest
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
-from revzoo.cli.config.yaml_files import read_yaml, write_yaml
+from revzoo.cli.config.yaml_files import CONFIG_FILE, read_yaml, write_yaml
 from revzoo.cli.sweep.space import Parameter, split_space
 
 PLAN_FILE = "sweep.yaml"
@@ -91,7 +91,7 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
         default: the folder, if the command line names none.
 
     Raises:
-        ConfigError: an option is out of range, or the folder has another sweep.
+        ConfigError: an option is out of range, or the folder has another sweep or a run.
     """
     names = ("dir", *OPTIONS)
     options: dict[str, Any] = {}
@@ -114,6 +114,8 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
     folder = Path(options.pop("dir", default))
     path = folder / PLAN_FILE
     if not path.exists():
+        if (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder} holds a run: choose another folder for the sweep, dir=DIR")
         return folder, SweepPlan(arguments, **options)
     recorded = _recorded(path)
     wanted = {**recorded, "overrides": arguments or recorded["overrides"], **options}

@@ -110,6 +110,10 @@ class Search:
             suggest(trial, parameter)
         return trial
 
+    def run_of(self, number: int) -> Path:
+        """The folder of a trial's run."""
+        return self.folder / f"{number:04d}"
+
     def run_trial(self, trial: Any) -> Any:
         """Train; report the trial's state to the study and return it.
 
@@ -117,7 +121,7 @@ class Search:
             NoFigureError: no trial so far has the figure.
             RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
         """
-        run_dir = self.folder / f"{trial.number:04d}"
+        run_dir = self.run_of(trial.number)
         curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
         output = run_dir.with_suffix(".log")
         log.info("trial %d starts; its log: %s", trial.number, output)
@@ -184,5 +188,6 @@ def log_best(search: Search) -> None:
     if best is None:
         log.info("no trial has completed; see %s", search.folder / "trials.csv")
         return
-    log.info("best: trial %d, %s %.6g", best.number, search.plan.metric, best.value)
+    figure = f"{search.plan.metric} {best.value:.6g}"
+    log.info("best: trial %d, %s, in %s", best.number, figure, search.run_of(best.number))
     log.info("%s", best_command(best, search.plan))

@@ -77,7 +77,9 @@ class Progress(ProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
         self._images += len(batch[0]) * trainer.world_size
-        if self._due(i + 1):
+        # in a log file, the line of the epoch follows its last batch
+        ended = batches_of_epoch(trainer) >= self.total_train_batches
+        if self._due(i + 1) and (sys.stdout.isatty() or not ended):
             # a mean over the epoch: single steps vary
             rate = self._images / (time.perf_counter() - self._epoch_begun)
             figures = _figures(pl_module)

@@ -267,7 +267,8 @@ def read_last(
         state = _checked(previous, check)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{damage}; the one before it, too: {error}") from None
-    log.warning("%s; resuming from %s, the checkpoint before it", damage, previous)
+    what = str(damage).partition(": it was not loaded; ")[0]  # without the remedy: we have one
+    log.warning("%s; resuming from %s, the checkpoint before it", what, previous)
     # the other processes only read
     if last.exists() and is_first_process():
         last.replace(last.with_name(f"{LAST}.damaged"))

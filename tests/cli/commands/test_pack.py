@@ -87,6 +87,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
         ((), "revnet110.halves", r"revnet38\.NAME"),
         (("--metric", "acc=high"), "revnet38.halves", "--metric acc=high: expected NAME=VALUE"),
         (("--url", "ftp://x"), "revnet38.halves", "expected https"),
+        (("--recipe", ""), "revnet38.halves", "there is no .*sessions.jsonl; give the exact"),
     ],
 )
 def test_wrong_arguments_write_no_file(
@@ -102,6 +103,29 @@ def test_a_file_that_is_not_a_checkpoint_of_training_is_refused(tmp_path: Path) 
     torch.save({"state_dict": {}}, path)
     with pytest.raises(SystemExit, match="has no hyperparameters of a model"):
         main(["pack", str(path), "revnet38.x", *DESCRIPTION])
+
+
+def test_the_recipe_is_the_command_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+    """A user had to type it again."""
+    first = {"imports": ["mine"], "overrides": ["model=revnet38", "data.root=my images"]}
+    lines = [first, {"imports": [], "overrides": ["--resume", "run"]}]
+    (run_dir / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--out", str(tmp_path)]
+    main(["pack", *words, "--measured-on", "64 images"])
+    recipe = read_entry(tmp_path / "revnet38.mine.json").recipe
+    assert recipe == "revzoo train --import mine model=revnet38 'data.root=my images'"
+
+
+def test_figures_and_what_they_were_measured_on_belong_together(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit, match="--measured-on is needed to describe the run's figures"):
+        main(["pack", *words, "--recipe", "x"])
+    (run_dir / "summary.json").unlink()
+    main(["pack", *words, "--recipe", "x"])
+    assert capsys.readouterr().err.startswith("no figures: ")
+    assert not read_entry(tmp_path / "revnet38.mine.json").metrics
 
 
 def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_a_run_resumes_from_the_state_before_a_damaged_one(
     last.write_bytes(last.read_bytes()[:1000])
     assert "test/acc" in go_on(stopped)
     assert f"resuming from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
+    assert "use another copy of it" not in caplog.text
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
 

@@ -112,6 +112,7 @@ def test_pretrained_weights_must_be_known(
         (["model.name=[a]"], r"model\.name=\['a'\]: expected the name"),
         (["+model.memory=store"], "the mode of memory=MODE"),
         (["+model.num_classes=7"], "the number of classes of the data"),
+        (["model.num_classes=7"], "^model.num_classes cannot be set: it is the number of classes"),
         (["+model.in_chans=3"], "data.in_chans=N"),
         (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
         (["+logger.dir=x"], r"logger\.dir"),

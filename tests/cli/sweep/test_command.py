@@ -68,6 +68,7 @@ def test_the_best_trial_is_logged_and_recorded(
         f"{tmp_path}: 4 trials, to maximize val/acc",
         f"trial 0 starts; its log: {tmp_path / '0000.log'}",
     ]
+    assert caplog.messages[-2].endswith(f", in {tmp_path / best['trial'].zfill(4)}")
     assert caplog.messages[-1] == command
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
 
@@ -99,6 +100,13 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     assert "only trials may change" in refused(tmp_path, "sampler_seed=4")
     with locked(tmp_path):
         assert f"in use by process {os.getpid()}" in refused(tmp_path)
+
+
+def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    """The sweep put its trials beside the checkpoints."""
+    (tmp_path / "config.yaml").touch()
+    assert "holds a run: choose another folder" in refused(tmp_path, *SPACE, "trials=1")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 @pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + bytes(5000), None])

@@ -55,6 +55,8 @@ def test_a_log_file_gets_lines_and_no_bar(
     lines = [r.getMessage() for r in caplog.records if r.name == progress.__name__]
     batch = r"epoch 2/2, batch \d/4, [\d.]+ img/s, loss \d.\d{3}, acc \d.\d{3}, \d+:\d\d left"
     assert any(re.fullmatch(batch, line) for line in lines), lines
+    # the line of the epoch follows its last batch
+    assert not any(re.match(r"epoch ./2, batch 4/4", line) for line in lines)
     assert any(re.fullmatch(r"epoch 1/2 validation, batch 1/\d", line) for line in lines), lines
     assert capsys.readouterr().out == ""
 
