@@ -93,7 +93,7 @@ def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
 def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "revnet38.small.json").touch()  # names come from the folder, not from the files
     script = (
-        "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, COUNTERPARTS, main\n"
+        "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, main\n"
         "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
         "    output = io.StringIO()\n"
         "    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):\n"

@@ -12,6 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from revzoo._checks import check_count
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -29,13 +31,13 @@ def run(args: argparse.Namespace) -> None:
             not ``data DIR``.
         DataError: there is no such folder, or it has no images.
     """
-    from revzoo._checks import check_count
-    from revzoo.data.folders import check_folder
-
     if args.what != "data" or args.folder is None:
         raise ValueError(_usage(args.what, args.folder))
     if args.workers is not None:
         check_count("--workers", args.workers)
+    # only now: it imports torch
+    from revzoo.data.folders import check_folder
+
     report = check_folder(args.folder, workers=args.workers)
     # unreadable images first, then the fault of the folders
     faults = report.bad + ([report.layout] if report.layout else [])

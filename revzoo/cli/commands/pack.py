@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
-from revzoo.cli.config.yaml_files import run_of
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.weights.run_files import CHECKPOINTS
@@ -96,6 +95,8 @@ def publish(
 
 def _recipe(checkpoint: Path) -> str:
     """The command that started the run."""
+    from revzoo.cli.config.yaml_files import run_of
+
     path = run_of(checkpoint) / SESSIONS_FILE
     if not path.is_file():
         raise ValueError(f"--recipe: there is no {path}; give the exact training command")
@@ -106,6 +107,7 @@ def _recipe(checkpoint: Path) -> str:
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
+    from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.run.folder import SUMMARY_FILE
     from revzoo.weights.run_files import LAST
 

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         from revzoo.cli.config.quick import check_quickly
 
         # before Lightning is imported
-        check_quickly(config)
+        check_quickly(config, looks=True)
         from revzoo.cli.run.train import begin
 
         begin(config, whole, overrides=args.overrides)

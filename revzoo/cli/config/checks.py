@@ -30,7 +30,7 @@ from revzoo.cli.config.quick import (
     CSV_ONLY,
     MANAGED_BY_TRAIN,
     TUNER,
-    check_data_complete,
+    check_data_quickly,
     check_precision_options,
     check_quickly,
     check_trainer_numbers,
@@ -147,7 +147,7 @@ def check_data(data: Mapping[str, Any]) -> None:
     names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
     options = {key: value for key, value in data.items() if key != "_target_"}
     check_names(options, names, where="data")
-    check_data_complete(options)
+    check_data_quickly(options)
     hints = {n: hint for kind in kinds for n, hint in get_type_hints(kind.__init__).items()}
     check_types(options, hints, where="data")
     # the constructor checks the values; it reads no files

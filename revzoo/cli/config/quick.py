@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -34,6 +35,7 @@ SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbac
 VALUES = ("seed", "test")
 OPTIONAL = ("threads",)  # missing in runs of earlier versions
 TUNER = "tuner"
+SPLITS = ("test", "val")  # that an evaluation may read
 EVAL_KEYS = ("ckpt", "split", "batch_size", "bits", "data", "precision", "trainer")
 # arguments of create_model that the run sets itself, or that only some models take
 NOT_SUGGESTED = (*FITTED, "reversible_bits", "features_only", "out_indices")
@@ -56,8 +58,12 @@ PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
-def check_quickly(config: Mapping[str, Any]) -> ImageNetwork:
+def check_quickly(config: Mapping[str, Any], *, looks: bool = False) -> ImageNetwork:
     """Check the sections, the model, memory, optimiser, callbacks and the Trainer's numbers.
+
+    Args:
+        config: plain containers.
+        looks: whether to look for the folder of images, too.
 
     Returns:
         The model, on ``meta``.
@@ -80,8 +86,12 @@ def check_quickly(config: Mapping[str, Any]) -> ImageNetwork:
         check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
         check_trainer_numbers(config["trainer"])
         check_precision_options(config["precision"])
-        check_data_complete(config["data"])
+        check_data_quickly(config["data"])
+        if config["memory"].get("bytes") == MISSING:
+            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
         check_names_by_source(config)
+        if looks:
+            check_root(config["data"])
         # here and not above: it imports torch
         from revzoo.training.optim.optimizers import OptimSpec
 
@@ -91,13 +101,16 @@ def check_quickly(config: Mapping[str, Any]) -> ImageNetwork:
 
 
 def check_evaluated(config: Mapping[str, Any]) -> None:
-    """Check the keys of an evaluation, and that it names a checkpoint or weights."""
+    """Check the keys of an evaluation, its split and batch size, and that it names weights."""
     check_names(config, EVAL_KEYS, where="config")
     if config["ckpt"] in (None, "", MISSING):
         raise ConfigError(
             "ckpt is needed: give the folder of a run, ckpt=RUN_DIR, or weights such as "
             "ckpt=revnet38.cifar10"
         )
+    check_choice("split", config["split"], SPLITS)
+    if config["batch_size"] is not None:
+        check_count("batch_size", config["batch_size"])
 
 
 @contextmanager
@@ -147,12 +160,26 @@ def check_precision_options(precision: Mapping[str, Any]) -> None:
     check_choice("precision.trainer", precision["trainer"], PRECISIONS)
 
 
-def check_data_complete(data: Mapping[str, Any]) -> None:
-    """Check that no option of the data is missing."""
+def check_data_quickly(data: Mapping[str, Any]) -> None:
+    """Check that no option of the data is missing, and their counts."""
     for key, value in data.items():
         if value == MISSING:
             example = "DIR, the folder above train/CLASS/*.jpg" if key == "root" else "..."
             raise ConfigError(f"data.{key} is needed: give data.{key}={example}")
+    for key in ("batch_size", "eval_batch_size"):
+        if (count := data.get(key)) is not None:
+            check_count(f"data.{key}", count)
+
+
+def check_root(data: Mapping[str, Any]) -> None:
+    """Check that the folder of an image folder exists."""
+    if data.get("_target_") == "revzoo.data.ImageFolder":
+        root = Path(str(data["root"])).expanduser().absolute()
+        if not root.is_dir():
+            raise ConfigError(
+                f"image folder {root} does not exist: set data.root=DIR, the folder above "
+                "train/CLASS/*.jpg"
+            )
 
 
 def check_names_by_source(config: Mapping[str, Any]) -> None:
@@ -248,7 +275,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
     budget = memory.get("bytes")
     planned = PLANNED.get(memory["mode"])
     if planned is not None and planned.bounded:
-        if budget in (None, MISSING):
+        if budget is None:
             raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
         bytes_from(budget, name="memory.bytes")
     elif budget is not None:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_choice, check_count
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
@@ -26,8 +25,6 @@ from revzoo.training.tuning.out_of_memory import memory_errors
 from revzoo.weights.source import SAVED
 
 log = logging.getLogger(__name__)
-
-SPLITS = ("test", "val")
 
 
 def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str, float]:
@@ -104,9 +101,6 @@ def check_eval(config: Mapping[str, Any]) -> None:
         ConfigError: naming the option.
     """
     check_evaluated(config)
-    check_choice("split", config["split"], SPLITS)
-    if config["batch_size"] is not None:
-        check_count("batch_size", config["batch_size"])
     if config["bits"] not in (SAVED, None, *range(1, MAX_BITS + 1)):
         raise ConfigError(
             f"bits={config['bits']}: expected 1 to {MAX_BITS}, null for the plain network, or "
