@@ -65,3 +65,15 @@ def test_tables_are_folded(
     monkeypatch.setenv("COLUMNS", "90")
     main(["info", "irevnet13.digits", "--batch", "2"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 90
+
+
+def test_a_terminal_shows_that_libraries_load(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing happened for ten seconds. The line is gone before an error is printed."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    with pytest.raises(SystemExit):
+        main(["train", "memory.mode=invrt"])
+    shown = capsys.readouterr().err
+    assert "loading torch and Lightning ..." in shown
+    assert shown.endswith("\r\033[K")

@@ -30,6 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from revzoo.cli.commands._status import status
 from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
 
@@ -109,9 +110,9 @@ def run(args: argparse.Namespace) -> None:
         config = to_plain(cfg)
         from revzoo.cli.config.quick import check_quickly
 
-        # before Lightning is imported
-        check_quickly(config, looks=True)
-        from revzoo.cli.run.train import begin
+        with status("loading torch and Lightning"):
+            check_quickly(config, looks=True)  # before Lightning is imported
+            from revzoo.cli.run.train import begin
 
         begin(config, whole, overrides=args.overrides)
 
