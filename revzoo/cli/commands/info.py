@@ -117,7 +117,7 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
             continue  # the model has no steps for this mode
         show_status(f"counting activations of a training step, memory={mode}")
         size = activation_bytes(model, images) / 1024
-        yield f"training, {mode}", f"activations peak at {size:,.0f} KiB per image"
+        yield f"training, {mode}", f"{size:,.0f} KiB of activations per image at the peak"
 
 
 def _print(key: str, value: object) -> None:

@@ -118,7 +118,7 @@ def log_opening(
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
-    size = "" if kept is None else f", activations peak at {kept / 1024:,.0f} KiB per image"
+    size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image at the peak"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     # of all processes, for one update of the weights
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches

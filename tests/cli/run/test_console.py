@@ -52,7 +52,7 @@ def test_a_run_logs_its_description_and_its_figures(
     assert opening["data"] == "Digits, 10 classes, images of 1x8x8"
     assert "1,293 to train, 144 to validate" in lines[2]
     assert opening["memory"].startswith("exact, ")
-    assert opening["memory"].endswith("KiB per image")
+    assert opening["memory"].endswith("KiB of activations per image at the peak")
     assert opening["device"].startswith("cpu, float32, ")
     assert opening["train"] == "1 epoch, 64 images per step, sgd with lr 0.2, seed 7"
     assert opening["trained"].startswith("1 epoch, 3 steps in ")
