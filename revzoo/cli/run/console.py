@@ -127,7 +127,7 @@ def log_opening(
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
-        *([("", few)] if (few := _left_out(trainer, data)) else []),
+        *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
         ("memory", f"{_modes(config, module)}{size}"),
         ("device", ", ".join(_device(config, trainer))),
         ("train", f"{length}, {batch} images per step, {rate}, seed {config['seed']}"),
@@ -162,6 +162,13 @@ def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
         f"each epoch leaves out {count:,} ({share}), an incomplete batch; a smaller "
         "data.batch_size leaves out fewer"
     )
+
+
+def _few_to_validate(data: ImageData) -> str:
+    """A warning if the validation images cannot have all classes."""
+    if not 0 < data.val_count < data.num_classes:
+        return ""
+    return "fewer images to validate than classes, so accuracy is coarse: raise data.val_fraction"
 
 
 def _length(trainer: pl.Trainer, max_time: object) -> str:

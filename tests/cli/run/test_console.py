@@ -20,7 +20,14 @@ from revzoo.cli.config.compose import Source, compose_checked
 from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
-from revzoo.cli.run.console import LogFormat, _length, _weights, kept_bytes, logged_warnings
+from revzoo.cli.run.console import (
+    LogFormat,
+    _few_to_validate,
+    _length,
+    _weights,
+    kept_bytes,
+    logged_warnings,
+)
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.models import create_model
@@ -99,6 +106,14 @@ def test_a_run_says_how_many_images_it_leaves_out(
         train(compose(*SMALL, *data), run_dir=tmp_path / "run")
     lines = [line.strip() for line in caplog.messages if "leaves out" in line]
     assert [line.partition("data.")[0] for line in lines] == told
+
+
+@pytest.mark.parametrize(("images", "told"), [(3, "fewer images to validate"), (4, ""), (0, "")])
+def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) -> None:
+    """One image of 60 chose the best checkpoint."""
+    data: Any = SimpleNamespace(val_count=images, num_classes=4)
+    assert _few_to_validate(data).startswith(told)
+    assert bool(_few_to_validate(data)) == bool(told)
 
 
 def test_the_weights_that_a_run_starts_from_are_named(
