@@ -186,26 +186,29 @@ class Search:
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
-            is_operator = name[:2] == "__" and name not in _NO_OPERATORS
-            if name in self.names or name in thing.called or is_operator:
+            if name in self.names or name in thing.called or _is_operator(name):
                 for f in functions:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
-            v = thing.attributes[name]
-            is_method = isinstance(thing.place, ClassAttributes) and bool(_functions_of(v))
-            # these count only by name, even if a function calls getattr()
-            if (is_method or name in ABOUT_CLASS) and name not in self.names:
-                continue
-            mark = id(thing.attributes), name
-            if mark in self._visited or name in thing.skipped:
-                continue
-            self._visited.add(mark)
-            if is_method:  # its code is searched with the objects of the class
-                self.watched.append((thing.place, name, v))
-            # a layer of torch has the same numbers as attributes in every pass
-            elif not (thing.all_names and type(v) in PLAIN_TYPES):
-                self.value(v, thing.place, name, name)
+            self._follow(thing, name)
+
+    def _follow(self, thing: _Object, name: str) -> None:
+        """Search the value of an attribute, once."""
+        v = thing.attributes[name]
+        is_method = isinstance(thing.place, ClassAttributes) and bool(_functions_of(v))
+        # these count only by name, even if a function calls getattr()
+        if (is_method or name in ABOUT_CLASS) and name not in self.names:
+            return
+        mark = id(thing.attributes), name
+        if mark in self._visited or name in thing.skipped:
+            return
+        self._visited.add(mark)
+        if is_method:  # its code is searched with the objects of the class
+            self.watched.append((thing.place, name, v))
+        # a layer of torch has the same numbers as attributes in every pass
+        elif not (thing.all_names and type(v) in PLAIN_TYPES):
+            self.value(v, thing.place, name, name)
 
     def _is_new(self, thing: Any) -> bool:
         """Whether the search meets ``thing`` for the first time."""
@@ -606,6 +609,11 @@ def _methods(cls: type) -> _Methods:
     return methods
 
 
+def _is_operator(name: str) -> bool:
+    """Whether ``name`` is a method that an operator or a built-in function calls."""
+    return name[:2] == "__" and name not in _NO_OPERATORS
+
+
 def _functions_of(value: Any) -> list[types.FunctionType]:
     """The functions of an attribute of a class."""
     found = [value.fget if isinstance(value, property) else value]
@@ -639,7 +647,7 @@ def _called_by_bases(cls: type) -> frozenset[str]:
     for c in _library_bases(cls):
         for name, value in vars(c).items():
             defined.setdefault(name, []).extend(_functions_of(value))
-    operators = {name for name in defined if name[:2] == "__" and name not in _NO_OPERATORS}
+    operators = set(filter(_is_operator, defined))
     called: set[str] = set()
     new: set[str] = {*_ENTRY_POINTS, *operators} & defined.keys()
     while new:  # and what these call, and so on

@@ -629,6 +629,13 @@ class StepTensors:
 
     def restore(self, undo: Undo) -> None:
         """Put the tensors of the forward pass, or copies for the replay to change, in place."""
+        self._restore_tables(undo)
+        self._restore_held(undo)
+        self._swap_statistics(undo)
+        self._swap_snapshots(undo)
+
+    def _restore_tables(self, undo: Undo) -> None:
+        """Give each table of parameters and buffers the names from before the forward pass."""
         # The forward pass may create parameters and buffers, which the replay creates again. One
         # comparison shows the usual case: no table has changed.
         if list(map(tuple, self._tables)) != self._names:
@@ -639,6 +646,9 @@ class StepTensors:
         for table, name in self._absent:
             if table[name] is not None:
                 swap(undo, table, name, None)
+
+    def _restore_held(self, undo: Undo) -> None:
+        """Put replaced parameters and buffers back, and their ``requires_grad``."""
         for held in self._held:
             owner, tensor = held.owner, held.tensor
             if owner is not None and held.replaced():
@@ -647,7 +657,12 @@ class StepTensors:
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
-        # values from before the forward pass, or scratch tensors; further statistics get copies
+
+    def _swap_statistics(self, undo: Undo) -> None:
+        """Replace statistics by their earlier values, or by scratch tensors if no code reads them.
+
+        Further statistics get copies.
+        """
         if self.restores_buffers:
             known = list(map(_copy, self._before))
         else:
@@ -659,6 +674,9 @@ class StepTensors:
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
             swap(undo, owner, name, copy)
+
+    def _swap_snapshots(self, undo: Undo) -> None:
+        """Replace the other changed buffers by copies of their earlier values."""
         # one copy of a tensor that is in several places
         each = {id(s.held.tensor): s for s in self._snapshots}
         copies = sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
