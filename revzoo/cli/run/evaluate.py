@@ -45,22 +45,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = restore(config["ckpt"], bits=config["bits"])
-    data_config = config.get("data")
-    if data_config:
-        check_data(data_config)
-    else:
-        data_config = run_data(config["ckpt"])
-        if data_config is None:
-            raise ConfigError(
-                f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
-                "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
-            )
-        data_config = moved(data_config, root)
-        # the section comes from a file that the user has not named
-        with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
-            check_data(data_config)
-    if config["batch_size"] is not None:
-        data_config = {**data_config, "eval_batch_size": config["batch_size"]}
+    data_config = _data_section(config, root)
     apply_precision(config["precision"])
     data = build_data(data_config)
     data.prepare_data()
@@ -92,6 +77,24 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
     return in_order({name: float(value) for name, value in figures.items()})
+
+
+def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, Any]:
+    """The checked data section of the command, or that of the checkpoint's run."""
+    if data := config.get("data"):
+        check_data(data)
+    else:
+        if (recorded := run_data(config["ckpt"])) is None:
+            raise ConfigError(
+                f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
+                "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
+            )
+        data = moved(recorded, root)
+        # the section comes from a file that the user has not named
+        with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
+            check_data(data)
+    size = config["batch_size"]
+    return data if size is None else {**data, "eval_batch_size": size}
 
 
 def check_eval(config: Mapping[str, Any]) -> None:

@@ -360,12 +360,15 @@ class Tape:
         ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
         """
         # from the end, where wanted entries are found soonest
-        if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
+        if not (graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:]))):
+            self._cut(index, state)
+        elif any(entry.wanted for entry in reversed(self.entries[:index])):
             self._cursor = (index + 1, after) if state is None else (index, state)
-            # at the end of the walk: the tapes of inner steps outlive it by the outer walk
-            if not any(entry.wanted for entry in reversed(self.entries[:index])):
-                self._cursor = None
-            return
+        else:  # the end of the walk: the tapes of inner steps outlive it by the outer walk
+            self._cursor = None
+
+    def _cut(self, index: int, state: Streams | None) -> None:
+        """Forget the entries from ``index`` on; the chain then ends with ``state``."""
         del self.entries[index:]
         self.close()
         self._landmarks = [m for m in self._landmarks if m.position < index]
