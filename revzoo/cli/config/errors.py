@@ -36,7 +36,12 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
     except kinds as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(folded(f"revzoo: {_text_of(error)}", indent=8))
+        sys.exit(message_line(error))
+
+
+def message_line(error: Exception) -> str:
+    """An error as programs print it, folded to the terminal, without the end of the line."""
+    return folded(f"revzoo: {_text_of(error)}", indent=8)
 
 
 def _text_of(error: Exception) -> str:
