@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo._files import file_name
-from revzoo.cli.commands._models import add_saved_bits_option
+from revzoo.cli.commands._models import add_saved_bits_option, check_side
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED
@@ -67,7 +67,10 @@ def run(args: argparse.Namespace) -> None:
         stem = stem.removesuffix(suffix)
     path = args.output or Path(f"{file_name(stem)}.{args.format}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
+    job = _job(args)
+    if args.image_size is not None:
+        check_side(job.network, args.image_size, "--image-size")
+    largest = export(job, path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20
     sys.stdout.write(
         f"{path}  {size:.1f} MiB, difference {largest:.1e} of the largest logit "

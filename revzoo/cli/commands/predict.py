@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count, number_of
-from revzoo.cli.commands._models import add_saved_bits_option
+from revzoo.cli.commands._models import add_saved_bits_option, check_side
 from revzoo.cli.config.errors import ConfigError, message_line
 from revzoo.weights.source import resolve_source
 
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> None:
     with quiet():
         check_imports(run_of(source))
         restored = restore(source, bits=args.bits)
+        if args.size is not None:
+            check_side(restored.network, args.size, "--size")
         options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}
         # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options, on_error=report))

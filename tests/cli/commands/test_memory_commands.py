@@ -148,7 +148,16 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     ("arguments", "message"),
     [
         (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
-        (["audit", "revnet38", "--image", "33"], "--image=33: Got images of 33x33"),
+        (
+            ["audit", "revnet38", "--image", "33"],
+            "--image=33: Got images of 33x33 pixels; .* multiples of 4: use --image 32$",
+        ),
+        (["info", "revnet38", "--size", "30"], "multiples of 4: use --size 32$"),
+        (["bench", "vit_cifar", "--image", "30"], "created for 32x32: use --image 32$"),
+        (
+            ["export", "revnet38", "--format", "pt2", "--image-size", "30"],
+            "multiples of 4: use --image-size 32$",
+        ),
         (["audit", "revnet38", "--image", "0"], "--image=0: expected a whole number >= 1"),
         (["info", "revnet38", "--size", "0"], "--size=0: expected a whole number >= 1"),
         (

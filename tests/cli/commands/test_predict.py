@@ -60,6 +60,13 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
         main(["predict", "ckpt=irevnet13.digits", image, "--device", "foo"])
 
 
+def test_a_wrong_size_names_the_option(tmp_path: Path) -> None:
+    """It named ``data.image_size``, an option of ``train``."""
+    image = str(image_folder(tmp_path))
+    with pytest.raises(SystemExit, match=r"--size=7: Got images of 7x7 pixels; .*: use --size 8$"):
+        main(["predict", "irevnet13.digits", image, "--device", "cpu", "--size", "7"])
+
+
 def test_the_checkpoint_may_be_written_as_ckpt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
