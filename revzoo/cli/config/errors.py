@@ -45,7 +45,9 @@ def message_line(error: Exception) -> str:
 
 
 def _text_of(error: Exception) -> str:
-    """The message; of an error of the system, without its number."""
+    """The message for programs; of an error of the system, without its number."""
+    if isinstance(error, UserError) and error.in_programs:
+        return error.in_programs
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

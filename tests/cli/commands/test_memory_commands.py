@@ -173,6 +173,15 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
         (["bench", "revnet", "--depths", "39"], "there is no model 'revnet39'"),
         (["audit", "mine/mymodels.py"], "is a Python file, .* --import mymodels NAME$"),
         (["plan", "revnet38.py", "--budget", "1GiB"], r"Call revzoo.register_model\(NAME, "),
+        (
+            ["info", "revnet38.cifar"],
+            r"mean 'revnet38\.cifar10'\? Known for revnet38: .*; or give the path of a \.safet",
+        ),
+        (
+            ["export", "revnet29.cifar", "--format", "pt2"],
+            r"no weights.*\? revzoo list --pretrained lists all weights; or give the path",
+        ),
+        (["audit", "resnet38"], "among the [0-9]+ of revzoo list; did you mean"),
         (["audit", "mynet"], "no model 'mynet' .* Register your own .* --import MODULE"),
         (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
         (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),
