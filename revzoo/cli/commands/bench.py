@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such model or mode, or batch, size or rounds are not valid.
     """
-    import torch
+    with status_of("loading torch"):
+        import torch
 
-    from revzoo.core.modes import MODES
-    from revzoo.profiling.bench import bench
-    from revzoo.profiling.plan import PLANNED
-    from revzoo.profiling.units import in_one_unit, peak_note
+        from revzoo.core.modes import MODES
+        from revzoo.profiling.bench import bench
+        from revzoo.profiling.plan import PLANNED
+        from revzoo.profiling.units import in_one_unit, peak_note
 
     check_picture(args.plot)
     check_writable(args.csv)

@@ -59,11 +59,12 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: the model, mode, batch or size is not valid; the budget is wrong or too small.
     """
-    import torch
+    with status_of("loading torch"):
+        import torch
 
-    from revzoo.core.modes import INVERTING
-    from revzoo.profiling.plan import Planner
-    from revzoo.profiling.units import bytes_from, in_one_unit
+        from revzoo.core.modes import INVERTING
+        from revzoo.profiling.plan import Planner
+        from revzoo.profiling.units import bytes_from, in_one_unit
 
     if args.fit and (args.save or args.plot):
         raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
@@ -73,9 +74,10 @@ def run(args: argparse.Namespace) -> None:
     budget = bytes_from(args.budget)
     check_picture(args.plot)
     check_writable(args.save, makes_folders=True)
-    with torch.device("meta"):
-        model = model_for(args, args.name)
-    shape = shape_for(args, model)
+    with status_of(args.name):
+        with torch.device("meta"):
+            model = model_for(args, args.name)
+        shape = shape_for(args, model)
     if args.fit:
         sys.stdout.write(f"{_largest(args, budget, shape)}\n")
         return

@@ -93,10 +93,31 @@ def test_a_search_says_what_it_does_with_the_batch(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
     printed = capsys.readouterr()
-    assert printed.err.startswith("looking for the largest batch, beginning with 400 (--batch)\n")
+    assert "\r\033[Klooking for the largest batch, beginning with 400 (--batch)\n" in printed.err
     assert "\r\033[Kirevnet13, batch 400 ..." in printed.err
     assert re.search(r"irevnet13, batch 400, \d+ s: counting a training step in", printed.err)
     assert "without the optimiser's state\n" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "statuses"),
+    [
+        (["plan", *SMALL, "--budget", "1GiB"], ["loading torch", "revnet38"]),
+        (["audit", *SMALL, "--memory", "store"], ["loading torch", "revnet38"]),
+        (["export", "irevnet13", "--format", "safetensors"], ["loading torch", "exporting irev"]),
+    ],
+)
+def test_commands_show_that_they_work(arguments, statuses, capsys, monkeypatch, tmp_path):
+    """Exports and plans were silent for a minute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(arguments)
+    told = [line for line in capsys.readouterr().err.split("\r\033[K") if line]
+    for status, line in zip(statuses, told[: len(statuses)], strict=True):
+        assert line.startswith(status)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    main(arguments)
+    assert not capsys.readouterr().err
 
 
 def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
