@@ -12,6 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from revzoo.cli.terminal import folded
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     report = check_folder(args.folder, workers=args.workers)
     # unreadable images first, then the fault of the folders
     faults = report.bad + ([report.layout] if report.layout else [])
-    sys.stdout.write("".join(f"{fault}\n" for fault in faults))
+    sys.stdout.write("".join(f"{folded(fault, indent=2)}\n" for fault in faults))
     if report.bad:
         raise ValueError(
             f"{len(report.bad)} of {report.images} images cannot be read: replace or remove them, "

@@ -15,6 +15,7 @@ from typing import Any
 
 from revzoo._files import write_together
 from revzoo.cli.invocation import command_line
+from revzoo.cli.terminal import folded_command
 from revzoo.weights.run_files import CHECKPOINTS
 from revzoo.weights.source import resolve_source
 
@@ -49,7 +50,8 @@ def run(args: argparse.Namespace) -> None:
     facts["metrics"] = {**_summary(checkpoint), **dict(map(_metric, args.metric))}
     paths = publish(checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
-    sys.stdout.write(f"to classify images: {command_line('predict', paths[0])} IMAGES\n")
+    command = f"{command_line('predict', paths[0])} IMAGES"
+    sys.stdout.write(f"{folded_command(f'to classify images: {command}', indent=4)}\n")
 
 
 def publish(

@@ -77,6 +77,16 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
     assert audit(model, (8, 3, 32, 32), modes=[]).peak_bytes <= bytes_from("12MiB")
 
 
+def test_a_fit_is_folded_and_its_command_can_be_copied(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("its plan: revzoo plan"))
+    assert start > 1
+    assert all(line.endswith(" \\") for line in lines[start:-1])
+
+
 def test_the_largest_batch_that_fits(capsys):
     main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
     found, plan_of_it = capsys.readouterr().out.splitlines()
