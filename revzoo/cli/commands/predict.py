@@ -69,9 +69,11 @@ def run(args: argparse.Namespace) -> None:
         # torch.device("cuda:7") does not raise; a tensor there does
         device = torch.empty(0, device=args.device or default).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        # without torch's advice and addresses
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ConfigError(
-            f"--device {args.device} ({reason}): expected a device of this machine"
+            f"--device {args.device} ({reason}): expected a device of this machine: use --device "
+            "cpu or leave it out"
         ) from None
     unreadable = 0
 
