@@ -40,7 +40,9 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     """A reversible network of a library was benched in "invert", which it refuses."""
     options = ["--batch", "2", "--image", "32", "--rounds", "2"]
     main(["bench", "torchvision:resnet18", "--bits", "4", *options])
-    included, header, name, *rows = capsys.readouterr().out.splitlines()
+    included, header, name, *rows, legend = capsys.readouterr().out.splitlines()
+    assert legend.endswith("; ratio: median of the ratios to store, round by round")
+    assert len(legend) <= 80
     assert included == peak_note()
     assert name == "torchvision:resnet18"  # longer than its column
     assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
