@@ -20,7 +20,16 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """Base of errors whose message tells the user enough: programs print it without a traceback."""
+    """Base of errors whose message tells the user enough: programs print it without a traceback.
+
+    Args:
+        args: the message.
+        in_programs: what programs print instead, where the message names Python's arguments.
+    """
+
+    def __init__(self, *args: object, in_programs: str = "") -> None:
+        super().__init__(*args)
+        self.in_programs = in_programs
 
 
 def is_count(value: object, least: int = 1) -> bool:

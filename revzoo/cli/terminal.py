@@ -6,6 +6,7 @@ for programs that read them; COLUMNS=80 in the environment folds them there, too
 
 from __future__ import annotations
 
+import logging
 import shutil
 import textwrap
 
@@ -36,3 +37,17 @@ def folded(text: str, *, indent: int, end: str = "") -> str:
             break_on_hyphens=False,
         ) or [line]
     return f"{end}\n".join(lines)
+
+
+def folded_command(line: str, *, indent: int) -> str:
+    """A line that ends with a shell command, folded so that the command can be copied."""
+    # inside quotes, a backslash would be part of the word
+    return line if "'" in line else folded(line, indent=indent, end=" \\")
+
+
+class FoldedFormat(logging.Formatter):
+    """The message of a record, without its level or place."""
+
+    # Formatter.format appends tracebacks to this
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return folded(record.message, indent=2)

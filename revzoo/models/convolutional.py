@@ -9,7 +9,7 @@ from torch import Tensor
 
 from revzoo.layers.lean import run
 from revzoo.layers.norm import NormAct
-from revzoo.models.network import ImageNetwork
+from revzoo.models.network import ImageNetwork, ImageSizeError
 
 
 class ConvolutionalClassifier(ImageNetwork):
@@ -45,10 +45,11 @@ class ConvolutionalClassifier(ImageNetwork):
         multiple = self.size_multiple
         if height < 1 or width < 1 or height % multiple or width % multiple:
             near = max(multiple, round(height / multiple) * multiple)
-            raise ValueError(
+            raise ImageSizeError(
                 f"Got images of {height}x{width} pixels; this model {self.size_reason} and expects "
-                f"height and width to be positive multiples of {multiple}. Resize or pad the "
-                f"images (a folder of images: data.image_size={near})."
+                f"height and width to be positive multiples of {multiple}",
+                f". Resize or pad the images (a folder of images: data.image_size={near}).",
+                side=near,
             )
 
     def _activated(self, z: Tensor) -> Tensor:

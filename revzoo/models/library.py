@@ -31,7 +31,7 @@ from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.set_memory import set_memory
-from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
+from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
 from revzoo.models.tensors import adapt_channels
 from revzoo.weights.errors import DownloadError, UnknownWeightsError
 from revzoo.weights.files import socket_timeout
@@ -219,16 +219,17 @@ class LibraryNetwork(ImageNetwork):
         return size[0] if isinstance(size, (tuple, list)) else size
 
     def check_size(self, height: int, width: int) -> None:
-        """Raise a ValueError unless the network takes images of ``height`` x ``width`` pixels."""
+        """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
         fixed = self._fixed_size
         if fixed is None or (height, width) == (fixed, fixed):
             return
         remedy = f"resize the images (a folder of images: data.image_size={fixed})"
         if height == width and height % self._patch_size == 0:
             remedy = f"create it with img_size={height} (model.img_size={height}), or {remedy}"
-        raise ValueError(
-            f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}: "
-            f"{remedy}."
+        raise ImageSizeError(
+            f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}",
+            f": {remedy}.",
+            side=fixed,
         )
 
     @property

@@ -53,6 +53,20 @@ class FeatureInfo(NamedTuple):
     module: str
 
 
+class ImageSizeError(ValueError):
+    """A network does not take images of a size.
+
+    Args:
+        reason: what was got and what is expected.
+        remedy: the end of the message; commands replace it, since their options have other names.
+        side: the nearest side in pixels that the network takes.
+    """
+
+    def __init__(self, reason: str, remedy: str, *, side: int) -> None:
+        self.reason, self.side = reason, side
+        super().__init__(reason + remedy)
+
+
 class ImageNetwork(Saved, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
@@ -127,7 +141,7 @@ class ImageNetwork(Saved, ABC):
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
-        """Raise a ValueError unless the network takes images of ``height`` x ``width`` pixels."""
+        """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
 
     @abstractmethod
     def forward_features(self, x: Tensor) -> Tensor:

@@ -99,7 +99,8 @@ def find_source(
                     "--pretrained) lists all weights"
                 ) from None
             hint = "" if is_known else library_hint(text)
-            raise UnknownWeightsError(f"{error}{hint}") from None
+            in_programs = error.in_programs and f"{error.in_programs}{hint}"
+            raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
     return Source(entry.architecture, entry, entry.options)
 
 

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from revzoo._checks import check_new_name, did_you_mean
+from revzoo._checks import UserError, check_new_name, did_you_mean
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
@@ -42,6 +42,10 @@ from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
+
+
+class UnknownModelError(UserError, ValueError):
+    """No model has this name."""
 
 
 class Architecture(NamedTuple):
@@ -384,9 +388,12 @@ def _architecture_of(name: str) -> Architecture:
         # an exact name of a library is a better hint than a similar name of the zoo
         hint = library_hint(name)
         hint = f"{hint}." if hint else did_you_mean(name, MODELS, n=3) or "."
-        raise ValueError(
-            f"there is no model {name!r} among the {len(MODELS)} of list_models(){hint} Register "
-            "your own with revzoo.register_model (on the command line: --import MODULE)"
+        start = f"there is no model {name!r} among the {len(MODELS)} of"
+        raise UnknownModelError(
+            f"{start} list_models(){hint} Register your own with revzoo.register_model "
+            "(on the command line: --import MODULE)",
+            in_programs=f"{start} revzoo list{hint} Register your own with revzoo.register_model, "
+            "and add --import MODULE",
         )
     return MODELS[name]
 

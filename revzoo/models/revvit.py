@@ -29,7 +29,7 @@ from revzoo.layers.attention import EPSILON, MLP, Attention
 from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError
 from revzoo.models.unit import ResidualUnit
 
 # Standard deviation of the initial weights, truncated at two deviations, as in DeiT (2012.12877).
@@ -238,11 +238,12 @@ class RevViT(ImageNetwork):
     def check_size(self, height: int, width: int) -> None:
         size = self.variant.img_size
         if (height, width) != (size, size):  # each patch has a learned position
-            raise ValueError(
-                f"Got images of {height}x{width} pixels; this model was created for {size}x{size}. "
-                f"Resize them (a folder of images: data.image_size={size}), or create it with "
+            raise ImageSizeError(
+                f"Got images of {height}x{width} pixels; this model was created for {size}x{size}",
+                f". Resize them (a folder of images: data.image_size={size}), or create it with "
                 f"img_size={height} (model.img_size={height})"
-                + (" (images must be square)." if height != width else ".")
+                + (" (images must be square)." if height != width else "."),
+                side=size,
             )
 
 

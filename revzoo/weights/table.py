@@ -83,15 +83,14 @@ class WeightsTable:
                 "revzoo export RUN --format safetensors writes its weights"
             )
         known = [e.name for e in candidates]
-        listed = (
-            f"Known for {architecture}: {', '.join(known)}"
-            if known
-            else "list_models(pretrained=True) lists all weights"
-        )
         nearest = did_you_mean(name, known or self.entries) or "."
+        start = f"there are no weights, file or folder {name!r}{nearest}"
+        listed = f"Known for {architecture}: {', '.join(known)}" if known else ""
         raise UnknownWeightsError(
-            f"there are no weights, file or folder {name!r}{nearest} {listed}. Use "
-            "pretrained=False, or checkpoint_path for your own file"
+            f"{start} {listed or 'list_models(pretrained=True) lists all weights'}. Use "
+            "pretrained=False, or checkpoint_path for your own file",
+            in_programs=f"{start} {listed or 'revzoo list --pretrained lists all weights'}; or "
+            "give the path of a .safetensors file",
         )
 
     def _files(self) -> Iterable[Path]:

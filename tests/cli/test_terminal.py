@@ -9,7 +9,7 @@ import pytest
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat
 from revzoo.cli.run.predict import as_table
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import FoldedFormat, folded
 
 LONG = "memory=auto: steps: 6 store, 2 exact; peak 143.51 MiB (exact 140.89 MiB); in 0:13"
 
@@ -32,6 +32,11 @@ def test_lines_are_folded_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr("os.get_terminal_size", lambda fd: (_ for _ in ()).throw(OSError()))
     assert folded(LONG, indent=4) == LONG
+
+
+def test_lines_of_an_evaluation_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert FoldedFormat().format(record(LONG)).splitlines()[1].startswith("  ")
 
 
 def test_a_folded_command_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,14 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
         ValueError: the model does not take it; the message names the option.
     """
     from revzoo.cli.config.sizes import try_image
+    from revzoo.models.network import ImageSizeError
 
     try:
         model.check_size(side, side)
-    except ValueError as error:
+    except ImageSizeError as error:
+        # its remedy names an option of training
+        raise ValueError(f"{option}={side}: {error.reason}: use {option} {error.side}") from None
+    except ValueError as error:  # of a user's network
         raise ValueError(f"{option}={side}: {error}") from None
     if side != model.image_size:
         try_image(model, side, model.in_chans, remedy=f": try {option} {{size}}")

@@ -43,7 +43,7 @@ def show_written(*paths: Path | None) -> None:
 
 @contextmanager
 def status_of(subject: str) -> Iterator[None]:
-    """Show what :mod:`revzoo.profiling` counts or times, with ``subject`` and the seconds so far.
+    """Show ``subject``; while :mod:`revzoo.profiling` counts or times, also what, and the seconds.
 
     Print only after it, or the line would stay before the text.
     """

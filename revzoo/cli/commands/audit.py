@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: the model, mode, batch or size is not valid.
     """
-    import torch
+    with status_of("loading torch"):
+        import torch
 
-    from revzoo.profiling.audit import audit, check_matplotlib
+        from revzoo.profiling.audit import audit, check_matplotlib
 
     # first check everything that would fail after the count
     if args.tensorboard:

@@ -33,6 +33,7 @@ from revzoo.cli.commands._models import (
     shape_for,
 )
 from revzoo.cli.commands._status import show_written, status_of
+from revzoo.cli.terminal import folded
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
@@ -44,6 +45,9 @@ HEADER = (
     f"{'model':{WIDTH}} {'memory':10}{'s/step':>8}"
     f"{'ratio (quartiles)':>21}{'images/s':>9}{'peak':>13}\n"
 )
+
+
+LEGEND = "s/step: median over rounds; ratio: median of the ratios to {}, round by round"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,12 +71,13 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such model or mode, or batch, size or rounds are not valid.
     """
-    import torch
+    with status_of("loading torch"):
+        import torch
 
-    from revzoo.core.modes import MODES
-    from revzoo.profiling.bench import bench
-    from revzoo.profiling.plan import PLANNED
-    from revzoo.profiling.units import in_one_unit, peak_note
+        from revzoo.core.modes import MODES
+        from revzoo.profiling.bench import bench
+        from revzoo.profiling.plan import PLANNED
+        from revzoo.profiling.units import in_one_unit, peak_note
 
     check_picture(args.plot)
     check_writable(args.csv)
@@ -97,6 +102,8 @@ def run(args: argparse.Namespace) -> None:
         rows += measured
         # the next model may take minutes
         sys.stdout.flush()
+    # on a noisy machine the medians of times need not give the median ratio
+    sys.stdout.write(f"{folded(LEGEND.format(rows[0].memory), indent=2)}\n")
     if args.csv:
         with replacing_table(args.csv) as file:
             writer = csv.DictWriter(file, asdict(rows[0]))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count
+from revzoo.cli.terminal import folded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     report = check_folder(args.folder, workers=args.workers)
     # unreadable images first, then the fault of the folders
     faults = report.bad + ([report.layout] if report.layout else [])
-    sys.stdout.write("".join(f"{fault}\n" for fault in faults))
+    sys.stdout.write("".join(f"{folded(fault, indent=2)}\n" for fault in faults))
     if report.bad:
         raise ValueError(
             f"{len(report.bad)} of {report.images} images cannot be read: replace or remove them, "

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable
 
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.terminal import FoldedFormat
 from revzoo.weights.source import resolve_source
 
 # the reason why an evaluation lacks a section
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.config.yaml_files import run_of
 
     # on standard error: standard output has only the figures
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(FoldedFormat())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     _check_keys(args.overrides)
     others, root = take_root(args.overrides)
     names_data = any(override.startswith("data=") for override in others)

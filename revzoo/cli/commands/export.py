@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo._files import file_name
-from revzoo.cli.commands._models import add_saved_bits_option
+from revzoo.cli.commands._models import add_saved_bits_option, check_side
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED
@@ -59,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
         ValueError: there is no such model, or an option is wrong for it.
         WeightsError: the weights cannot be used.
     """
-    from revzoo.interop.export import TOLERANCE, export
+    with status_of("loading torch"):
+        from revzoo.interop.export import TOLERANCE, export
 
     stem = args.name.rstrip("/").rpartition("/")[2]
     # names of weights contain a dot, too: Path.stem would cut revnet38.cifar10
@@ -67,7 +69,11 @@ def run(args: argparse.Namespace) -> None:
         stem = stem.removesuffix(suffix)
     path = args.output or Path(f"{file_name(stem)}.{args.format}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
+    with status_of(f"exporting {args.name}"):
+        job = _job(args)
+        if args.image_size is not None:
+            check_side(job.network, args.image_size, "--image-size")
+        largest = export(job, path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20
     sys.stdout.write(
         f"{path}  {size:.1f} MiB, difference {largest:.1e} of the largest logit "

@@ -17,6 +17,7 @@ from typing import Any
 from revzoo._files import write_together
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE
+from revzoo.cli.terminal import folded_command
 from revzoo.weights.run_files import CHECKPOINTS
 from revzoo.weights.source import resolve_source
 
@@ -60,7 +61,8 @@ def run(args: argparse.Namespace) -> None:
     if not facts["metrics"]:
         sys.stderr.write("no figures: the run did not test this checkpoint; --metric adds yours\n")
     sys.stdout.write("".join(f"{path}\n" for path in paths))
-    sys.stdout.write(f"to classify images: {command_line('predict', paths[0])} IMAGES\n")
+    command = f"{command_line('predict', paths[0])} IMAGES"
+    sys.stdout.write(f"{folded_command(f'to classify images: {command}', indent=4)}\n")
 
 
 def publish(

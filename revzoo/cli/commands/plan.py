@@ -28,6 +28,7 @@ from revzoo.cli.commands._models import (
     shape_for,
 )
 from revzoo.cli.commands._status import show_written, status_of
+from revzoo.cli.terminal import folded, folded_command
 
 if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
@@ -59,11 +60,12 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: the model, mode, batch or size is not valid; the budget is wrong or too small.
     """
-    import torch
+    with status_of("loading torch"):
+        import torch
 
-    from revzoo.core.modes import INVERTING
-    from revzoo.profiling.plan import Planner
-    from revzoo.profiling.units import bytes_from, in_one_unit
+        from revzoo.core.modes import INVERTING
+        from revzoo.profiling.plan import Planner
+        from revzoo.profiling.units import bytes_from, in_one_unit
 
     if args.fit and (args.save or args.plot):
         raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
@@ -73,9 +75,10 @@ def run(args: argparse.Namespace) -> None:
     budget = bytes_from(args.budget)
     check_picture(args.plot)
     check_writable(args.save, makes_folders=True)
-    with torch.device("meta"):
-        model = model_for(args, args.name)
-    shape = shape_for(args, model)
+    with status_of(args.name):
+        with torch.device("meta"):
+            model = model_for(args, args.name)
+        shape = shape_for(args, model)
     if args.fit:
         sys.stdout.write(f"{_largest(args, budget, shape)}\n")
         return
@@ -275,9 +278,8 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     needs: dict[int, int | None] = {}
     option = f" ({fit.option})" if fit.option else ""
     # to standard error, also without a terminal: the search takes minutes
-    sys.stderr.write(
-        f"looking for the largest {fit.name}, beginning with {fit.shown(fit.start)}{option}\n"
-    )
+    start = f"looking for the largest {fit.name}, beginning with {fit.shown(fit.start)}{option}"
+    sys.stderr.write(f"{folded(start, indent=2)}\n")
 
     def need(value: int) -> int | None:
         if value not in needs:  # a call takes seconds
@@ -300,15 +302,18 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
         )
     shown, needed = fit.shown(value), f"{sized(taken[value])} without the optimiser's state"
     if value == fit.most:
-        return f"{shown}, the largest {fit.name} of {args.name} that was tried, needs {needed}"
+        sentence = f"{shown}, the largest {fit.name} of {args.name} that was tried, needs {needed}"
+        return folded(sentence, indent=2)
     sentence = f"the largest {fit.name} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
+    sentence = folded(sentence, indent=2)
     if not fit.option:
         return sentence
     images, _, side, _ = fit.batch_shape(value)
     options = {"batch": images, "image": side}
     options |= {name: getattr(args, name) for name in ("classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
-    return f"{sentence}\nits plan: revzoo plan {args.name} --budget {args.budget} {typed}"
+    command = f"its plan: revzoo plan {args.name} --budget {args.budget} {typed}"
+    return f"{sentence}\n{folded_command(command, indent=4)}"
 
 
 def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path) -> None:

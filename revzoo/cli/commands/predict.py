@@ -6,7 +6,8 @@ NAME_OR_CKPT is a checkpoint, or the folder of a run, for its best checkpoint; o
 such as revnet38.cifar10, a safetensors file, a folder of save_pretrained. Images are prepared as
 for evaluation: converted to the model's channels, resized, cropped to the centre, and normalised
 with the checkpoint's mean and deviation. It needs no data set. Prints a table with the --top most
-probable classes of each image, or all classes with --json or --csv.
+probable classes of each image, or all classes with --json or --csv. An image that cannot be read
+has a line on standard error and no row; then the command exits with 1.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from revzoo._checks import check_count
-from revzoo.cli.commands._models import add_saved_bits_option
-from revzoo.cli.config.errors import ConfigError
+from revzoo._checks import check_count, number_of
+from revzoo.cli.commands._models import add_saved_bits_option, check_side
+from revzoo.cli.config.errors import ConfigError, message_line
 from revzoo.weights.source import resolve_source
 
 
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the device, an image or a folder does not exist.
-        UserError: the checkpoint or an image cannot be used.
+        UserError: the checkpoint cannot be used.
+        DataError: some images cannot be read; raised after the rows of the others are printed.
     """
     for name in ("top", "size", "batch_size"):
         if getattr(args, name) is not None:
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.predict import FORMS, predict
+    from revzoo.data import DataError
     from revzoo.training.checkpoint.restore import restore
     from revzoo.training.lightning_messages import quiet
 
@@ -66,14 +69,32 @@ def run(args: argparse.Namespace) -> None:
         # torch.device("cuda:7") does not raise; a tensor there does
         device = torch.empty(0, device=args.device or default).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        # without torch's advice and addresses
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ConfigError(
-            f"--device {args.device} ({reason}): expected a device of this machine"
+            f"--device {args.device} ({reason}): expected a device of this machine: use --device "
+            "cpu or leave it out"
         ) from None
+    unreadable = 0
+
+    def report(error: DataError) -> None:
+        nonlocal unreadable
+        unreadable += 1
+        sys.stderr.write(f"{message_line(error)}\n")
+
     with quiet():
         check_imports(run_of(source))
         restored = restore(source, bits=args.bits)
+        if args.size is not None:
+            check_side(restored.network, args.size, "--size")
         options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}
         # a list: the table aligns paths by the longest
-        predictions = list(predict(restored, args.images, **options))
+        predictions = list(predict(restored, args.images, **options, on_error=report))
     sys.stdout.write(FORMS[args.form](predictions, args.top))
+    if unreadable:
+        sys.stdout.flush()  # the rows before the last message, also in one log
+        images = number_of(len(predictions) + unreadable, "image")
+        raise DataError(
+            f"{unreadable} of {images} could not be read: replace or remove them; revzoo check "
+            "data DIR lists all such images of a folder"
+        )

@@ -36,11 +36,18 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
     except kinds as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(folded(f"revzoo: {_text_of(error)}", indent=8))
+        sys.exit(message_line(error))
+
+
+def message_line(error: Exception) -> str:
+    """An error as programs print it, folded to the terminal, without the end of the line."""
+    return folded(f"revzoo: {_text_of(error)}", indent=8)
 
 
 def _text_of(error: Exception) -> str:
-    """The message; of an error of the system, without its number."""
+    """The message for programs; of an error of the system, without its number."""
+    if isinstance(error, UserError) and error.in_programs:
+        return error.in_programs
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -16,7 +16,7 @@ import torch
 from revzoo._checks import number_of
 from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, folded_command
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
@@ -60,11 +60,8 @@ class LogFormat(logging.Formatter):
         line = f"{record.asctime} {level}{record.message}"
         if not self.fold:
             return line
-        # inside quotes, a backslash would be part of the word
-        is_command = getattr(record, "command", False)
-        if is_command and "'" in line:
-            return line
-        return folded(line, indent=len(record.asctime) + 10, end=" \\" * is_command)
+        fold = folded_command if getattr(record, "command", False) else folded
+        return fold(line, indent=len(record.asctime) + 10)
 
 
 def shorten_log() -> None:

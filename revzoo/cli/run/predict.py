@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from revzoo.cli.terminal import columns
 from revzoo.data import DataError
@@ -28,6 +30,7 @@ def predict(
     batch_size: int = 64,
     image_size: int | None = None,
     device: str | torch.device = "cpu",
+    on_error: Callable[[DataError], None] | None = None,
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
@@ -39,20 +42,36 @@ def predict(
         batch_size: images per forward pass.
         image_size: side in pixels; None for the size in the checkpoint.
         device: the device of the network.
+        on_error: called for each file that cannot be decoded, which is left out; None to raise.
 
     Raises:
         CheckpointError: the network's output is NaN or Inf.
-        DataError: a path does not exist or is not an image, or a folder has no images.
+        DataError: a path does not exist, or a folder has no images; without ``on_error``, a file
+            cannot be decoded.
     """
     # before the first image is read
     if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint has no image size: give --size PIXELS")
     # a list: check all paths before the first result
     files = [str(path) for path in image_files(paths)]
-    images = (open_image(path, restored.in_chans) for path in files)
+    # classify opens a whole batch before its first result
+    opened: deque[str] = deque()
+
+    def images() -> Iterator[Image.Image]:
+        for path in files:
+            try:
+                image = open_image(path, restored.in_chans)
+            except DataError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+                continue
+            opened.append(path)
+            yield image
+
     network = restored.network.to(device)
-    probabilities = classify(network, images, size=image_size, batch_size=batch_size)
-    return zip(files, probabilities, strict=True)
+    probabilities = classify(network, images(), size=image_size, batch_size=batch_size)
+    return ((opened.popleft(), classes) for classes in probabilities)
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
@@ -75,7 +94,7 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:
     """A line per image: its path, then classes with their probabilities."""
-    width = max(len(path) for path, _ in predictions)
+    width = max((len(path) for path, _ in predictions), default=0)
     lines = []
     for path, classes in predictions:
         best = list(classes.items())[:top]
@@ -83,7 +102,7 @@ def as_table(predictions: Sequence[Prediction], top: int) -> str:
         line = f"{path:{width}}  {figures}"
         too_long = 0 < columns() < len(line)  # 0 without a terminal
         lines.append(f"{path}\n  {figures}" if too_long else line)
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def as_json(predictions: Sequence[Prediction], top: int) -> str:
@@ -99,7 +118,7 @@ def as_csv(predictions: Sequence[Prediction], top: int) -> str:
     """Columns path, class, and the probability of each class by its name."""
     text = io.StringIO()
     # each image orders its classes by probability; columns need one order
-    names = sorted(predictions[0][1])
+    names = sorted(predictions[0][1]) if predictions else []
     # csv's default is \r\n, which many tools show as ^M
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["path", "class", *names])

@@ -36,6 +36,19 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
     assert [str(path) in line for path, line in zip(bad, lines, strict=True)] == [True, True]
 
 
+def test_long_lines_are_folded(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("COLUMNS", "80")
+    (root / "train/a/1.png").write_bytes(b"no image")
+    with pytest.raises(SystemExit):
+        main(["check", "data", ".", "--workers", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
+
+
 def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test" / "a").mkdir(parents=True)
     with pytest.raises(

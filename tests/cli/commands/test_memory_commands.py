@@ -40,7 +40,9 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     """A reversible network of a library was benched in "invert", which it refuses."""
     options = ["--batch", "2", "--image", "32", "--rounds", "2"]
     main(["bench", "torchvision:resnet18", "--bits", "4", *options])
-    included, header, name, *rows = capsys.readouterr().out.splitlines()
+    included, header, name, *rows, legend = capsys.readouterr().out.splitlines()
+    assert legend.endswith("; ratio: median of the ratios to store, round by round")
+    assert len(legend) <= 80
     assert included == peak_note()
     assert name == "torchvision:resnet18"  # longer than its column
     assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
@@ -77,6 +79,16 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
     assert audit(model, (8, 3, 32, 32), modes=[]).peak_bytes <= bytes_from("12MiB")
 
 
+def test_a_fit_is_folded_and_its_command_can_be_copied(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("its plan: revzoo plan"))
+    assert start > 1
+    assert all(line.endswith(" \\") for line in lines[start:-1])
+
+
 def test_the_largest_batch_that_fits(capsys):
     main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
     found, plan_of_it = capsys.readouterr().out.splitlines()
@@ -93,10 +105,31 @@ def test_a_search_says_what_it_does_with_the_batch(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
     printed = capsys.readouterr()
-    assert printed.err.startswith("looking for the largest batch, beginning with 400 (--batch)\n")
+    assert "\r\033[Klooking for the largest batch, beginning with 400 (--batch)\n" in printed.err
     assert "\r\033[Kirevnet13, batch 400 ..." in printed.err
     assert re.search(r"irevnet13, batch 400, \d+ s: counting a training step in", printed.err)
     assert "without the optimiser's state\n" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "statuses"),
+    [
+        (["plan", *SMALL, "--budget", "1GiB"], ["loading torch", "revnet38"]),
+        (["audit", *SMALL, "--memory", "store"], ["loading torch", "revnet38"]),
+        (["export", "irevnet13", "--format", "safetensors"], ["loading torch", "exporting irev"]),
+    ],
+)
+def test_commands_show_that_they_work(arguments, statuses, capsys, monkeypatch, tmp_path):
+    """Exports and plans were silent for a minute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(arguments)
+    told = [line for line in capsys.readouterr().err.split("\r\033[K") if line]
+    for status, line in zip(statuses, told[: len(statuses)], strict=True):
+        assert line.startswith(status)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    main(arguments)
+    assert not capsys.readouterr().err
 
 
 def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
@@ -148,7 +181,16 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     ("arguments", "message"),
     [
         (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
-        (["audit", "revnet38", "--image", "33"], "--image=33: Got images of 33x33"),
+        (
+            ["audit", "revnet38", "--image", "33"],
+            "--image=33: Got images of 33x33 pixels; .* multiples of 4: use --image 32$",
+        ),
+        (["info", "revnet38", "--size", "30"], "multiples of 4: use --size 32$"),
+        (["bench", "vit_cifar", "--image", "30"], "created for 32x32: use --image 32$"),
+        (
+            ["export", "revnet38", "--format", "pt2", "--image-size", "30"],
+            "multiples of 4: use --image-size 32$",
+        ),
         (["audit", "revnet38", "--image", "0"], "--image=0: expected a whole number >= 1"),
         (["info", "revnet38", "--size", "0"], "--size=0: expected a whole number >= 1"),
         (
@@ -164,6 +206,15 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
         (["bench", "revnet", "--depths", "39"], "there is no model 'revnet39'"),
         (["audit", "mine/mymodels.py"], "is a Python file, .* --import mymodels NAME$"),
         (["plan", "revnet38.py", "--budget", "1GiB"], r"Call revzoo.register_model\(NAME, "),
+        (
+            ["info", "revnet38.cifar"],
+            r"mean 'revnet38\.cifar10'\? Known for revnet38: .*; or give the path of a \.safet",
+        ),
+        (
+            ["export", "revnet29.cifar", "--format", "pt2"],
+            r"no weights.*\? revzoo list --pretrained lists all weights; or give the path",
+        ),
+        (["audit", "resnet38"], "among the [0-9]+ of revzoo list; did you mean"),
         (["audit", "mynet"], "no model 'mynet' .* Register your own .* --import MODULE"),
         (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
         (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),

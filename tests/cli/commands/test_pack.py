@@ -161,6 +161,19 @@ def test_the_printed_command_and_the_folder_use_the_weights(
         from_pretrained(out)
 
 
+def test_the_printed_command_is_folded_as_a_command(
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    pack(run_dir, tmp_path)
+    text = capsys.readouterr().out
+    assert "to classify images: " in text
+    assert text.endswith(f" \\\n    {tmp_path}/revnet38.halves.safetensors \\\n    IMAGES\n")
+
+
 def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder of a run was "no model"."""
     main(["info", str(run_dir), "--batch", "1"])

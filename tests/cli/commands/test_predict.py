@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,32 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
         main(["predict", "ckpt=irevnet13.digits", image, "--device", "foo"])
 
 
+def test_a_device_without_a_driver_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message was torch's paragraph, with an address."""
+    image = str(image_folder(tmp_path))
+    paragraph = "Found no NVIDIA driver on your system. Please check http://www.nvidia.com/x. Or y."
+
+    def empty(*args: object, **keywords: object) -> torch.Tensor:
+        raise RuntimeError(paragraph)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    message = (
+        r"--device cuda:1 \(Found no NVIDIA driver on your system\): expected a device of this "
+        r"machine: use --device cpu or leave it out$"
+    )
+    with pytest.raises(SystemExit, match=message):
+        main(["predict", "irevnet13.digits", image, "--device", "cuda:1"])
+
+
+def test_a_wrong_size_names_the_option(tmp_path: Path) -> None:
+    """It named ``data.image_size``, an option of ``train``."""
+    image = str(image_folder(tmp_path))
+    with pytest.raises(SystemExit, match=r"--size=7: Got images of 7x7 pixels; .*: use --size 8$"):
+        main(["predict", "irevnet13.digits", image, "--device", "cpu", "--size", "7"])
+
+
 def test_the_checkpoint_may_be_written_as_ckpt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +96,44 @@ def test_the_checkpoint_may_be_written_as_ckpt(
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert "dark" in outputs[0]
+
+
+def test_the_other_images_are_classified(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One unreadable image ended the command before the first row."""
+    folder = image_folder(tmp_path, side=8) / "test"
+    good = sorted(map(str, folder.rglob("*.png")))
+    bad = [folder / "light" / name for name in ("0.png", "zz.png")]
+    for path in bad:
+        path.write_bytes(b"no image")
+    good = [path for path in good if Path(path) not in bad]
+    command = ["predict", "irevnet13.digits", str(folder), "--device", "cpu", "--batch-size", "3"]
+    message = "2 of 41 images could not be read: .* revzoo check data DIR"
+    with pytest.raises(SystemExit, match=message) as end:
+        main([*command, "--json"])
+    assert isinstance(end.value.code, str)  # Python exits with 1
+    printed = capsys.readouterr()
+    rows = {row["path"]: row["probabilities"] for row in json.loads(printed.out)}
+    assert sorted(rows) == good
+    for path, line in zip(bad, printed.err.splitlines(), strict=True):
+        assert line.startswith(f"revzoo: cannot decode image {path} (")
+    # each row belongs to its path
+    expected = dict(predict(restore("irevnet13.digits"), good))
+    assert all(rows[path] == pytest.approx(expected[path], abs=1e-5) for path in good)
+
+
+@pytest.mark.parametrize(
+    ("form", "printed"), [([], ""), (["--json"], "[]\n"), (["--csv"], "path,class\n")]
+)
+def test_no_readable_image(
+    form: list[str], printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = tmp_path / "a.png"
+    image.write_bytes(b"no image")
+    with pytest.raises(SystemExit, match="1 of 1 image could not be read"):
+        main(["predict", "irevnet13.digits", str(image), "--device", "cpu", *form])
+    assert capsys.readouterr().out == printed
 
 
 def test_an_output_of_nan_is_refused(tmp_path: Path) -> None:
