@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
-    """Declare ``--batch``, ``--image``, ``--classes`` and ``--bits``."""
+    """Declare ``--batch``, ``--image``, ``--channels``, ``--classes`` and ``--bits``."""
     parser.add_argument("--batch", type=int, default=batch, help=f"images per step ({batch})")
     parser.add_argument("--image", type=int, help="side of the images in pixels (the model's)")
+    parser.add_argument("--channels", type=int, help="channels of the images (the model's)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
     add_bits_option(parser)
 
@@ -72,8 +73,9 @@ def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetw
     """
     from revzoo.models import create_model
 
-    # None leaves the model's own number of classes
-    return create_model(name, num_classes=args.classes, **bits_of(args), **keywords)
+    # None leaves the model's own numbers
+    numbers = {"num_classes": args.classes, "in_chans": args.channels}
+    return create_model(name, **numbers, **bits_of(args), **keywords)
 
 
 @contextmanager

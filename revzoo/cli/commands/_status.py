@@ -24,16 +24,6 @@ def show_status(text: str) -> None:
         sys.stderr.flush()
 
 
-@contextmanager
-def status(text: str) -> Iterator[None]:
-    """Show the current computation on a terminal, and clear the line at the end."""
-    show_status(text)
-    try:
-        yield
-    finally:
-        show_status("")
-
-
 def show_written(*paths: Path | None) -> None:
     """Name the files that a command has written, on standard error; skip None."""
     for path in paths:

@@ -310,7 +310,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
         return sentence
     images, _, side, _ = fit.batch_shape(value)
     options = {"batch": images, "image": side}
-    options |= {name: getattr(args, name) for name in ("classes", "bits", "memory")}
+    options |= {name: getattr(args, name) for name in ("channels", "classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
     command = f"its plan: revzoo plan {args.name} --budget {args.budget} {typed}"
     return f"{sentence}\n{folded_command(command, indent=4)}"

@@ -30,7 +30,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo.cli.commands._status import status
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         config = to_plain(cfg)
         from revzoo.cli.config.quick import check_quickly
 
-        with status("loading torch and Lightning"):
+        with status_of("loading torch and Lightning"):
             check_quickly(config, looks=True)  # before Lightning is imported
             from revzoo.cli.run.train import begin
 

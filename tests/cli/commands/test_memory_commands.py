@@ -52,6 +52,12 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     assert capsys.readouterr().out == ""  # no header of a table without rows
 
 
+def test_the_channels_of_the_images_can_be_chosen(capsys):
+    """A model of grey images was audited with three channels."""
+    main(["audit", "irevnet13", "--image", "8", "--channels", "2", "--batch", "1"])
+    assert capsys.readouterr().out.startswith("irevnet13, one training step on 1x2x8x8\n")
+
+
 def test_audit_of_one_mode_with_real_steps(capsys):
     main(["audit", *SMALL, "--memory", "recompute", "--real"])
     printed = capsys.readouterr().out
