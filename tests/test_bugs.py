@@ -3208,3 +3208,122 @@ def test_a_ctc_loss_of_sequences_of_several_lengths():
         (gradient,) = torch.autograd.grad(y, x)
         (expected,) = torch.autograd.grad(loss(x), x)
         assert torch.equal(gradient, expected)
+
+
+class Tangled(nn.Module):
+    """Multiplies by what an object holds, which it creates in each forward pass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        y = x * self.kind(x).value
+        # the tensors that are saved last do not show a wrong value
+        for layer in self.layers:
+            y = y + torch.tanh(layer(x))
+        return y
+
+
+GENERATOR, NORM, COUNT = torch.Generator(), nn.BatchNorm1d(4), [0.0]
+
+
+class ForkedMask:
+    def __init__(self, x):
+        with torch.random.fork_rng(devices=[]):
+            self.value = torch.rand(x.shape)
+
+
+class GeneratedMask:
+    def __new__(cls, x):
+        made = super().__new__(cls)
+        made.value = torch.rand(x.shape, generator=GENERATOR)
+        return made
+
+
+class Normed:
+    def __init__(self, x):
+        self.value = NORM(x)
+
+
+class Counted:
+    def __init__(self, x):
+        COUNT[0] += 1
+        self.value = x * COUNT[0]
+
+
+class LateMask(Counted):
+    def __init__(self, x):
+        super().__init__(x)
+
+
+class Metaclass(type):
+    def __call__(cls, x):
+        COUNT[0] += 1
+        return types.SimpleNamespace(value=x * COUNT[0])
+
+
+class Made(metaclass=Metaclass):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ForkedMask, GeneratedMask, Normed, Counted, LateMask, Made])
+@pytest.mark.parametrize("memory", ["checkpoint", "recompute", "exact"])
+def test_objects_that_a_forward_pass_creates(kind, memory):
+    """The code of their constructors was not searched."""
+    results = []
+    for mode in (memory, "store"):
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(1)
+        NORM.reset_running_stats()
+        COUNT[0] = 0.0
+        net = Tangled(kind)
+        x = torch.randn(3, 8, requires_grad=True)
+        if memory == "checkpoint":
+            y = checkpoint(net, x[:, :4]) if mode == memory else net(x[:, :4])
+        else:
+            seq = ReversibleSequence([AdditiveCoupling(net)], memory=memory)
+            set_memory(seq, mode, grid=seq.steps[0].grid)
+            y = seq(x)
+        torch.rand(2)
+        y.square().sum().backward()
+        statistics = NORM.running_mean.clone(), NORM.num_batches_tracked.clone()
+        results.append([x.grad, *(p.grad for p in net.parameters()), *statistics, *COUNT])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_function_that_is_imported_in_the_forward_pass(tmp_path, monkeypatch):
+    """Only its name was known; the module may be imported by the first forward pass."""
+    (tmp_path / "imported_late.py").write_text(
+        "import torch\n"
+        "state = {'factor': 1.0, 'generator': torch.Generator()}\n"
+        "def noise(x):\n"
+        "    state['factor'] += 1\n"
+        "    return state['factor'] * torch.rand(x.shape, generator=state['generator'])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Noise:
+        def __init__(self, x):
+            from imported_late import noise
+
+            self.value = noise(x)
+
+    try:
+        net, x = Tangled(Noise), torch.randn(3, 4, requires_grad=True)
+        gradients = []
+        for function in (net, functools.partial(checkpoint, net)):
+            if function is not net:
+                with torch.no_grad():
+                    net(x)  # imports it
+                state = importlib.import_module("imported_late").state
+                state["factor"] = 1.0
+                state["generator"].manual_seed(0)
+            else:
+                importlib.import_module("imported_late").state["generator"].manual_seed(0)
+            gradients += torch.autograd.grad(function(x).square().sum(), x)
+        assert torch.equal(*gradients)
+    finally:
+        sys.modules.pop("imported_late", None)

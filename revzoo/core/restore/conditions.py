@@ -294,12 +294,13 @@ class _Restored:
     def __enter__(self) -> None:
         c = self._conditions
         c._tensors.check()
-        self._states = states = c._random.to_repeat()
         self._undo: Undo = []
         # the locks first, in the order of the forward pass: see NOTE [ Threads ]
         self._locks = c._reaches[0].locks if c._tensors.swaps_buffers else []
         threads.acquire(self._locks)
-        self._locked = bool(states) and threads.random_lock.acquire()
+        # before the states are read: a replay of another thread may have swapped them
+        self._locked = c._random.repeats and threads.random_lock.acquire()
+        self._states = states = c._random.to_repeat()
         if states:
             threads.swaps.enter()
         _thread.depth = getattr(_thread, "depth", 0) + 1

@@ -74,7 +74,7 @@ class RandomStates:
         """End the forward pass: forget states that it left unchanged.
 
         Returns:
-            Whether it drew; ``draws`` if that is not known.
+            Whether it drew, or may have drawn; ``draws`` for a step without sources.
         """
         if not self.sources:
             return draws
@@ -85,12 +85,17 @@ class RandomStates:
         hidden = self._resets or not threads.swaps.quiet_since(self._mark)
         self._before = before if hidden else changed
         self._after = {s: after[s] for s in self._before}
-        return bool(changed) or (hidden and draws)
+        return bool(changed) or hidden
 
     def release(self) -> None:
         """Release the lock that :meth:`begin` has taken."""
         if self._locked:
             threads.random_lock.release()
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a replay sets random states."""
+        return bool(self._before if self._entered else self.sources)
 
     def to_repeat(self) -> States:
         """The states for a replay; without a forward pass, the current ones."""

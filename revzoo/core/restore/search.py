@@ -10,6 +10,8 @@ NOTE [ What counts as reached ]
        From a function it follows the closure, the bound object, default arguments, attributes and
        globals. It looks into lists, deques, sets, tuples, dictionaries, ``UserDict``,
        ``UserList`` and ``ChainMap``, partials and plain objects.
+       A class that is reached may be called, so its ``__init__`` and ``__new__`` count as called.
+       Modules that a function imports in its body are searched once they are imported.
     2. A user's class may have many attributes. In an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So a method of a large object
        does not bring in objects that only other methods use. A function that calls ``getattr`` may
@@ -39,6 +41,7 @@ import copy
 import dataclasses
 import dis
 import functools
+import importlib.util
 import sys
 import sysconfig
 import types
@@ -110,7 +113,8 @@ ABOUT_CLASS = frozenset(
     )
 )
 _BUILTINS = frozenset(vars(builtins))
-# special methods that no operator calls in a branch
+_CONSTRUCTORS = frozenset(("__init__", "__new__"))
+# special methods that no operator calls in a branch, or that data classes make (__eq__)
 _NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 
 
@@ -247,7 +251,9 @@ class Search:
             if not _foreign(v.__module__):
                 self.watched.append((place, key, v))
                 self._class(v)
-                self._object({}, _methods(v))
+                self._object({}, _methods(v), called=_CONSTRUCTORS)
+                if not _is_foreign(v):  # a metaclass of the user
+                    self._object({}, _methods(type(v)))
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
@@ -432,10 +438,13 @@ class Search:
         if f.__dict__ and self._is_new(f.__dict__):
             self.namespaces.append(f.__dict__)
             self._object(f.__dict__, {})
-        loaded, attributes = _loads(f.__code__)
-        # globals are looked up in the function's module only, attributes in every object
-        self.names |= attributes | (loaded & _LOADS_ANY)
+        loaded, attributes, imported = _loads(f.__code__)
+        # Globals are looked up in the function's module only, attributes in every object. Code that
+        # calls super().__init__() does not create the objects that the search has reached.
+        self.names |= (attributes - _CONSTRUCTORS) | (loaded & _LOADS_ANY)
         self.loaded |= loaded
+        for name in imported:
+            self._imported(name, f.__globals__.get("__package__"))
         for name in loaded:
             # not with _is_new: many functions share the globals, but load different names
             mark = id(f.__globals__), name
@@ -443,6 +452,16 @@ class Search:
             if mark not in self._visited and (name in f.__globals__ or name not in _BUILTINS):
                 self._visited.add(mark)
                 self.value(f.__globals__.get(name, ABSENT), f.__globals__, name, name)
+
+    def _imported(self, name: str, package: str | None) -> None:
+        """Search a module that a function imports, if it is there."""
+        if name[0] == "." and not package:
+            return  # such an import fails
+        name = importlib.util.resolve_name(name, package)
+        if not _foreign(name):
+            module = sys.modules.get(name, ABSENT)
+            self.kinds.append((sys.modules, name, type(module)))  # a search finds it later
+            self._constants((module,), name)
 
 
 _SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign
@@ -568,14 +587,22 @@ def _is_running(m: nn.Module) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of globals and of attributes that the code, and code nested in it, loads."""
+def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Names of globals, attributes and modules that the code, and code nested in it, loads.
+
+    A module's name begins with as many dots as its import is relative.
+    """
     names: set[str] = set()
     attributes: set[str] = set()
+    modules: set[str] = set()
+    level: Any = 0
     constant: Any = None  # the last one
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_CONST":
-            constant = instruction.argval
+        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            # of an import: how relative it is, then the names
+            level, constant = constant, instruction.argval
+        elif instruction.opname == "IMPORT_NAME":
+            modules.add("." * level + instruction.argval)
         # its keywords are in a tuple: case Scale(factor=f)
         elif instruction.opname == "MATCH_CLASS":
             attributes.update(constant)
@@ -591,7 +618,8 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
             inner = _loads(const)
             names |= inner[0]
             attributes |= inner[1]
-    return frozenset(names), frozenset(attributes)
+            modules |= inner[2]
+    return frozenset(names), frozenset(attributes), frozenset(modules)
 
 
 # not cached: a method may be replaced between two forward passes

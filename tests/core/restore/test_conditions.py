@@ -18,6 +18,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.restore import conditions
+from revzoo.core.restore.reach import reached
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]
@@ -381,3 +382,22 @@ def test_a_global_hook_that_draws(mode):
 def set_memory_of(net, mode):
     set_memory(net, mode)
     return net
+
+
+def test_a_step_that_hides_its_draws_takes_the_random_lock_again():
+    """After one pass in evaluation it never did: another thread's replay could change its mask."""
+
+    class Back(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sequence = ReversibleSequence([AdditiveCoupling(nn.Dropout(0.5))])
+
+        def forward(self, x):
+            return self.sequence.inverse(x)
+
+    net, x = Back().eval(), torch.randn(3, 8)
+    for training in (False, True):
+        net.train(training)
+        with conditions.Conditions(net, [x]):
+            net(x)
+        assert reached(net)[0].draws == training
