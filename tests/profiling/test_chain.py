@@ -9,10 +9,10 @@ from revzoo.profiling.chain import (
     Chain,
     Choice,
     Link,
-    evaluate,
     fastest,
     in_modes,
     leanest,
+    outcome_of,
     words_of,
 )
 
@@ -109,9 +109,9 @@ def peak_by_hand(chain: Chain, choices) -> int:
 def test_the_search_finds_what_brute_force_finds(seed):
     """All 3^8 assignments of eight steps, at twelve budgets."""
     chain = chain_of(seed, 8)
-    found = [evaluate(chain, choices) for choices in assignments(chain)]
+    found = [outcome_of(chain, choices) for choices in assignments(chain)]
     least, most = min(o.peak for o in found), max(o.peak for o in found)
-    lean = evaluate(chain, leanest(chain))
+    lean = outcome_of(chain, leanest(chain))
     assert lean.peak == least
     assert lean.cost == min(o.cost for o in found if o.peak == least)
     assert fastest(chain, least - 1) is None
@@ -119,7 +119,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
         budget = least + k * (most - least) // 11
         chosen = fastest(chain, budget)
         assert chosen is not None
-        outcome = evaluate(chain, chosen)
+        outcome = outcome_of(chain, chosen)
         assert outcome.peak <= budget
         assert outcome.cost == min(o.cost for o in found if o.peak <= budget)
 
@@ -134,16 +134,16 @@ def test_the_peak_equals_a_list_of_live_tensors(seed):
         choices = in_modes(chain, modes)
         assert choices is not None
         assert [c.mode for c in choices if c.mode] == modes
-        assert evaluate(chain, choices).peak == peak_by_hand(chain, choices)
+        assert outcome_of(chain, choices).peak == peak_by_hand(chain, choices)
 
 
 def test_a_longer_chain_is_solved_fast():
     """As many steps as the deepest network of the zoo, each different."""
     chain = chain_of(0, 60)
-    least = evaluate(chain, leanest(chain)).peak
+    least = outcome_of(chain, leanest(chain)).peak
     costs = []
     for k in range(4):
         chosen = fastest(chain, least + 400 * k)
         assert chosen is not None
-        costs.append(evaluate(chain, chosen).cost)
+        costs.append(outcome_of(chain, chosen).cost)
     assert costs == sorted(costs, reverse=True)

@@ -23,7 +23,7 @@ from revzoo.training.checkpoint.files import (
     PlainCheckpointIO,
     read_checkpoint,
 )
-from revzoo.training.checkpoint.state import RunState, random_states, set_random_states
+from revzoo.training.checkpoint.state import RunState, generator_states, set_generator_states
 from revzoo.weights.run_files import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
@@ -239,8 +239,8 @@ def test_a_checkpoint_without_planned_steps_resumes(unbroken: Any, tmp_path: Pat
 
 
 def test_random_states_are_restored() -> None:
-    states = random_states()
+    states = generator_states()
     drawn = (torch.rand(1), np.random.rand(), np.random.randn(), random.random())
     assert (torch.rand(1), random.random()) != (drawn[0], drawn[3])
-    set_random_states(states)
+    set_generator_states(states)
     assert (torch.rand(1), np.random.rand(), np.random.randn(), random.random()) == drawn

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -259,10 +260,13 @@ def test_missing_images_are_refused(name: str, message: str, run: Any, tmp_path:
         main(["predict", f"ckpt={run[0]}", str(tmp_path / name)])
 
 
-def test_a_text_is_not_an_image(run: Any, tmp_path: Path) -> None:
+def test_a_text_is_not_an_image(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.png").write_text("hello")
-    with pytest.raises(SystemExit, match=r"cannot decode image .*: replace or remove it$"):
+    with pytest.raises(SystemExit, match="1 of 1 image could not be read"):
         main(["predict", f"ckpt={run[0]}", str(tmp_path / "a.png")])
+    assert re.search("cannot decode image .*: replace or remove it\n$", capsys.readouterr().err)
 
 
 def test_averaged_weights_are_saved_and_tested(tmp_path: Path) -> None:
