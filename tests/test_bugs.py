@@ -3226,7 +3226,7 @@ class Tangled(nn.Module):
         return y
 
 
-GENERATOR, NORM, COUNT = torch.Generator(), nn.BatchNorm1d(4), [0.0]
+MASKS, STATISTICS, CREATED = torch.Generator(), nn.BatchNorm1d(4), [0.0]
 
 
 class ForkedMask:
@@ -3238,19 +3238,19 @@ class ForkedMask:
 class GeneratedMask:
     def __new__(cls, x):
         made = super().__new__(cls)
-        made.value = torch.rand(x.shape, generator=GENERATOR)
+        made.value = torch.rand(x.shape, generator=MASKS)
         return made
 
 
 class Normed:
     def __init__(self, x):
-        self.value = NORM(x)
+        self.value = STATISTICS(x)
 
 
 class Counted:
     def __init__(self, x):
-        COUNT[0] += 1
-        self.value = x * COUNT[0]
+        CREATED[0] += 1
+        self.value = x * CREATED[0]
 
 
 class LateMask(Counted):
@@ -3260,8 +3260,8 @@ class LateMask(Counted):
 
 class Metaclass(type):
     def __call__(cls, x):
-        COUNT[0] += 1
-        return types.SimpleNamespace(value=x * COUNT[0])
+        CREATED[0] += 1
+        return types.SimpleNamespace(value=x * CREATED[0])
 
 
 class Made(metaclass=Metaclass):
@@ -3275,9 +3275,9 @@ def test_objects_that_a_forward_pass_creates(kind, memory):
     results = []
     for mode in (memory, "store"):
         torch.manual_seed(0)
-        GENERATOR.manual_seed(1)
-        NORM.reset_running_stats()
-        COUNT[0] = 0.0
+        MASKS.manual_seed(1)
+        STATISTICS.reset_running_stats()
+        CREATED[0] = 0.0
         net = Tangled(kind)
         x = torch.randn(3, 8, requires_grad=True)
         if memory == "checkpoint":
@@ -3288,8 +3288,8 @@ def test_objects_that_a_forward_pass_creates(kind, memory):
             y = seq(x)
         torch.rand(2)
         y.square().sum().backward()
-        statistics = NORM.running_mean.clone(), NORM.num_batches_tracked.clone()
-        results.append([x.grad, *(p.grad for p in net.parameters()), *statistics, *COUNT])
+        statistics = STATISTICS.running_mean.clone(), STATISTICS.num_batches_tracked.clone()
+        results.append([x.grad, *(p.grad for p in net.parameters()), *statistics, *CREATED])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 
