@@ -53,6 +53,7 @@ MANAGED_BY_TRAIN = (
     "enable_progress_bar",
     "enable_model_summary",
 )
+BYTES_NEEDED = "memory.bytes is needed: give memory.bytes=4GiB, say"
 CSV_ONLY = "csv"  # the logger that only writes metrics.csv, which the others write too
 PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
@@ -88,7 +89,7 @@ def check_quickly(config: Mapping[str, Any], *, looks: bool = False) -> ImageNet
         check_precision_options(config["precision"])
         check_data_quickly(config["data"])
         if config["memory"].get("bytes") == MISSING:
-            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+            raise ConfigError(BYTES_NEEDED)
         check_names_by_source(config)
         if looks:
             check_root(config["data"])
@@ -276,7 +277,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
     planned = PLANNED.get(memory["mode"])
     if planned is not None and planned.bounded:
         if budget is None:
-            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+            raise ConfigError(BYTES_NEEDED)
         bytes_from(budget, name="memory.bytes")
     elif budget is not None:
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")

@@ -80,7 +80,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
 
 
 def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, Any]:
-    """The checked data section of the command, or that of the checkpoint's run."""
+    """The data section, checked: of the command, else of the run that made the checkpoint."""
     if data := config.get("data"):
         check_data(data)
     else:

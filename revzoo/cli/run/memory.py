@@ -2,8 +2,8 @@
 
 The plan fits the run's batch and precision. It uses only counts, not measured times, so every
 process makes the same plan. The run's configuration records the plan and the conditions that it was
-made for. A resumed run uses the plan again unless the conditions have changed. A plan that
-the user wrote has no such record and is never replaced.
+made for. A resumed run uses the plan again unless the conditions have changed. A plan that the user
+wrote has no such record and is never replaced.
 """
 
 from __future__ import annotations

@@ -397,10 +397,7 @@ class _NoRecorder:
         *,
         last: bool = False,
     ) -> State:
-        leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
-        with torch.enable_grad(), Recording(_drop, _refuse):
-            outputs = as_state(fn(*leaves, **context))
-        return tuple(map(_leaf, outputs))
+        return tuple(map(_leaf, _recorded(fn, _leaves(inputs, needs), context, _drop)))
 
 
 class SlotRecorder:
@@ -452,14 +449,13 @@ class SlotRecorder:
         last: bool = False,
     ) -> State:
         """See :class:`revzoo.core.invertible.Recorder`."""
-        leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
+        leaves = _leaves(inputs, needs)
         outputs: State = ()
         # a part before the last may stop only if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
         self._stops |= last and self._entry.may_stop
         try:
-            with torch.enable_grad(), Recording(self._packer(), _refuse):
-                outputs = as_state(fn(*leaves, **context))
+            outputs = _recorded(fn, leaves, context, self._packer())
         except _AllRecordedError:
             if stops:
                 raise
@@ -538,6 +534,21 @@ def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
         with torch.no_grad():
             leaf = torch.ops.aten.alias(leaf)  # view_as() would change strides of dimensions of 1
     return leaf.requires_grad_(t.requires_grad if needs_gradient is None else needs_gradient)
+
+
+def _leaves(inputs: State, needs: tuple[bool, ...]) -> list[Tensor]:
+    return [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
+
+
+def _recorded(
+    fn: Callable[..., Any],
+    leaves: Sequence[Tensor],
+    context: Mapping[str, Any],
+    pack: Callable[[Tensor], None],
+) -> State:
+    """``fn(*leaves, **context)`` as autograd runs it; ``pack`` gets the tensors that it saves."""
+    with torch.enable_grad(), Recording(pack, _refuse):
+        return as_state(fn(*leaves, **context))
 
 
 def _drop(_: Tensor) -> None:
