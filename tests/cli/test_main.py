@@ -128,7 +128,7 @@ def test_info_of_weights_shows_entry_and_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entry = write_entry(tmp_path)
-    main(["info", "revnet38", "--weights", str(tmp_path), "--batch", "2"])
+    main(["info", "revnet38", "--weights", str(tmp_path), "--batch-size", "2"])
     output = {line[:24].strip(): line[24:] for line in capsys.readouterr().out.strip().splitlines()}
     assert output["name"] == "revnet38.small"
     assert output["sha256"] == entry.sha256
@@ -146,7 +146,7 @@ def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
 ) -> None:
     """It showed "weights none", although the file holds an entry."""
     entry = write_entry(tmp_path)
-    main(["info", str(tmp_path / name), "--batch", "1"])
+    main(["info", str(tmp_path / name), "--batch-size", "1"])
     output = capsys.readouterr().out
     assert f"sha256                  {entry.sha256}" in output
     assert f"parameters              {sum(p.numel() for p in small().parameters()):,}" in output
@@ -158,12 +158,12 @@ def test_a_folder_does_not_hide_a_model_of_its_name(
 ) -> None:
     small().save_pretrained(tmp_path / "resnet164", input_size=(3, 8, 8))
     monkeypatch.chdir(tmp_path)
-    main(["info", "resnet164", "--batch", "1", "--size", "8"])
+    main(["info", "resnet164", "--batch-size", "1", "--image-size", "8"])
     assert "weights                 none" in capsys.readouterr().out
 
 
 def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["info", "resnet164", "--batch", "1", "--size", "8"])
+    main(["info", "resnet164", "--batch-size", "1", "--image-size", "8"])
     output = capsys.readouterr().out
     assert "weights                 none" in output
     assert "training, recompute" in output
@@ -173,8 +173,8 @@ def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83' among"):
         main(["info", "revnet83"])
-    with pytest.raises(SystemExit, match="--batch=0: expected"):
-        main(["info", "revnet38", "--batch", "0"])
+    with pytest.raises(SystemExit, match="--batch-size=0: expected"):
+        main(["info", "revnet38", "--batch-size", "0"])
     write_entry(tmp_path)
     change(tmp_path, "revnet38.small", sha256="0")
     with pytest.raises(SystemExit, match="expected 64 hexadecimal digits"):

@@ -68,7 +68,7 @@ def test_tables_are_folded(
     path, figures = as_table([prediction], 2).splitlines()
     assert (path, figures) == (prediction[0], "  automobile 0.5000  airplane 0.2500")
     monkeypatch.setenv("COLUMNS", "90")
-    main(["info", "irevnet13.digits", "--batch", "2"])
+    main(["info", "irevnet13.digits", "--batch-size", "2"])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 90
 
 

@@ -17,12 +17,28 @@ if TYPE_CHECKING:
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
-    """Declare ``--batch``, ``--image``, ``--channels``, ``--classes`` and ``--bits``."""
-    parser.add_argument("--batch", type=int, default=batch, help=f"images per step ({batch})")
-    parser.add_argument("--image", type=int, help="side of the images in pixels (the model's)")
+    """Declare ``--batch-size``, ``--image-size``, ``--channels``, ``--classes`` and ``--bits``."""
+    add_batch_size(parser, default=batch, help=f"images per step ({batch})")
+    add_image_size(parser, help="side of the images in pixels (the model's)")
     parser.add_argument("--channels", type=int, help="channels of the images (the model's)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
     add_bits_option(parser)
+
+
+def add_batch_size(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Declare ``--batch-size``, short ``--batch``."""
+    parser.add_argument("--batch-size", "--batch", **{"type": int, "metavar": "N"} | options)
+
+
+def add_image_size(parser: argparse.ArgumentParser, *, help: str) -> None:
+    """Declare ``--image-size``, short ``--size``."""
+    names = ("--image-size", "--size", "--image")
+    parser.add_argument(*names, type=int, metavar="N", help=help)
+
+
+def add_output(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Declare ``--output``, short ``--out``."""
+    parser.add_argument("--output", "--out", type=Path, metavar="PATH", **options)
 
 
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +167,7 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     Raises:
         ValueError: the batch or image size is impossible.
     """
-    check_count("--batch", args.batch)
-    side = side_of("--image", args.image, model.image_size)
-    check_side(model, side, "--image")
-    return args.batch, model.in_chans, side, side
+    check_count("--batch-size", args.batch_size)
+    side = side_of("--image-size", args.image_size, model.image_size)
+    check_side(model, side, "--image-size")
+    return args.batch_size, model.in_chans, side, side

@@ -2,8 +2,8 @@
 
 Counts without running or allocating the model; --real runs the steps.
 
-    revzoo audit revnet38 --batch 64
-    revzoo audit revnet104 --batch 256 --memory invert --plot step.png
+    revzoo audit revnet38 --batch-size 64
+    revzoo audit revnet104 --batch-size 256 --memory invert --plot step.png
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``revzoo export NAME --format onnx``: a network as a file that other programs run.
 
     revzoo export revnet38.cifar10 --format onnx
-    revzoo export RUN/checkpoints/best.ckpt --format pt2 --batch 16
+    revzoo export RUN/checkpoints/best.ckpt --format pt2 --batch-size 16
     revzoo export irevnet163 --format pt2       # random weights
 
 The command reads the file back and compares it with the network on random images before it renames
@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo._files import file_name
-from revzoo.cli.commands._models import add_saved_bits_option, check_side
+from revzoo.cli.commands._models import (
+    add_batch_size,
+    add_image_size,
+    add_output,
+    add_saved_bits_option,
+    check_side,
+)
 from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.run_files import checkpoint_of
@@ -40,11 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
-    parser.add_argument("--output", type=Path, help="the file to (over)write (default NAME.FORMAT)")
-    parser.add_argument(
-        "--batch", type=_batch, help="images per call (default dynamic: any number)"
-    )
-    parser.add_argument("--image-size", type=int, help="side in pixels (default: the weights')")
+    add_output(parser, help="the file to (over)write (default NAME.FORMAT)")
+    add_batch_size(parser, type=_batch, help="images per call (default dynamic: any number)")
+    add_image_size(parser, help="side in pixels (default: the weights')")
     parser.add_argument("--opset", type=int, help="ONNX's opset (default: the exporter's)")
     parser.add_argument(
         "--tolerance", type=float, help="limit of the difference, relative to the largest logit"
@@ -89,7 +93,7 @@ def _job(args: argparse.Namespace) -> Export:
 
     if args.image_size is not None:
         check_count("--image-size", args.image_size)
-    options = {"batch": args.batch, "opset": args.opset}
+    options = {"batch": args.batch_size, "opset": args.opset}
     if args.name not in MODELS and (checkpoint := checkpoint_of(Path(args.name))):
         restored = restore(checkpoint, bits=args.bits)
         size = args.image_size or restored.image_size

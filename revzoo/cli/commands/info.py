@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
-from revzoo.cli.commands._models import add_bits_option, bits_of, check_side, side_of
+from revzoo.cli.commands._models import (
+    add_batch_size,
+    add_bits_option,
+    add_image_size,
+    bits_of,
+    check_side,
+    side_of,
+)
 from revzoo.cli.commands._status import show_status
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.terminal import folded
@@ -34,8 +41,8 @@ if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the we
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model (revnet38), weights, a checkpoint or a run's folder")
-    parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
-    parser.add_argument("--size", type=int, help="side of the images in pixels")
+    add_batch_size(parser, default=8, help="images per step (default 8)")
+    add_image_size(parser, help="side of the images in pixels")
     add_weights_option(parser)
     add_bits_option(parser)
 
@@ -47,15 +54,15 @@ def run(args: argparse.Namespace) -> None:
         ValueError: there is no such model, or the batch or size is impossible.
         WeightsError, CheckpointError: the weights or the checkpoint cannot be used.
     """
-    check_count("--batch", args.batch)
+    check_count("--batch-size", args.batch_size)
     checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
     model, side = _trained(checkpoint, args) if checkpoint else _created(args)
     import torch
 
     torch.manual_seed(0)
-    size = side_of("--size", args.size, side)
-    check_side(model, size, "--size")
-    images = torch.randn(args.batch, model.in_chans, size, size)
+    size = side_of("--image-size", args.image_size, side)
+    check_side(model, size, "--image-size")
+    images = torch.randn(args.batch_size, model.in_chans, size, size)
     for key, value in _costs(model, images):
         _print(key, value)
 

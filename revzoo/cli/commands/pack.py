@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
+from revzoo.cli.commands._models import add_image_size, add_output
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.cli.terminal import folded_command
@@ -26,12 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", type=Path, help="of revzoo train, or the folder of a run")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
+    add_output(parser, default=Path(), help="folder to write to (default .)")
     parser.add_argument("--recipe", help="the exact training command (default: of the run)")
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", help="of the figures: set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--size", type=int, help="side of the images (default: as in training)")
+    add_image_size(parser, help="side of the images (default: as in training)")
     parser.add_argument("--url", help="the address of the file, for downloads")
     parser.add_argument(
         "--default", action="store_true", help="the weights of the name without a recipe"
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
             "--measured-on is needed to describe the run's figures, such as --measured-on "
             "'CIFAR-10 test, 10,000 images, float32'"
         )
-    paths = publish(checkpoint, args.out, facts, size=args.size)
+    paths = publish(checkpoint, args.output, facts, size=args.image_size)
     if not facts["metrics"]:
         sys.stderr.write("no figures: the run did not test this checkpoint; --metric adds yours\n")
     sys.stdout.write("".join(f"{path}\n" for path in paths))

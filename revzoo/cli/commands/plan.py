@@ -1,9 +1,9 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
 --fit searches for the largest batch, image or depth that fits. It tries several, starting from
---batch, --image or the model's depth. A run makes its own plan.
+--batch-size, --image-size or the model's depth. A run makes its own plan.
 
-    revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
+    revzoo plan revnet104 --budget 4GiB --batch-size 64 --image-size 224
     revzoo plan revnet110 --budget 1GiB --fit batch
     revzoo train model=revnet110 memory=budget memory.bytes=1GiB
 """
@@ -171,7 +171,7 @@ class Fit:
             with torch.device("meta"):
                 model = model_for(self.args, self.args.name, **self.keywords(value))
             # raises for sides that the model does not take
-            check_side(model, shape[2], "--image")
+            check_side(model, shape[2], "--image-size")
         except ValueError:
             return None
         # clock=False: only bytes matter, so do not time steps
@@ -182,7 +182,7 @@ class FitBatch(Fit):
     """The number of images in a batch."""
 
     name = "batch"
-    option = "--batch"
+    option = "--batch-size"
 
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         super().__init__(args, shape)
@@ -196,7 +196,7 @@ class FitImage(Fit):
     """The side of the images."""
 
     name = "image"
-    option = "--image"
+    option = "--image-size"
     power = 2
 
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:

@@ -17,7 +17,12 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count, number_of
-from revzoo.cli.commands._models import add_saved_bits_option, check_side
+from revzoo.cli.commands._models import (
+    add_batch_size,
+    add_image_size,
+    add_saved_bits_option,
+    check_side,
+)
 from revzoo.cli.config.errors import ConfigError, message_line
 from revzoo.weights.source import resolve_source
 
@@ -27,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ckpt", metavar="NAME_OR_CKPT", help="also written ckpt=NAME_OR_CKPT")
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--top", type=int, default=3, help="classes per line (3)")
-    parser.add_argument("--size", type=int, help="side of the images in pixels")
-    parser.add_argument("--batch-size", type=int, default=64)
+    add_image_size(parser, help="side of the images in pixels")
+    add_batch_size(parser, default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
     form = parser.add_mutually_exclusive_group()
@@ -45,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         UserError: the checkpoint cannot be used.
         DataError: some images cannot be read; raised after the rows of the others are printed.
     """
-    for name in ("top", "size", "batch_size"):
+    for name in ("top", "image_size", "batch_size"):
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     # the form that revzoo eval takes
@@ -85,9 +90,9 @@ def run(args: argparse.Namespace) -> None:
     with quiet():
         check_imports(run_of(source))
         restored = restore(source, bits=args.bits)
-        if args.size is not None:
-            check_side(restored.network, args.size, "--size")
-        options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}
+        if args.image_size is not None:
+            check_side(restored.network, args.image_size, "--image-size")
+        options = {"batch_size": args.batch_size, "image_size": args.image_size, "device": device}
         # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options, on_error=report))
     sys.stdout.write(FORMS[args.form](predictions, args.top))

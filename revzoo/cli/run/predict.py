@@ -51,7 +51,7 @@ def predict(
     """
     # before the first image is read
     if image_size is None and restored.image_size is None:
-        raise DataError("the checkpoint has no image size: give --size PIXELS")
+        raise DataError("the checkpoint has no image size: give --image-size PIXELS")
     # a list: check all paths before the first result
     files = [str(path) for path in image_files(paths)]
     # classify opens a whole batch before its first result

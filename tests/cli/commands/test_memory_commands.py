@@ -16,7 +16,7 @@ from revzoo.profiling.audit import audit
 from revzoo.profiling.bench import bench
 from revzoo.profiling.units import bytes_from, peak_note
 
-SMALL = ["revnet38", "--batch", "8"]
+SMALL = ["revnet38", "--batch-size", "8"]
 
 
 def rows_of(path):
@@ -38,7 +38,7 @@ def test_audit_lists_every_mode(capsys, tmp_path):
 
 def test_bench_chooses_modes_that_the_network_takes(capsys):
     """A reversible network of a library was benched in "invert", which it refuses."""
-    options = ["--batch", "2", "--image", "32", "--rounds", "2"]
+    options = ["--batch-size", "2", "--image-size", "32", "--rounds", "2"]
     main(["bench", "torchvision:resnet18", "--bits", "4", *options])
     included, header, name, *rows, legend = capsys.readouterr().out.splitlines()
     assert legend.endswith("; ratio: median of the ratios to store, round by round")
@@ -54,7 +54,7 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
 
 def test_the_channels_of_the_images_can_be_chosen(capsys):
     """A model of grey images was audited with three channels."""
-    main(["audit", "irevnet13", "--image", "8", "--channels", "2", "--batch", "1"])
+    main(["audit", "irevnet13", "--image-size", "8", "--channels", "2", "--batch-size", "1"])
     assert capsys.readouterr().out.startswith("irevnet13, one training step on 1x2x8x8\n")
 
 
@@ -87,7 +87,7 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
 
 def test_a_fit_is_folded_and_its_command_can_be_copied(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    main(["plan", "irevnet13", "--batch-size", "400", "--budget", "16MiB", "--fit", "batch"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60
     (start,) = (i for i, line in enumerate(lines) if line.startswith("its plan: revzoo plan"))
@@ -96,10 +96,12 @@ def test_a_fit_is_folded_and_its_command_can_be_copied(capsys, monkeypatch):
 
 
 def test_the_largest_batch_that_fits(capsys):
-    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    main(["plan", "irevnet13", "--batch-size", "400", "--budget", "16MiB", "--fit", "batch"])
     found, plan_of_it = capsys.readouterr().out.splitlines()
     batch = int(found.split(": ")[1].split(",")[0])
-    assert plan_of_it.endswith(f"revzoo plan irevnet13 --budget 16MiB --batch {batch} --image 8")
+    assert plan_of_it.endswith(
+        f"revzoo plan irevnet13 --budget 16MiB --batch-size {batch} --image-size 8"
+    )
     model = revzoo.create_model("irevnet13")
     peaks = [audit(model, (n, 3, 8, 8), modes=[]).peak_bytes for n in (batch, batch + 1)]
     # a plan leaves some kilobytes of each step to random states and the guard
@@ -107,11 +109,13 @@ def test_the_largest_batch_that_fits(capsys):
 
 
 def test_a_search_says_what_it_does_with_the_batch(capsys, monkeypatch):
-    """--batch seemed to be ignored, and the status did not name the number that it counted."""
+    """--batch-size seemed to be ignored, and the status did not name the number that it counted."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    main(["plan", "irevnet13", "--batch-size", "400", "--budget", "16MiB", "--fit", "batch"])
     printed = capsys.readouterr()
-    assert "\r\033[Klooking for the largest batch, beginning with 400 (--batch)\n" in printed.err
+    assert (
+        "\r\033[Klooking for the largest batch, beginning with 400 (--batch-size)\n" in printed.err
+    )
     assert "\r\033[Kirevnet13, batch 400 ..." in printed.err
     assert re.search(r"irevnet13, batch 400, \d+ s: counting a training step in", printed.err)
     assert "without the optimiser's state\n" in printed.out
@@ -186,19 +190,22 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
+        (["audit", "revnet38", "--batch-size", "0"], "expected a whole number >= 1"),
         (
-            ["audit", "revnet38", "--image", "33"],
-            "--image=33: Got images of 33x33 pixels; .* multiples of 4: use --image 32$",
+            ["audit", "revnet38", "--image-size", "33"],
+            "--image-size=33: Got images of 33x33 pixels; .* multiples of 4: use --image-size 32$",
         ),
-        (["info", "revnet38", "--size", "30"], "multiples of 4: use --size 32$"),
-        (["bench", "vit_cifar", "--image", "30"], "created for 32x32: use --image 32$"),
+        (["info", "revnet38", "--image-size", "30"], "multiples of 4: use --image-size 32$"),
+        (["bench", "vit_cifar", "--image-size", "30"], "created for 32x32: use --image-size 32$"),
         (
             ["export", "revnet38", "--format", "pt2", "--image-size", "30"],
             "multiples of 4: use --image-size 32$",
         ),
-        (["audit", "revnet38", "--image", "0"], "--image=0: expected a whole number >= 1"),
-        (["info", "revnet38", "--size", "0"], "--size=0: expected a whole number >= 1"),
+        (
+            ["audit", "revnet38", "--image-size", "0"],
+            "--image-size=0: expected a whole number >= 1",
+        ),
+        (["info", "revnet38", "--image-size", "0"], "--image-size=0: expected a whole number >= 1"),
         (
             ["export", "revnet38", "--format", "pt2", "--image-size", "0"],
             "--image-size=0: expected a whole number",
@@ -225,7 +232,7 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
         (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
         (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),
         (
-            ["plan", "torchvision:resnet18", "--budget", "1GiB", "--image", "32"],
+            ["plan", "torchvision:resnet18", "--budget", "1GiB", "--image-size", "32"],
             "resnet18 has no step to plan: make its blocks reversible",
         ),
         (["bench", *SMALL, "--rounds", "1"], "expected 2 or more"),
@@ -304,7 +311,7 @@ def test_bench_takes_the_modes_of_a_run():
 
 def test_bench_measures_modes_side_by_side(capsys, tmp_path):
     file = tmp_path / "b.csv"
-    options = ["--batch", "4", "--rounds", "2", "--memory", "store,auto"]
+    options = ["--batch-size", "4", "--rounds", "2", "--memory", "store,auto"]
     main(["bench", "revnet", "--depths", "38", *options, "--csv", str(file)])
     rows = rows_of(file)
     assert [(row["name"], row["memory"]) for row in rows] == [

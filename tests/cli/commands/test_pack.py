@@ -47,12 +47,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 def pack(run_dir: Path, out: Path, *options: str, name: str = "revnet38.halves") -> None:
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
-    main(["pack", str(checkpoint), name, "--out", str(out), *DESCRIPTION, *options])
+    main(["pack", str(checkpoint), name, "--output", str(out), *DESCRIPTION, *options])
 
 
 def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir: Path, tmp_path: Path) -> None:
     for source, out in ((run_dir, "a"), (run_dir / "checkpoints" / "best.ckpt", "b")):
-        main(["pack", str(source), "revnet38.halves", "--out", str(tmp_path / out), *DESCRIPTION])
+        main(
+            ["pack", str(source), "revnet38.halves", "--output", str(tmp_path / out), *DESCRIPTION]
+        )
         file = str(tmp_path / out / "exported.safetensors")
         main(["export", str(source), "--format", "safetensors", "--output", file])
     for name in ("revnet38.halves.safetensors", "exported.safetensors"):
@@ -110,7 +112,7 @@ def test_the_recipe_is_the_command_of_the_run(run_dir: Path, tmp_path: Path) -> 
     first = {"imports": ["mine"], "overrides": ["model=revnet38", "data.root=my images"]}
     lines = [first, {"imports": [], "overrides": ["--resume", "run"]}]
     (run_dir / "sessions.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--out", str(tmp_path)]
+    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--output", str(tmp_path)]
     main(["pack", *words, "--measured-on", "64 images"])
     recipe = read_entry(tmp_path / "revnet38.mine.json").recipe
     assert recipe == "revzoo train --import mine model=revnet38 'data.root=my images'"
@@ -119,7 +121,7 @@ def test_the_recipe_is_the_command_of_the_run(run_dir: Path, tmp_path: Path) -> 
 def test_figures_and_what_they_were_measured_on_belong_together(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--out", str(tmp_path)]
+    words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--output", str(tmp_path)]
     with pytest.raises(SystemExit, match="--measured-on is needed to describe the run's figures"):
         main(["pack", *words, "--recipe", "x"])
     (run_dir / "summary.json").unlink()
@@ -133,7 +135,7 @@ def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Pat
     last = run_dir / "checkpoints" / "last.ckpt"
     last.write_bytes((run_dir / "checkpoints" / "best.ckpt").read_bytes())
     out = tmp_path / "out"
-    main(["pack", str(last), "revnet38.halves", "--out", str(out), *DESCRIPTION])
+    main(["pack", str(last), "revnet38.halves", "--output", str(out), *DESCRIPTION])
     assert read_entry(out / "revnet38.halves.json").metrics == {}
 
 
@@ -176,7 +178,7 @@ def test_the_printed_command_is_folded_as_a_command(
 
 def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The folder of a run was "no model"."""
-    main(["info", str(run_dir), "--batch", "1"])
+    main(["info", str(run_dir), "--batch-size", "1"])
     output = capsys.readouterr().out
     assert f"checkpoint              {run_dir}/checkpoints/best.ckpt" in output
     assert "architecture            revnet38" in output

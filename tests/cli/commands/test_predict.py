@@ -37,7 +37,7 @@ def test_images_are_cropped_as_in_training(
     )
     train(compose(*given), run_dir=tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    main(["pack", str(checkpoint), "revnet38.dark", "--out", str(tmp_path), *DESCRIPTION])
+    main(["pack", str(checkpoint), "revnet38.dark", "--output", str(tmp_path), *DESCRIPTION])
     weights = restore(tmp_path / "revnet38.dark.safetensors")
     assert weights.data_state["crop_pct"] == crop_pct
     expected = dict(predict(restore(checkpoint), [root / "test"]))
@@ -82,8 +82,10 @@ def test_a_device_without_a_driver_is_one_sentence(
 def test_a_wrong_size_names_the_option(tmp_path: Path) -> None:
     """It named ``data.image_size``, an option of ``train``."""
     image = str(image_folder(tmp_path))
-    with pytest.raises(SystemExit, match=r"--size=7: Got images of 7x7 pixels; .*: use --size 8$"):
-        main(["predict", "irevnet13.digits", image, "--device", "cpu", "--size", "7"])
+    with pytest.raises(
+        SystemExit, match=r"--image-size=7: Got images of 7x7 pixels; .*: use --image-size 8$"
+    ):
+        main(["predict", "irevnet13.digits", image, "--device", "cpu", "--image-size", "7"])
 
 
 def test_the_checkpoint_may_be_written_as_ckpt(
