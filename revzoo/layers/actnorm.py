@@ -13,7 +13,6 @@ through the model before you wrap it in DistributedDataParallel, which then broa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import name_of
 from revzoo.core.restore.conditions import is_replaying
+from revzoo.core.tensors import version_of
 from revzoo.layers.streams import Joint
 
 # Added to the standard deviation, for constant channels (Glow's release).
@@ -64,11 +64,10 @@ class ActNorm(Joint):
         self.log_scale = nn.Parameter(torch.zeros(channels))
         self.shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("initialised", torch.tensor(False))
-        self._settled = False  # caches the buffer, since reading it stalls a GPU
 
     def transform(self, x: Tensor) -> Tensor:
         # a replay must repeat the map of its forward pass, not choose one
-        if self.training and not self._settled and not is_replaying() and x.numel():
+        if self.training and not is_replaying() and x.numel() and not self._was_initialised():
             self._initialise(x.detach())
         return x * self.per_channel(self.log_scale.exp(), x) + self.per_channel(self.shift, x)
 
@@ -79,30 +78,35 @@ class ActNorm(Joint):
     def log_det_of(self, x: Tensor) -> Tensor:
         return self.at_each_position(self.log_scale.sum(), x)
 
+    def _was_initialised(self) -> bool:
+        # Reading the buffer stalls a GPU, so it notes the version at which it was true. A load
+        # or a rollback in place changes the version; torch.func.functional_call has another buffer.
+        buffer: Any = self.initialised
+        version = version_of(buffer)
+        if getattr(buffer, "_true_at", None) == version:
+            return True
+        if initialised := bool(buffer):
+            buffer._true_at = version
+        return initialised
+
     @torch.no_grad()
     def _initialise(self, x: Tensor) -> None:
-        if not self.initialised:
-            # one value per channel has no spread: the scale would be 1 / EPSILON
-            if x.numel() == self.size:
-                raise ValueError(
-                    f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
-                    "scale is set from the spread of each channel's values, so give it several"
-                )
-            # as in BatchNorm: a variance in bfloat16 has an error of percents
-            wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            dims = self.over_channels(x)
-            variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))
-            scale = 1 / (variance.sqrt() + EPSILON)
-            if not (scale.isfinite() & mean.isfinite()).all():
-                raise ValueError(
-                    f"{name_of(self)} got a first training batch with values that are not finite: "
-                    "its scale and shift are set from that batch, so give it one that is"
-                )
-            self.log_scale.copy_(scale.log())
-            self.shift.copy_(-mean * scale)
-            self.initialised.fill_(True)
-        self._settled = True
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], *args: Any) -> None:
-        self._settled = False  # the loaded buffer decides
-        super()._load_from_state_dict(state_dict, *args)
+        # one value per channel has no spread: the scale would be 1 / EPSILON
+        if x.numel() == self.size:
+            raise ValueError(
+                f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
+                "scale is set from the spread of each channel's values, so give it several"
+            )
+        # as in BatchNorm: a variance in bfloat16 has an error of percents
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        dims = self.over_channels(x)
+        variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))
+        scale = 1 / (variance.sqrt() + EPSILON)
+        if not (scale.isfinite() & mean.isfinite()).all():
+            raise ValueError(
+                f"{name_of(self)} got a first training batch with values that are not finite: "
+                "its scale and shift are set from that batch, so give it one that is"
+            )
+        self.log_scale.copy_(scale.log())
+        self.shift.copy_(-mean * scale)
+        self.initialised.fill_(True)

@@ -164,3 +164,33 @@ def test_the_deviation_with_and_without_correction(unbiased):
     y = ActNorm(3, unbiased=unbiased, streams=1).double()(x)
     assert (y.std(0, correction=int(unbiased)) - 1).abs().max() < 1e-5
     assert (y.std(0, correction=int(not unbiased)) - 1).abs().min() > 1e-2
+
+
+def test_a_rollback_in_place_takes_the_next_batch():
+    """A flag in Python stayed set: the next batch was not normalised."""
+    norm = ActNorm(8, streams=1)
+    fresh = copy.deepcopy(norm.state_dict())
+    norm(5 * torch.randn(16, 8))
+    with torch.no_grad():
+        for name, value in norm.state_dict().items():
+            value.copy_(fresh[name])
+    assert norm(5 * torch.randn(16, 8) + 2).std().item() == pytest.approx(1, abs=0.1)
+    assert norm.initialised
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained state", "fresh state"])
+def test_a_functional_call_uses_the_state_that_it_gets(trained):
+    """A flag in Python belonged to the module instead of its state."""
+    norm = ActNorm(8, streams=1)
+    state = copy.deepcopy(norm.state_dict())
+    if trained:
+        state["initialised"].fill_(True)
+    else:
+        norm(torch.randn(16, 8))
+    x = 5 * torch.randn(16, 8) + 2
+    y = torch.func.functional_call(norm, state, x)
+    if trained:
+        assert torch.equal(y, x)
+        assert not norm.initialised
+        y = norm(x)
+    assert y.std().item() == pytest.approx(1, abs=0.1)

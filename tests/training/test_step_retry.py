@@ -15,8 +15,10 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 from small_task import TINY, loader, trainer
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import revzoo
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step
@@ -233,3 +235,38 @@ def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
         found = torch.load(tmp_path / f"{name}.pt")
         for key, value in same.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+class Flow(nn.Module):
+    """Branches this steep drift in `invert`."""
+
+    num_classes = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        steps: list[nn.Module] = [revzoo.ActNorm(8)]
+        for _ in range(10):
+            branch = nn.Linear(4, 8)
+            nn.init.normal_(branch.weight, std=8.0)
+            steps.append(revzoo.AffineCoupling(branch, clamp=3.0))
+        self.flow = revzoo.ReversibleSequence(steps, memory="invert")
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.flow(x).tanh())
+        return logits
+
+
+def test_a_repeated_first_step_leaves_actnorm_initialised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The repetition restored the buffer, not a flag in Python: `initialised` stayed false, and the
+    first batch after a load replaced the trained scales."""
+    torch.manual_seed(0)
+    net = Flow()
+    batches = DataLoader(
+        TensorDataset(3 + 5 * torch.randn(32, 8), torch.arange(32) % 2), batch_size=16
+    )
+    trainer(tmp_path, max_epochs=1).fit(Classifier(net, optim=CONSTANT), batches)
+    assert "computing step 0 again" in caplog.text
+    assert net.flow[0].initialised
