@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from revzoo.layers.lean import run
-from revzoo.layers.norm import NormAct
+from revzoo.models.components.lean import run
+from revzoo.models.components.norm import NormAct
 from revzoo.models.network import ImageNetwork, ImageSizeError
 
 

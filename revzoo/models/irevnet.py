@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_counts, check_probability
 from revzoo.core.invertible import Step
-from revzoo.layers.branch import TripleBranch
 from revzoo.layers.coupling import AdditiveCoupling
-from revzoo.layers.droppath import add_drop_path, drop_path_rates
-from revzoo.layers.norm import NormAct, NormKind
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
+from revzoo.models.components.branch import TripleBranch
+from revzoo.models.components.droppath import add_drop_path, drop_path_rates
+from revzoo.models.components.norm import NormAct, NormKind
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 
@@ -62,8 +62,9 @@ class IRevNetVariant:
         squeeze: factor of the squeeze before the first block; 1 for none.
         bottleneck: output width of a branch over its inner width.
         dropout: probability of dropping a value of a branch's second convolution.
-        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
-        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see
+            :class:`~revzoo.models.components.norm.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         image_size: side in pixels of the publication's images; other sizes work, too.
 
     Raises:
@@ -172,7 +173,7 @@ class IRevNet(ConvolutionalClassifier):
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
+        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
         drop_path_rate: probability of dropping the last branch's output for an image; it rises
             linearly from 0 at the first block.
 

@@ -35,9 +35,9 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.set_memory import set_memory
-from revzoo.layers.pool import GlobalPool
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
+from revzoo.models.components.pool import GlobalPool
 from revzoo.models.save import Saved, Spec
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the

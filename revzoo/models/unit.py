@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
-from revzoo.layers.branch import BRANCHES
-from revzoo.layers.conv import conv2d
-from revzoo.layers.droppath import add_drop_path
-from revzoo.layers.lean import Lean, avg_pool2d, run
 from revzoo.layers.split import halves
+from revzoo.models.components.branch import BRANCHES
+from revzoo.models.components.conv import conv2d
+from revzoo.models.components.droppath import add_drop_path
+from revzoo.models.components.lean import Lean, avg_pool2d, run
 from revzoo.models.variant import UnitPlan
 
 

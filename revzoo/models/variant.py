@@ -11,9 +11,9 @@ from itertools import accumulate
 from operator import mul
 
 from revzoo._checks import check_choice, check_count, check_counts
-from revzoo.layers.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
-from revzoo.layers.droppath import drop_path_rates
-from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
+from revzoo.models.components.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
+from revzoo.models.components.droppath import drop_path_rates
+from revzoo.models.components.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +100,9 @@ class Variant:
         branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
         downsampling_stem: True for a 7x7 stride-2 convolution and a 3x3 stride-2 max pool
             (ImageNet), False for one 3x3 convolution (CIFAR).
-        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
-        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see
+            :class:`~revzoo.models.components.norm.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         convention: a name in :data:`CONVENTIONS`.
 
     Raises:

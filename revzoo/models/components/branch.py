@@ -23,10 +23,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from revzoo.layers.conv import conv2d
-from revzoo.layers.lean import Lean
-from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.precision import narrowed
+from revzoo.models.components.conv import conv2d
+from revzoo.models.components.lean import Lean
+from revzoo.models.components.norm import RELEASE, NormAct
 
 BranchKind = Literal["basic", "bottleneck"]
 
