@@ -192,16 +192,15 @@ def test_inputs_that_are_not_a_tensor_are_refused_by_type(given: Any) -> None:
 def test_transforms_match_the_weights(tmp_path: Any) -> None:
     write_entry(tmp_path, crop_pct=0.5)
     model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path))
-    assert model.entry is not None
     pixels = torch.arange(3 * 16 * 16, dtype=torch.uint8).reshape(3, 16, 16) // 4
     mean, std = (torch.tensor(FACTS[name]).view(3, 1, 1) for name in ("mean", "std"))
     expected = (pixels[:, 4:12, 4:12] / 255 - mean) / std  # 16 = 8 / 0.5: nothing to resize
-    for transforms in (model.transforms(), model.entry.transforms()):
-        assert torch.allclose(transforms(pixels), expected, atol=1e-6)
-        assert torch.allclose(transforms(pixels[None] / 255)[0], expected, atol=1e-6)
-        image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).convert("RGBA")
-        assert torch.allclose(transforms(image), expected, atol=1e-6)
-        assert type(transforms(image)) is torch.Tensor
+    transforms = model.transforms()
+    assert torch.allclose(transforms(pixels), expected, atol=1e-6)
+    assert torch.allclose(transforms(pixels[None] / 255)[0], expected, atol=1e-6)
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy()).convert("RGBA")
+    assert torch.allclose(transforms(image), expected, atol=1e-6)
+    assert type(transforms(image)) is torch.Tensor
     assert model.transforms(12)(pixels).shape == (3, 12, 12)
 
 
