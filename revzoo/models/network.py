@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, overload
 
 import torch
@@ -38,6 +38,7 @@ from revzoo.core.set_memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
 from revzoo.models.components.pool import GlobalPool
+from revzoo.models.parts import Part
 from revzoo.models.save import Saved, Spec
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
@@ -151,10 +152,6 @@ class ImageNetwork(Saved, ABC):
         """``z``, the merged ``index``-th state, normalised as before the head if the widths fit."""
         return z
 
-    def pooled(self, features: Tensor) -> Tensor:
-        """Pooled features ``(B, num_features)``; twice as many for ``catavgmax``."""
-        return self.pool(features)
-
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
 
@@ -167,9 +164,9 @@ class ImageNetwork(Saved, ABC):
         """Pool and classify the result of :meth:`forward_features`: ``(B, num_classes)``.
 
         With ``pre_logits``, or if ``num_classes`` is 0, return the pooled features
-        ``(B, num_features)`` instead.
+        ``(B, num_features)`` instead, twice as many for ``global_pool="catavgmax"``.
         """
-        pooled: Tensor = self.drop(self.pooled(features))
+        pooled: Tensor = self.drop(self.pool(features))
         return pooled if pre_logits else self.get_classifier()(pooled)
 
     @overload
@@ -356,10 +353,6 @@ class ImageNetwork(Saved, ABC):
         """Merged streams as a map ``(B, C, H, W)``."""
         return z
 
-    def feature_map(self, state: State) -> Tensor:
-        """The streams after a stage as one map ``(B, C, H, W)``."""
-        return self.as_map(torch.cat(state, dim=self.channel_dim))
-
     def keep_stages(self, count: int) -> None:
         """Remove the head and all stages after the first ``count``."""
         self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
@@ -368,6 +361,26 @@ class ImageNetwork(Saved, ABC):
     def _remove_head(self) -> None:
         for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
             delattr(self, name)
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in order, the classifier last; each parameter is in one part."""
+        named = dict(self.named_children())
+        stem, stages = named.pop("stem"), named.pop("stages")
+        classifier = named.pop(self.classifier)
+        assert isinstance(stages, nn.ModuleList)
+        *earlier, last = stages
+        # the rest of `named`, the normalisation and layers without parameters, reads the last stage
+        return (
+            # parameters of the network itself go with the first part
+            Part("stem", (stem,), tuple(self.parameters(recurse=False))),
+            *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),
+            Part(f"stages.{len(earlier)}", (last, *named.values())),
+            Part(self.classifier, (classifier,)),
+        )
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The ``tensors`` of a file under the names of this network's ``state_dict``."""
+        return tensors
 
     def _steps(self) -> Iterator[Step]:
         for sequence in (self.stem, *self.stages):
@@ -428,6 +441,21 @@ class ImageNetwork(Saved, ABC):
                 f"Convert the images: x.to({weight.dtype})."
             )
         self.check_size(height, width)
+
+
+def parts(network: nn.Module) -> tuple[Part, ...]:
+    """The parts of ``network``, see :meth:`ImageNetwork.parts`.
+
+    Raises:
+        ValueError: ``network`` is not a network of the zoo, so its order is unknown.
+    """
+    if not isinstance(network, ImageNetwork):
+        raise ValueError(
+            f"{type(network).__name__} is not an ImageNetwork: expected a model of create_model, "
+            "with stem, stages and classifier; freeze other models and group their parameters by "
+            "hand"
+        )
+    return network.parts()
 
 
 def taken_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from revzoo._libraries import library_hint
-from revzoo.models.library import AUXILIARY, LibraryNetwork, is_library_name, weights_address
+from revzoo.models.library import is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
 from revzoo.weights.entry import WeightsEntry
@@ -130,12 +130,7 @@ def load_weights(
             f"{file.architecture!r} instead"
         )
     expected = network.state_dict()
-    tensors = dict(file.tensors)
-    if isinstance(network, LibraryNetwork):
-        if not tensors.keys() & expected.keys():  # the library's file: its keys lack our prefix
-            tensors = {f"net.{key}": t for key, t in tensors.items()}
-        left_out = tuple(f"net.{head}." for head in AUXILIARY)
-        tensors = {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
+    tensors = dict(network.adapt_state_dict(file.tensors))
     tensors = missing_counts(expected, tensors) | tensors
     _adapt_input(network, tensors, file.where)
     _adapt_positions(network, expected, tensors)

@@ -14,7 +14,7 @@ from revzoo.interop.export import Export, export
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.library import LibraryNetwork, library_models
-from revzoo.models.parts import parts
+from revzoo.models.network import parts
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier
