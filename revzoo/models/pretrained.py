@@ -84,9 +84,10 @@ def find_source(
         entry = find_entry(name, cache_dir=cache_dir, tensors=pretrained)
     if entry is None:
         if is_library_name(text) or (not pretrained and "." not in text):
-            if pretrained:
-                weights_address(text)  # raises if the library has none
-            return Source(text)
+            if not pretrained:
+                return Source(text)
+            weights_address(text)  # raises if the library has none
+            return Source(text, options={"pretrained": True})  # it fetches and loads them itself
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)
@@ -169,16 +170,16 @@ def check_channels(network: ImageNetwork, trained: int | None, where: str) -> No
         )
 
 
-def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int | None, ...]:
-    """Numbers of classes and image channels of the weights; None if unknown."""
+def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> dict[str, int]:
+    """``num_classes`` and ``in_chans`` of the weights, as far as known."""
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
-    classes, channels = None, file.in_chans
+    shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
     if head is not None and head.dim() == 2 and head.numel():
-        classes = head.shape[0]
+        shape["num_classes"] = head.shape[0]
     if first is not None and first.dim() == 4 and first.numel():
-        channels = first.shape[1]
-    return classes, channels
+        shape["in_chans"] = first.shape[1]
+    return shape
 
 
 def missing_counts(
