@@ -31,9 +31,9 @@ from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.set_memory import set_memory
+from revzoo.models.adapt import adapt_channels
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
 from revzoo.models.parts import Part
-from revzoo.models.tensors import adapt_channels
 from revzoo.weights.errors import DownloadError, UnknownWeightsError
 from revzoo.weights.files import socket_timeout
 

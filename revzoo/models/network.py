@@ -39,7 +39,7 @@ from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, 
 from revzoo.layers.split import Merge, halves
 from revzoo.models.components.pool import GlobalPool
 from revzoo.models.parts import Part
-from revzoo.models.save import Saved, Spec
+from revzoo.models.save import SavableNetwork, Spec
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
 # base of torch's Dropout* and AlphaDropout*.
@@ -68,7 +68,7 @@ class ImageSizeError(ValueError):
         super().__init__(reason + remedy)
 
 
-class ImageNetwork(Saved, ABC):
+class ImageNetwork(SavableNetwork, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from revzoo._libraries import library_hint
+from revzoo.models.adapt import adapt_channels, adapt_positions
 from revzoo.models.library import is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
-from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
+from revzoo.models.weights_file import TensorFile, check_finite, parse_safetensors
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class NamedModel:
     """The architecture, entry and options that a name of ``create_model`` stands for."""
 
     architecture: str
@@ -48,14 +48,14 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_source(
+def find_model(
     name: str | Path,
     *,
     known: Container[str],
     pretrained: bool,
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
-) -> Source:
+) -> NamedModel:
     """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a folder of weights.
 
     Args:
@@ -85,9 +85,9 @@ def find_source(
     if entry is None:
         if is_library_name(text) or (not pretrained and "." not in text):
             if not pretrained:
-                return Source(text)
+                return NamedModel(text)
             weights_address(text)  # raises if the library has none
-            return Source(text, options={"pretrained": True})  # it fetches and loads them itself
+            return NamedModel(text, options={"pretrained": True})  # it loads them itself
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)
@@ -102,7 +102,7 @@ def find_source(
             hint = "" if is_known else library_hint(text)
             in_programs = error.in_programs and f"{error.in_programs}{hint}"
             raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
-    return Source(entry.architecture, entry, entry.options)
+    return NamedModel(entry.architecture, entry, entry.options)
 
 
 def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> TensorFile:
@@ -205,19 +205,6 @@ def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) 
             network.in_chans,
         )
         tensors[key] = adapt_channels(weight, network.in_chans)
-
-
-def adapt_positions(positions: Tensor, count: int) -> Tensor:
-    """Resize embeddings ``(1, N, D)`` of a square of N patches to a square of ``count`` patches.
-
-    Bicubic and antialiased, like timm's ``resample_abs_pos_embed``.
-    """
-    _, old, width = positions.shape
-    # (1, N, D) -> (1, D, side, side), as interpolate expects images; float for half precision
-    grid = positions.float().reshape(1, math.isqrt(old), math.isqrt(old), width).permute(0, 3, 1, 2)
-    side = math.isqrt(count)
-    resized = functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
-    return resized.permute(0, 2, 3, 1).reshape(1, count, width).to(positions.dtype)
 
 
 def _adapt_positions(

@@ -28,9 +28,9 @@ from revzoo.models.library import (
 )
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import (
-    Source,
+    NamedModel,
     check_channels,
-    find_source,
+    find_model,
     load_weights,
     read_weights,
     shape_of_weights,
@@ -39,7 +39,7 @@ from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
-from revzoo.models.tensors import TensorFile, read_checkpoint
+from revzoo.models.weights_file import TensorFile, read_weights_file
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -126,8 +126,8 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     MODELS[name] = Architecture(network, variant)
 
 
-# arguments of create_model that choose weights
-WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
+# arguments of create_model that choose the weights to load
+WEIGHTS_ARGUMENTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 # keywords that do not change the shapes of weights
 _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout", "pretrained")
 
@@ -255,24 +255,22 @@ def create_model(
     # the bits are an option, as in the entry of a saved model
     keywords = {**keywords, **_given(reversible_bits=reversible_bits)}
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
-    source = find_source(
-        name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
-    )
+    named = find_model(name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table)
     file = None
     if checkpoint_path is not None:
-        file = read_checkpoint(Path(checkpoint_path))
-    elif pretrained and source.entry is not None:
-        file = read_weights(source.entry, cache_dir=cache_dir)
+        file = read_weights_file(Path(checkpoint_path))
+    elif pretrained and named.entry is not None:
+        file = read_weights(named.entry, cache_dir=cache_dir)
     try:
-        model = _build(source, file, numbers, keywords)
+        model = _build(named, file, numbers, keywords)
     except (ValueError, TypeError) as error:
         # without arguments of the caller, only the entry's options can be wrong
-        if numbers or keywords or file is None or not source.options:
+        if numbers or keywords or file is None or not named.options:
             raise
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
     if file is not None:
-        _load(model, file, source, allow_nonfinite=allow_nonfinite)
-    model.entry = source.entry if pretrained else None
+        _load(model, file, named, allow_nonfinite=allow_nonfinite)
+    model.entry = named.entry if pretrained else None
     return FeatureNet(model, out_indices) if features_only else model
 
 
@@ -295,14 +293,14 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
 
 
 def _build(
-    source: Source, file: TensorFile | None, numbers: dict[str, Any], keywords: dict[str, Any]
+    named: NamedModel, file: TensorFile | None, numbers: dict[str, Any], keywords: dict[str, Any]
 ) -> ImageNetwork:
     """The network, with initial values; ``numbers`` and ``keywords`` are the caller's."""
-    architecture = _architecture_of(source.architecture)
+    architecture = _architecture_of(named.architecture)
     network: Any = architecture.network
-    options = {**source.options, **keywords}
-    _check_keywords(source.architecture, options)
-    entry = source.entry
+    options = {**named.options, **keywords}
+    _check_keywords(named.architecture, options)
+    entry = named.entry
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,
@@ -321,10 +319,10 @@ def _build(
     if bits is not None:
         make_reversible(model, bits)
         # on the instance: other networks of the class do not change
-        model.default_memory = default_memory(source.architecture, bits)  # type: ignore[misc]
+        model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
-    model.spec = Spec(source.architecture, shaping)
+    model.spec = Spec(named.architecture, shaping)
     return model
 
 
@@ -358,11 +356,13 @@ def default_memory(name: str, reversible_bits: int | None = None) -> str:
     return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
 
 
-def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:
+def _load(
+    model: ImageNetwork, file: TensorFile, named: NamedModel, *, allow_nonfinite: bool
+) -> None:
     # i-RevNets have no first convolution whose shape would show the channels
-    trained = file.in_chans or (source.entry.in_chans if source.entry else None)
+    trained = file.in_chans or (named.entry.in_chans if named.entry else None)
     check_channels(model, trained, file.where)
-    load_weights(model, file, architecture=source.architecture, allow_nonfinite=allow_nonfinite)
+    load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
 
 
 def _given(**values: Any) -> dict[str, Any]:
