@@ -21,32 +21,26 @@ class Convention:
     """Differences between implementations of the same networks.
 
     Attributes:
-        projects: shortcuts are a 1x1 convolution and a normalisation, for both kinds of branch.
-        merges: a RevNet unit that changes shape is one residual unit on all channels.
-        stride_at_3x3: a bottleneck's 3x3 convolution has the stride, not its first 1x1.
-        g_skips_too: G of the first unit also lacks the leading activation.
+        memcnn: build units as MemCNN does: shortcuts are a 1x1 convolution and a normalisation, for
+            both kinds of branch; a RevNet unit that changes shape is one residual unit on all
+            channels; a bottleneck's 3x3 convolution has the stride, not its first 1x1; and G of the
+            first unit also lacks the leading activation.
         momentum: of batch normalisation, in torch's convention.
         epsilon: of the normalisation.
     """
 
-    projects: bool = False
-    merges: bool = False
-    stride_at_3x3: bool = False
-    g_skips_too: bool = False
+    memcnn: bool = False
     momentum: float = MOMENTUM
     epsilon: float = EPSILON
 
 
-_MEMCNN = Convention(
-    projects=True, merges=True, stride_at_3x3=True, g_skips_too=True, momentum=0.1, epsilon=1e-5
-)
 # gomez: the TensorFlow release of arXiv 1707.04585. memcnn: van de Leemput et al., "MemCNN: A
 # Python/PyTorch package for creating memory-efficient invertible neural networks", JOSS 2019, doi
 # 10.21105/joss.01576: its CIFAR configurations. memcnn_fix: with its option batch_norm_fix.
 CONVENTIONS: dict[str, Convention] = {
     "gomez": Convention(),
-    "memcnn": _MEMCNN,
-    "memcnn_fix": replace(_MEMCNN, momentum=0.99, epsilon=1e-3),
+    "memcnn": Convention(memcnn=True, momentum=0.1, epsilon=1e-5),
+    "memcnn_fix": Convention(memcnn=True, momentum=0.99, epsilon=1e-3),
 }
 
 
@@ -153,7 +147,7 @@ class Variant:
         The basic shortcut average-pools without padding, which fits the branch's padded strided
         convolution on even sizes only; a strided 1x1 convolution fits any size.
         """
-        if self.branch == "bottleneck" or CONVENTIONS[self.convention].projects:
+        if self.branch == "bottleneck" or CONVENTIONS[self.convention].memcnn:
             return 1
         return self.reductions[-1]
 
