@@ -96,11 +96,11 @@ class IRevNetVariant:
         lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
         if len(lengths) != 1:
             raise ValueError(
-                f"units={self.units}, strides={self.strides} and channels={self.channels} differ "
-                "in length; give one value of each per stage."
+                f"units={self.units}, strides={self.strides}, channels={self.channels}: expected "
+                "one value of each per stage"
             )
         if not set(self.strides) <= {1, 2}:
-            raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze).")
+            raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze)")
 
     @property
     def size_multiple(self) -> int:
@@ -126,8 +126,8 @@ class IRevNetVariant:
                 raise ValueError(
                     f"channels={self.channels}: stage {stage} receives {width} channels (images of "
                     f"{in_chans}, squeezed), so it cannot have 2x{after // 2}: "
-                    "expected four times the channels for stride 2, at least as many for stride 1. "
-                    "channels=None derives them from the image."
+                    "expected four times the channels for stride 2, at least as many for stride 1; "
+                    "channels=None derives them from the image"
                 )
             if after // stride**2 % 2:  # only the first stage can start from an odd number
                 raise ValueError(
@@ -138,8 +138,8 @@ class IRevNetVariant:
                 )
             if after // 2 < self.bottleneck:
                 raise ValueError(
-                    f"bottleneck={self.bottleneck} leaves no channel inside the branches of stage "
-                    f"{stage}, whose streams have {after // 2}: choose a smaller one."
+                    f"bottleneck={self.bottleneck}: expected at most {after // 2}, the channels of "
+                    f"a stream in stage {stage}"
                 )
             widths.append((width, after))
             width = after

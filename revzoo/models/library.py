@@ -228,8 +228,8 @@ class LibraryNetwork(ImageNetwork):
         if height == width and height % self._patch_size == 0:
             remedy = f"create it with img_size={height} (model.img_size={height}), or {remedy}"
         raise ImageSizeError(
-            f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}",
-            f": {remedy}.",
+            f"images of {height} x {width} pixels: expected {fixed} x {fixed}",
+            f"; {remedy}",
             side=fixed,
         )
 

@@ -318,13 +318,14 @@ class ImageNetwork(SavableNetwork, ABC):
         self._check_invertible()
         if not isinstance(z, Tensor) or not z.is_floating_point():
             got = z.dtype if isinstance(z, Tensor) else type(z).__name__
-            raise TypeError(f"Got {got}; expected the floating-point tensor of encode(images).")
+            raise TypeError(
+                f"z of type {got}: expected the floating-point tensor of encode(images)"
+            )
         channels = self.feature_info[-1].num_chs
         if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
-                f"Got a tensor of shape {tuple(z.shape)}; expected the result of encode(images), "
-                f"with {channels} channels. Logits and pooled features have lost the rest of the "
-                "image."
+                f"z of shape {tuple(z.shape)}: expected the result of encode(images), with "
+                f"{channels} channels; logits and pooled features have lost the rest of the image"
             )
         # split into dense streams, as in the forward pass: kernels sum views in another order
         state: State = (z,)
@@ -407,38 +408,38 @@ class ImageNetwork(SavableNetwork, ABC):
     def _check_images(self, x: object) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"Got a {type(x).__module__}.{type(x).__qualname__}; expected a tensor of images "
-                f"(B, {self.in_chans}, H, W). Prepare an image with "
-                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)."
+                f"images of type {type(x).__module__}.{type(x).__qualname__}: expected a tensor "
+                f"(B, {self.in_chans}, H, W); prepare an image with "
+                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)"
             )
         if x.dim() != 4:
             raise ValueError(
-                f"Got a tensor of shape {tuple(x.shape)}; expected images "
-                f"(B, {self.in_chans}, H, W). Give one image a batch dimension: x.unsqueeze(0)."
+                f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); give one "
+                "image a batch dimension, x.unsqueeze(0)"
             )
         if not x.is_floating_point():
             raise ValueError(
-                f"Got images of {x.dtype}; expected normalised images of a floating type. Batches "
-                "of revzoo.data hold bytes: pass datamodule=data to the trainer, or call the model "
-                "on data.transform(images, training=False)."
+                f"images of {x.dtype}: expected normalised images of a floating type; batches of "
+                "revzoo.data hold bytes, so pass datamodule=data to the trainer, or call the model "
+                "on data.transform(images, training=False)"
             )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
             if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
                 raise ValueError(
-                    f"Got images of shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W). "
-                    "Put the channels first: x.permute(0, 3, 1, 2)."
+                    f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); put "
+                    "the channels first, x.permute(0, 3, 1, 2)"
                 )
             raise ValueError(
-                f"Got images of {channels} channels; this model expects {self.in_chans}. Create it "
-                f"with in_chans={channels}, or convert the images."
+                f"images of {channels} channels: expected {self.in_chans}; create the model with "
+                f"in_chans={channels}, or convert the images"
             )
         weight = next(self.parameters())
         wider = x.element_size() > weight.element_size() and weight.is_floating_point()
         if wider and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
-                f"Got images of {x.dtype}; expected {weight.dtype}, like the model's weights. "
-                f"Convert the images: x.to({weight.dtype})."
+                f"images of {x.dtype}: expected {weight.dtype}, like the model's weights; convert "
+                f"them, x.to({weight.dtype})"
             )
         self.check_size(height, width)
 

@@ -74,14 +74,11 @@ class RevViTVariant:
             check_probability(field, getattr(self, field))
         check_choice("activation", self.activation, ACTIVATIONS)
         if self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} cannot be divided among heads={self.heads}; choose a width "
-                "that is a multiple of the heads."
-            )
+            raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
         if self.img_size % self.patch_size:
             raise ValueError(
-                f"img_size={self.img_size} is not a multiple of patch_size={self.patch_size}; "
-                "choose a patch_size that divides it, or resize the images."
+                f"img_size={self.img_size}: expected a multiple of patch_size={self.patch_size}; "
+                "choose a patch_size that divides it, or resize the images"
             )
 
     @property
@@ -239,10 +236,11 @@ class RevViT(ImageNetwork):
         size = self.variant.img_size
         if (height, width) != (size, size):  # each patch has a learned position
             raise ImageSizeError(
-                f"Got images of {height}x{width} pixels; this model was created for {size}x{size}",
-                f". Resize them (a folder of images: data.image_size={size}), or create it with "
+                f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
+                "model was created",
+                f"; resize them (a folder of images: data.image_size={size}), or create it with "
                 f"img_size={height} (model.img_size={height})"
-                + (" (images must be square)." if height != width else "."),
+                + (" (images must be square)" if height != width else ""),
                 side=size,
             )
 

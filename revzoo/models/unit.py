@@ -131,8 +131,9 @@ class PoolAndPad(nn.Module):
         added = out_channels - in_channels
         if added < 0:
             raise ValueError(
-                f"A pooling shortcut adds zero channels and cannot go from {in_channels} to "
-                f"{out_channels}; let the widths grow, or use branch='bottleneck'."
+                f"out_channels={out_channels}: expected at least in_channels={in_channels}, since "
+                "a pooling shortcut adds zero channels; let the widths grow, or use "
+                "branch='bottleneck'"
             )
         self.stride = stride
         self.padding = (added // 2, added - added // 2)

@@ -72,8 +72,8 @@ class UnitPlan:
         for channels in (self.in_channels, self.out_channels):
             if channels % streams:
                 raise ValueError(
-                    f"{channels} channels cannot be split into {streams} equal streams; choose "
-                    f"stem_width and widths that are multiples of {streams}."
+                    f"channels={channels}: expected a multiple of {streams}, for {streams} equal "
+                    "streams; choose such stem_width and widths"
                 )
         return replace(
             self,
@@ -118,11 +118,10 @@ class Variant:
             # configurations give lists; the class is frozen, and rows are compared as tuples
             object.__setattr__(self, field, check_counts(field, getattr(self, field)))
         check_count("stem_width", self.stem_width)
-        lengths = len(self.widths), len(self.units), len(self.strides)
-        if len(set(lengths)) != 1:
+        if not len(self.widths) == len(self.units) == len(self.strides):
             raise ValueError(
-                f"widths, units and strides have {lengths[0]}, {lengths[1]} and {lengths[2]} "
-                "values; give one of each per stage."
+                f"widths={self.widths}, units={self.units}, strides={self.strides}: expected one "
+                "value of each per stage"
             )
         check_choice("branch", self.branch, BRANCHES)
         check_choice("convention", self.convention, CONVENTIONS)

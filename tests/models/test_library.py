@@ -209,7 +209,7 @@ def test_what_a_librarys_network_cannot_do():
     with pytest.raises(ValueError, match="no linear classifier"):
         revzoo.create_model("torchvision:squeezenet1_0")
     vit = revzoo.create_model("torchvision:vit_b_16", img_size=32)
-    with pytest.raises(ValueError, match=r"64 x 64 pixels; this model expects 32 x 32"):
+    with pytest.raises(ValueError, match=r"64 x 64 pixels: expected 32 x 32"):
         vit.check_size(64, 64)
     assert (vit.image_size, model.image_size) == (32, 224)
 

@@ -107,8 +107,8 @@ class BottleneckBranch(_Branch):
         inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
         if remainder or inner < 1:
             raise ValueError(
-                f"A bottleneck branch got out_channels={out_channels}; its inner width is a "
-                f"quarter of that, so give a positive multiple of {BOTTLENECK_EXPANSION}."
+                f"out_channels={out_channels}: expected a positive multiple of "
+                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
             )
         super().__init__(
             _layers(
