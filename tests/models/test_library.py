@@ -245,7 +245,7 @@ def test_names_of_a_library_are_listed(library, monkeypatch):
         revzoo.list_models(f"{library}:*")
 
 
-@pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224: resize")])
+@pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224; resize")])
 def test_a_transformer_names_the_image_sizes(side, remedy):
     with torch.device("meta"):
         model = revzoo.create_model("torchvision:vit_b_16")
