@@ -14,7 +14,6 @@ from revzoo.core.restore.conditions import is_replaying
 from revzoo.core.set_memory import memory, set_memory
 from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
-from revzoo.layers.activation import InvertibleLeakyReLU
 from revzoo.layers.actnorm import ActNorm
 from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.batchnorm import InvertibleBatchNorm
@@ -23,6 +22,7 @@ from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
 from revzoo.layers.injective import InjectiveLinear, PatchConv
+from revzoo.layers.leaky_relu import InvertibleLeakyReLU
 from revzoo.layers.linear import InvertibleLinear
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.layers.padding import ChannelPadding, SpatialPadding

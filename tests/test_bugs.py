@@ -48,7 +48,7 @@ from revzoo.core.guard.samples import sample
 from revzoo.core.replay.tape import Tape
 from revzoo.core.restore import search
 from revzoo.interop.foreign import read_tensors
-from revzoo.layers.lean import Lean
+from revzoo.models.components.lean import Lean
 from revzoo.profiling.live import LiveMemory
 
 

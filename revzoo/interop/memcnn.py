@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from revzoo.interop.foreign import Weights
-from revzoo.layers.branch import BOTTLENECK_EXPANSION
+from revzoo.models.components.branch import BOTTLENECK_EXPANSION
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
 from revzoo.models.resnet import RESNETS

@@ -23,14 +23,14 @@ from revzoo.interop.foreign import ConversionError, Weights, read_tensors
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import check_fit, missing_counts
 from revzoo.models.registry import create_model
-from revzoo.models.tensors import check_finite
+from revzoo.models.weights_file import check_finite
 from revzoo.weights.errors import StateMismatchError
 
 # the errors that unexpected names or shapes raise
 _OTHER_PROGRAM = (KeyError, IndexError, ValueError, ZeroDivisionError)
 
 
-class Source(NamedTuple):
+class Program(NamedTuple):
     """How to read the checkpoints of one program."""
 
     spec: Callable[[Weights], dict[str, Any]]
@@ -40,9 +40,9 @@ class Source(NamedTuple):
     """Pairs (their name, our name) of the modules that hold tensors."""
 
 
-SOURCES: Mapping[str, Source] = {
-    "irevnet": Source(irevnet.spec, irevnet.keys),
-    "memcnn": Source(memcnn.spec, memcnn.keys),
+SOURCES: Mapping[str, Program] = {
+    "irevnet": Program(irevnet.spec, irevnet.keys),
+    "memcnn": Program(memcnn.spec, memcnn.keys),
 }
 
 

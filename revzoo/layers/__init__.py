@@ -1,1 +1,1 @@
-"""Couplings, invertible layers, containers and residual functions."""
+"""Layers with an inverse, and sequences of them."""

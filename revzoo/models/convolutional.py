@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from revzoo.layers.lean import run
-from revzoo.layers.norm import NormAct
+from revzoo.models.components.lean import run
+from revzoo.models.components.norm import NormAct
 from revzoo.models.network import ImageNetwork, ImageSizeError
 
 
@@ -46,9 +46,9 @@ class ConvolutionalClassifier(ImageNetwork):
         if height < 1 or width < 1 or height % multiple or width % multiple:
             near = max(multiple, round(height / multiple) * multiple)
             raise ImageSizeError(
-                f"Got images of {height}x{width} pixels; this model {self.size_reason} and expects "
-                f"height and width to be positive multiples of {multiple}",
-                f". Resize or pad the images (a folder of images: data.image_size={near}).",
+                f"images of {height} x {width} pixels: expected height and width to be positive "
+                f"multiples of {multiple}, since this model {self.size_reason}",
+                f"; resize or pad the images (a folder of images: data.image_size={near})",
                 side=near,
             )
 

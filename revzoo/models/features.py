@@ -60,9 +60,8 @@ class FeatureNet(nn.Module):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        maps = {
-            i: self.network.feature_map(state)
-            for i, state in enumerate(self.network.stage_states(x))
-            if i in self.out_indices
-        }
-        return [maps[i] for i in self.out_indices]
+        order = sorted(self.out_indices)
+        maps = self.network.forward_intermediates(
+            x, order, stop_early=True, intermediates_only=True
+        )
+        return [maps[order.index(i)] for i in self.out_indices]

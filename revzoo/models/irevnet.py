@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_counts, check_probability
 from revzoo.core.invertible import Step
-from revzoo.layers.branch import TripleBranch
 from revzoo.layers.coupling import AdditiveCoupling
-from revzoo.layers.droppath import add_drop_path, drop_path_rates
-from revzoo.layers.norm import NormAct, NormKind
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
+from revzoo.models.components.branch import TripleBranch
+from revzoo.models.components.droppath import add_drop_path, drop_path_rates
+from revzoo.models.components.norm import NormAct, NormKind
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 
@@ -62,8 +62,9 @@ class IRevNetVariant:
         squeeze: factor of the squeeze before the first block; 1 for none.
         bottleneck: output width of a branch over its inner width.
         dropout: probability of dropping a value of a branch's second convolution.
-        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
-        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see
+            :class:`~revzoo.models.components.norm.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         image_size: side in pixels of the publication's images; other sizes work, too.
 
     Raises:
@@ -95,11 +96,11 @@ class IRevNetVariant:
         lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
         if len(lengths) != 1:
             raise ValueError(
-                f"units={self.units}, strides={self.strides} and channels={self.channels} differ "
-                "in length; give one value of each per stage."
+                f"units={self.units}, strides={self.strides}, channels={self.channels}: expected "
+                "one value of each per stage"
             )
         if not set(self.strides) <= {1, 2}:
-            raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze).")
+            raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze)")
 
     @property
     def size_multiple(self) -> int:
@@ -125,8 +126,8 @@ class IRevNetVariant:
                 raise ValueError(
                     f"channels={self.channels}: stage {stage} receives {width} channels (images of "
                     f"{in_chans}, squeezed), so it cannot have 2x{after // 2}: "
-                    "expected four times the channels for stride 2, at least as many for stride 1. "
-                    "channels=None derives them from the image."
+                    "expected four times the channels for stride 2, at least as many for stride 1; "
+                    "channels=None derives them from the image"
                 )
             if after // stride**2 % 2:  # only the first stage can start from an odd number
                 raise ValueError(
@@ -137,8 +138,8 @@ class IRevNetVariant:
                 )
             if after // 2 < self.bottleneck:
                 raise ValueError(
-                    f"bottleneck={self.bottleneck} leaves no channel inside the branches of stage "
-                    f"{stage}, whose streams have {after // 2}: choose a smaller one."
+                    f"bottleneck={self.bottleneck}: expected at most {after // 2}, the channels of "
+                    f"a stream in stage {stage}"
                 )
             widths.append((width, after))
             width = after
@@ -172,7 +173,7 @@ class IRevNet(ConvolutionalClassifier):
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
+        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
         drop_path_rate: probability of dropping the last branch's output for an image; it rises
             linearly from 0 at the first block.
 

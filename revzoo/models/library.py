@@ -17,7 +17,7 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -31,8 +31,9 @@ from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.set_memory import set_memory
+from revzoo.models.adapt import adapt_channels
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
-from revzoo.models.tensors import adapt_channels
+from revzoo.models.parts import Part
 from revzoo.weights.errors import DownloadError, UnknownWeightsError
 from revzoo.weights.files import socket_timeout
 
@@ -113,8 +114,8 @@ def _cache_of(address: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
-AUXILIARY = ("aux1", "aux2", "AuxLogits")
-"""Classifiers used only in training, which we leave out: a network returns one tensor."""
+# Classifiers used only in training, which we leave out: a network returns one tensor.
+_AUXILIARY = ("aux1", "aux2", "AuxLogits")
 
 
 @dataclass(frozen=True)
@@ -227,8 +228,8 @@ class LibraryNetwork(ImageNetwork):
         if height == width and height % self._patch_size == 0:
             remedy = f"create it with img_size={height} (model.img_size={height}), or {remedy}"
         raise ImageSizeError(
-            f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}",
-            f": {remedy}.",
+            f"images of {height} x {width} pixels: expected {fixed} x {fixed}",
+            f"; {remedy}",
             side=fixed,
         )
 
@@ -337,19 +338,14 @@ class LibraryNetwork(ImageNetwork):
         Raises:
             ValueError: as :meth:`forward_intermediates`.
         """
-        stages = range(self._kept or len(self.feature_info))
-        maps = self.forward_intermediates(x, stages, stop_early=True, intermediates_only=True)
-        for z in maps:
+        for z in self.forward_intermediates(x, intermediates_only=True):
             assert isinstance(z, Tensor)
             yield (z,)
-
-    _kept = 0  # by keep_stages, after which timm still lists all maps; 0 for all
 
     def keep_stages(self, count: int) -> None:
         """Remove the head and all layers after the first ``count`` feature maps."""
         net: Any = self.net  # a network of timm: feature_info has refused others
         net.prune_intermediate_layers(list(range(count)), prune_norm=True, prune_head=True)
-        self._kept = count
 
     @property
     def invertible(self) -> bool:
@@ -359,8 +355,11 @@ class LibraryNetwork(ImageNetwork):
     def _check_invertible(self) -> None:
         raise NotInvertibleError(f"{type(self.net).__name__} loses information and has no inverse")
 
-    def parts(self) -> Iterator[tuple[str, list[nn.Module], list[nn.Parameter]]]:
-        """The parts in order: name, modules, and further parameters."""
+    def parts(self) -> tuple[Part, ...]:
+        """The children of ``net`` with parameters, or the layers of its only list; the classifier.
+
+        Each parameter is in one part.
+        """
         children = dict(self.net.named_children())
         ends = {path.split(".")[1] for path in self._heads}  # the children that hold classifiers
         body = {n: m for n, m in children.items() if n not in ends and list(m.parameters())}
@@ -370,10 +369,19 @@ class LibraryNetwork(ImageNetwork):
             # torchvision's VGG and others hold all layers in one list "features": take its items
             items = module.named_children() if lists == [name] else []
             named |= {f"net.{name}.{n}": m for n, m in items} or {f"net.{name}": module}
-        for number, (name, module) in enumerate(named.items()):
-            # class tokens and positions belong to the first part
-            yield name, [module], [] if number else list(self.net.parameters(recurse=False))
-        yield self.classifier, [m for n, m in children.items() if n in ends], []
+        tokens = tuple(self.net.parameters(recurse=False))  # and positions, of the first part
+        return (
+            *(Part(n, (m,), () if i else tokens) for i, (n, m) in enumerate(named.items())),
+            Part(self.classifier, tuple(m for n, m in children.items() if n in ends)),
+        )
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Also takes the library's own file: adds our prefix, drops auxiliary classifiers."""
+        expected = self.state_dict()
+        if not tensors.keys() & expected.keys():
+            tensors = {f"net.{key}": t for key, t in tensors.items()}
+        left_out = tuple(f"net.{head}." for head in _AUXILIARY)
+        return {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
 
 
 def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> nn.Module:
@@ -397,7 +405,7 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
                 net = models.get_model(name, weights=weights, **sizes)
     except TypeError as error:  # an unexpected keyword: convolutional networks take any size
         raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
-    for head in AUXILIARY:
+    for head in _AUXILIARY:
         if getattr(net, head, None) is not None:
             setattr(net, head, None)
     if hasattr(net, "aux_logits"):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, overload
 
 import torch
@@ -35,10 +35,11 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.set_memory import set_memory
-from revzoo.layers.pool import GlobalPool
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
-from revzoo.models.save import Saved, Spec
+from revzoo.models.components.pool import GlobalPool
+from revzoo.models.parts import Part
+from revzoo.models.save import SavableNetwork, Spec
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
 # base of torch's Dropout* and AlphaDropout*.
@@ -67,7 +68,7 @@ class ImageSizeError(ValueError):
         super().__init__(reason + remedy)
 
 
-class ImageNetwork(Saved, ABC):
+class ImageNetwork(SavableNetwork, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
@@ -151,10 +152,6 @@ class ImageNetwork(Saved, ABC):
         """``z``, the merged ``index``-th state, normalised as before the head if the widths fit."""
         return z
 
-    def pooled(self, features: Tensor) -> Tensor:
-        """Pooled features ``(B, num_features)``; twice as many for ``catavgmax``."""
-        return self.pool(features)
-
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
 
@@ -167,9 +164,9 @@ class ImageNetwork(Saved, ABC):
         """Pool and classify the result of :meth:`forward_features`: ``(B, num_classes)``.
 
         With ``pre_logits``, or if ``num_classes`` is 0, return the pooled features
-        ``(B, num_features)`` instead.
+        ``(B, num_features)`` instead, twice as many for ``global_pool="catavgmax"``.
         """
-        pooled: Tensor = self.drop(self.pooled(features))
+        pooled: Tensor = self.drop(self.pool(features))
         return pooled if pre_logits else self.get_classifier()(pooled)
 
     @overload
@@ -321,13 +318,14 @@ class ImageNetwork(Saved, ABC):
         self._check_invertible()
         if not isinstance(z, Tensor) or not z.is_floating_point():
             got = z.dtype if isinstance(z, Tensor) else type(z).__name__
-            raise TypeError(f"Got {got}; expected the floating-point tensor of encode(images).")
+            raise TypeError(
+                f"z of type {got}: expected the floating-point tensor of encode(images)"
+            )
         channels = self.feature_info[-1].num_chs
         if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
-                f"Got a tensor of shape {tuple(z.shape)}; expected the result of encode(images), "
-                f"with {channels} channels. Logits and pooled features have lost the rest of the "
-                "image."
+                f"z of shape {tuple(z.shape)}: expected the result of encode(images), with "
+                f"{channels} channels; logits and pooled features have lost the rest of the image"
             )
         # split into dense streams, as in the forward pass: kernels sum views in another order
         state: State = (z,)
@@ -356,10 +354,6 @@ class ImageNetwork(Saved, ABC):
         """Merged streams as a map ``(B, C, H, W)``."""
         return z
 
-    def feature_map(self, state: State) -> Tensor:
-        """The streams after a stage as one map ``(B, C, H, W)``."""
-        return self.as_map(torch.cat(state, dim=self.channel_dim))
-
     def keep_stages(self, count: int) -> None:
         """Remove the head and all stages after the first ``count``."""
         self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
@@ -368,6 +362,26 @@ class ImageNetwork(Saved, ABC):
     def _remove_head(self) -> None:
         for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
             delattr(self, name)
+
+    def parts(self) -> tuple[Part, ...]:
+        """The parts in order, the classifier last; each parameter is in one part."""
+        named = dict(self.named_children())
+        stem, stages = named.pop("stem"), named.pop("stages")
+        classifier = named.pop(self.classifier)
+        assert isinstance(stages, nn.ModuleList)
+        *earlier, last = stages
+        # the rest of `named`, the normalisation and layers without parameters, reads the last stage
+        return (
+            # parameters of the network itself go with the first part
+            Part("stem", (stem,), tuple(self.parameters(recurse=False))),
+            *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),
+            Part(f"stages.{len(earlier)}", (last, *named.values())),
+            Part(self.classifier, (classifier,)),
+        )
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The ``tensors`` of a file under the names of this network's ``state_dict``."""
+        return tensors
 
     def _steps(self) -> Iterator[Step]:
         for sequence in (self.stem, *self.stages):
@@ -394,40 +408,55 @@ class ImageNetwork(Saved, ABC):
     def _check_images(self, x: object) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(
-                f"Got a {type(x).__module__}.{type(x).__qualname__}; expected a tensor of images "
-                f"(B, {self.in_chans}, H, W). Prepare an image with "
-                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)."
+                f"images of type {type(x).__module__}.{type(x).__qualname__}: expected a tensor "
+                f"(B, {self.in_chans}, H, W); prepare an image with "
+                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)"
             )
         if x.dim() != 4:
             raise ValueError(
-                f"Got a tensor of shape {tuple(x.shape)}; expected images "
-                f"(B, {self.in_chans}, H, W). Give one image a batch dimension: x.unsqueeze(0)."
+                f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); give one "
+                "image a batch dimension, x.unsqueeze(0)"
             )
         if not x.is_floating_point():
             raise ValueError(
-                f"Got images of {x.dtype}; expected normalised images of a floating type. Batches "
-                "of revzoo.data hold bytes: pass datamodule=data to the trainer, or call the model "
-                "on data.transform(images, training=False)."
+                f"images of {x.dtype}: expected normalised images of a floating type; batches of "
+                "revzoo.data hold bytes, so pass datamodule=data to the trainer, or call the model "
+                "on data.transform(images, training=False)"
             )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
             if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
                 raise ValueError(
-                    f"Got images of shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W). "
-                    "Put the channels first: x.permute(0, 3, 1, 2)."
+                    f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); put "
+                    "the channels first, x.permute(0, 3, 1, 2)"
                 )
             raise ValueError(
-                f"Got images of {channels} channels; this model expects {self.in_chans}. Create it "
-                f"with in_chans={channels}, or convert the images."
+                f"images of {channels} channels: expected {self.in_chans}; create the model with "
+                f"in_chans={channels}, or convert the images"
             )
         weight = next(self.parameters())
         wider = x.element_size() > weight.element_size() and weight.is_floating_point()
         if wider and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
-                f"Got images of {x.dtype}; expected {weight.dtype}, like the model's weights. "
-                f"Convert the images: x.to({weight.dtype})."
+                f"images of {x.dtype}: expected {weight.dtype}, like the model's weights; convert "
+                f"them, x.to({weight.dtype})"
             )
         self.check_size(height, width)
+
+
+def parts(network: nn.Module) -> tuple[Part, ...]:
+    """The parts of ``network``, see :meth:`ImageNetwork.parts`.
+
+    Raises:
+        ValueError: ``network`` is not a network of the zoo, so its order is unknown.
+    """
+    if not isinstance(network, ImageNetwork):
+        raise ValueError(
+            f"{type(network).__name__} is not an ImageNetwork: expected a model of create_model, "
+            "with stem, stages and classifier; freeze other models and group their parameters by "
+            "hand"
+        )
+    return network.parts()
 
 
 def taken_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from revzoo._libraries import library_hint
-from revzoo.models.library import AUXILIARY, LibraryNetwork, is_library_name, weights_address
+from revzoo.models.adapt import adapt_channels, adapt_positions
+from revzoo.models.library import is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
-from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
+from revzoo.models.weights_file import TensorFile, check_finite, parse_safetensors
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class NamedModel:
     """The architecture, entry and options that a name of ``create_model`` stands for."""
 
     architecture: str
@@ -48,14 +48,14 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_source(
+def find_model(
     name: str | Path,
     *,
     known: Container[str],
     pretrained: bool,
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
-) -> Source:
+) -> NamedModel:
     """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a folder of weights.
 
     Args:
@@ -84,9 +84,10 @@ def find_source(
         entry = find_entry(name, cache_dir=cache_dir, tensors=pretrained)
     if entry is None:
         if is_library_name(text) or (not pretrained and "." not in text):
-            if pretrained:
-                weights_address(text)  # raises if the library has none
-            return Source(text)
+            if not pretrained:
+                return NamedModel(text)
+            weights_address(text)  # raises if the library has none
+            return NamedModel(text, options={"pretrained": True})  # it loads them itself
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)
@@ -101,7 +102,7 @@ def find_source(
             hint = "" if is_known else library_hint(text)
             in_programs = error.in_programs and f"{error.in_programs}{hint}"
             raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
-    return Source(entry.architecture, entry, entry.options)
+    return NamedModel(entry.architecture, entry, entry.options)
 
 
 def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> TensorFile:
@@ -130,12 +131,7 @@ def load_weights(
             f"{file.architecture!r} instead"
         )
     expected = network.state_dict()
-    tensors = dict(file.tensors)
-    if isinstance(network, LibraryNetwork):
-        if not tensors.keys() & expected.keys():  # the library's file: its keys lack our prefix
-            tensors = {f"net.{key}": t for key, t in tensors.items()}
-        left_out = tuple(f"net.{head}." for head in AUXILIARY)
-        tensors = {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
+    tensors = dict(network.adapt_state_dict(file.tensors))
     tensors = missing_counts(expected, tensors) | tensors
     _adapt_input(network, tensors, file.where)
     _adapt_positions(network, expected, tensors)
@@ -174,16 +170,16 @@ def check_channels(network: ImageNetwork, trained: int | None, where: str) -> No
         )
 
 
-def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int | None, ...]:
-    """Numbers of classes and image channels of the weights; None if unknown."""
+def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> dict[str, int]:
+    """``num_classes`` and ``in_chans`` of the weights, as far as known."""
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
-    classes, channels = None, file.in_chans
+    shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
     if head is not None and head.dim() == 2 and head.numel():
-        classes = head.shape[0]
+        shape["num_classes"] = head.shape[0]
     if first is not None and first.dim() == 4 and first.numel():
-        channels = first.shape[1]
-    return classes, channels
+        shape["in_chans"] = first.shape[1]
+    return shape
 
 
 def missing_counts(
@@ -209,19 +205,6 @@ def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) 
             network.in_chans,
         )
         tensors[key] = adapt_channels(weight, network.in_chans)
-
-
-def adapt_positions(positions: Tensor, count: int) -> Tensor:
-    """Resize embeddings ``(1, N, D)`` of a square of N patches to a square of ``count`` patches.
-
-    Bicubic and antialiased, like timm's ``resample_abs_pos_embed``.
-    """
-    _, old, width = positions.shape
-    # (1, N, D) -> (1, D, side, side), as interpolate expects images; float for half precision
-    grid = positions.float().reshape(1, math.isqrt(old), math.isqrt(old), width).permute(0, 3, 1, 2)
-    side = math.isqrt(count)
-    resized = functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
-    return resized.permute(0, 2, 3, 1).reshape(1, count, width).to(positions.dtype)
 
 
 def _adapt_positions(

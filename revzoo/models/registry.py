@@ -7,6 +7,7 @@ network needs no new name.
 import fnmatch
 import inspect
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -27,9 +28,9 @@ from revzoo.models.library import (
 )
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import (
-    Source,
+    NamedModel,
     check_channels,
-    find_source,
+    find_model,
     load_weights,
     read_weights,
     shape_of_weights,
@@ -38,7 +39,7 @@ from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
-from revzoo.models.tensors import TensorFile, read_checkpoint
+from revzoo.models.weights_file import TensorFile, read_weights_file
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -125,8 +126,8 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     MODELS[name] = Architecture(network, variant)
 
 
-# arguments of create_model that choose weights
-WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
+# arguments of create_model that choose the weights to load
+WEIGHTS_ARGUMENTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 # keywords that do not change the shapes of weights
 _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout", "pretrained")
 
@@ -250,32 +251,26 @@ def create_model(
             f"pretrained={pretrained!r}: expected True or False; the name selects the weights, "
             'create_model("ARCHITECTURE.TAG", pretrained=True), see list_models(pretrained=True)'
         )
-    if reversible_bits is not None:  # an option, as in the entry of a saved model
-        keywords["reversible_bits"] = reversible_bits
+    numbers = _given(num_classes=num_classes, in_chans=in_chans)
+    # the bits are an option, as in the entry of a saved model
+    keywords = {**keywords, **_given(reversible_bits=reversible_bits)}
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
-    source = find_source(
-        name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
-    )
+    named = find_model(name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table)
     file = None
     if checkpoint_path is not None:
-        file = read_checkpoint(Path(checkpoint_path))
-    elif pretrained and source.entry is not None:
-        file = read_weights(source.entry, cache_dir=cache_dir)
-    if pretrained and source.entry is None and is_library_name(source.architecture):
-        keywords["pretrained"] = True  # the library fetches and loads its own weights
-    changed = bool(keywords) or num_classes is not None or in_chans is not None
+        file = read_weights_file(Path(checkpoint_path))
+    elif pretrained and named.entry is not None:
+        file = read_weights(named.entry, cache_dir=cache_dir)
     try:
-        model = _build(
-            source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords
-        )
+        model = _build(named, file, numbers, keywords)
     except (ValueError, TypeError) as error:
         # without arguments of the caller, only the entry's options can be wrong
-        if changed or file is None or not source.options:
+        if numbers or keywords or file is None or not named.options:
             raise
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
     if file is not None:
-        _load(model, file, source, allow_nonfinite=allow_nonfinite)
-    model.entry = source.entry if pretrained else None
+        _load(model, file, named, allow_nonfinite=allow_nonfinite)
+    model.entry = named.entry if pretrained else None
     return FeatureNet(model, out_indices) if features_only else model
 
 
@@ -298,46 +293,36 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
 
 
 def _build(
-    source: Source,
-    *,
-    num_classes: int | None,
-    in_chans: int | None,
-    file: TensorFile | None,
-    keywords: dict[str, Any],
+    named: NamedModel, file: TensorFile | None, numbers: dict[str, Any], keywords: dict[str, Any]
 ) -> ImageNetwork:
-    """The network, with initial values; weights and entry replace numbers that are None."""
-    entry = _architecture_of(source.architecture)
-    # the caller's numbers, else the file's, else the entry's, else the defaults
-    known = (num_classes, in_chans)
-    if file is not None:
-        known = _filled(known, shape_of_weights(entry.network, file))
-    if source.entry is not None:
-        known = _filled(known, (source.entry.num_classes, source.entry.in_chans))
-    if keywords.get("pretrained"):  # the library's own weights
-        known = _filled(known, (LIBRARY_CLASSES, None))
-    num_classes, in_chans = _filled(known, (10, 3))
-    options = {**source.options, **keywords}  # the caller's keywords win over the entry's
-    _check_keywords(source.architecture, options)
+    """The network, with initial values; ``numbers`` and ``keywords`` are the caller's."""
+    architecture = _architecture_of(named.architecture)
+    network: Any = architecture.network
+    options = {**named.options, **keywords}
+    _check_keywords(named.architecture, options)
+    entry = named.entry
+    # the first source that knows a number decides
+    shape = ChainMap(
+        numbers,
+        {} if file is None else shape_of_weights(network, file),
+        {} if entry is None else {"num_classes": entry.num_classes, "in_chans": entry.in_chans},
+        {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
+        {"num_classes": 10, "in_chans": 3},
+    )
     # fields of the row change the row; the others are arguments of the class
-    changes = {key: options[key] for key in entry.variant_keywords if key in options}
+    changes = {key: options[key] for key in architecture.variant_keywords if key in options}
     others = {key: value for key, value in options.items() if key not in changes}
     bits, memory = others.pop("reversible_bits", None), others.pop("memory", None)
-    network: Any = entry.network
-    row = replace(entry.variant, **changes)
-    model: ImageNetwork = network(
-        row,
-        num_classes=num_classes,
-        in_chans=in_chans,
-        memory=memory if bits is None else None,  # the mode may fit only the converted network
-        **others,
-    )
+    # the mode may fit only the converted network
+    others["memory"] = memory if bits is None else None
+    model: ImageNetwork = network(replace(architecture.variant, **changes), **shape, **others)
     if bits is not None:
         make_reversible(model, bits)
         # on the instance: other networks of the class do not change
-        model.default_memory = default_memory(source.architecture, bits)  # type: ignore[misc]
+        model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
-    model.spec = Spec(source.architecture, shaping)
+    model.spec = Spec(named.architecture, shaping)
     return model
 
 
@@ -371,16 +356,18 @@ def default_memory(name: str, reversible_bits: int | None = None) -> str:
     return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
 
 
-def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:
+def _load(
+    model: ImageNetwork, file: TensorFile, named: NamedModel, *, allow_nonfinite: bool
+) -> None:
     # i-RevNets have no first convolution whose shape would show the channels
-    trained = file.in_chans or (source.entry.in_chans if source.entry else None)
+    trained = file.in_chans or (named.entry.in_chans if named.entry else None)
     check_channels(model, trained, file.where)
-    load_weights(model, file, architecture=source.architecture, allow_nonfinite=allow_nonfinite)
+    load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
 
 
-def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``values``, with defaults for None; not by ``or``, since 0 classes are valid."""
-    return tuple(b if a is None else a for a, b in zip(values, defaults, strict=True))
+def _given(**values: Any) -> dict[str, Any]:
+    """The values that are not None; 0 classes are valid."""
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _architecture_of(name: str) -> Architecture:

@@ -67,11 +67,12 @@ class RevNet(StagedNetwork):
     @staticmethod
     def build_unit(plan: UnitPlan) -> Step:
         half = plan.per_stream(RevNet.streams)
-        if plan.convention.merges and not plan.keeps_shape:
+        memcnn = plan.convention.memcnn
+        if memcnn and not plan.keeps_shape:
             return MergedUnit(branch(plan), shortcut=shortcut(plan))
         f = branch(half)
         # G reads y1, which already has the output's shape and has not passed the stem's BN-ReLU
-        activate_first = plan.activate_first or not plan.convention.g_skips_too
+        activate_first = plan.activate_first or not memcnn
         g = branch(
             replace(half, in_channels=half.out_channels, stride=1, activate_first=activate_first)
         )

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step, as_state
-from revzoo.layers.attention import EPSILON, MLP, Attention
-from revzoo.layers.droppath import drop_path_rates
-from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.models.components.attention import EPSILON, MLP, Attention
+from revzoo.models.components.droppath import drop_path_rates
+from revzoo.models.components.norm import ACTIVATIONS
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError
 from revzoo.models.unit import ResidualUnit
 
@@ -48,7 +48,7 @@ class RevViTVariant:
             the number of position embeddings.
         patch_size: side of a patch in pixels.
         mlp_ratio: hidden width of an MLP over ``width``.
-        activation: of the MLPs, a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        activation: of the MLPs, a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         dropout: probability of zeroing a value in a branch.
         drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
             block; it rises linearly from 0 at the first.
@@ -74,14 +74,11 @@ class RevViTVariant:
             check_probability(field, getattr(self, field))
         check_choice("activation", self.activation, ACTIVATIONS)
         if self.width % self.heads:
-            raise ValueError(
-                f"width={self.width} cannot be divided among heads={self.heads}; choose a width "
-                "that is a multiple of the heads."
-            )
+            raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
         if self.img_size % self.patch_size:
             raise ValueError(
-                f"img_size={self.img_size} is not a multiple of patch_size={self.patch_size}; "
-                "choose a patch_size that divides it, or resize the images."
+                f"img_size={self.img_size}: expected a multiple of patch_size={self.patch_size}; "
+                "choose a patch_size that divides it, or resize the images"
             )
 
     @property
@@ -142,7 +139,7 @@ class RevViT(ImageNetwork):
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
+        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -239,10 +236,11 @@ class RevViT(ImageNetwork):
         size = self.variant.img_size
         if (height, width) != (size, size):  # each patch has a learned position
             raise ImageSizeError(
-                f"Got images of {height}x{width} pixels; this model was created for {size}x{size}",
-                f". Resize them (a folder of images: data.image_size={size}), or create it with "
+                f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
+                "model was created",
+                f"; resize them (a folder of images: data.image_size={size}), or create it with "
                 f"img_size={height} (model.img_size={height})"
-                + (" (images must be square)." if height != width else "."),
+                + (" (images must be square)" if height != width else ""),
                 side=size,
             )
 

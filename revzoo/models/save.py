@@ -18,7 +18,7 @@ from revzoo._files import write_together
 from revzoo.core.invertible import steps_in
 from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
 from revzoo.layers.side_bits import SideBits
-from revzoo.models.tensors import safetensors_bytes
+from revzoo.models.weights_file import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError
@@ -41,7 +41,7 @@ class Spec(NamedTuple):
     options: Mapping[str, Any]
 
 
-class Saved(nn.Module):
+class SavableNetwork(nn.Module):
     """A network that can save itself to a folder or to the hub.
 
     Attributes:
@@ -168,7 +168,9 @@ class Saved(nn.Module):
             return push_folder(Path(folder), repository, private=private, message=message)
 
 
-def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -> WeightsEntry:
+def _save(
+    network: SavableNetwork, folder: Path, facts: dict[str, Any], *, source: str
+) -> WeightsEntry:
     data, entry = pack(network, file=TENSORS_FILE, facts=facts)
     inverts = any(step.invertible for step in steps_in(network).values())
     card = model_card(entry, source=source, reversible=inverts).encode()
@@ -178,11 +180,13 @@ def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -
     return entry
 
 
-def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, WeightsEntry]:
+def pack(
+    network: SavableNetwork, *, file: str, facts: dict[str, Any]
+) -> tuple[bytes, WeightsEntry]:
     """The bytes of a safetensors file and the entry that describes it.
 
     Raises:
-        EntryError: as :meth:`Saved.save_pretrained`.
+        EntryError: as :meth:`SavableNetwork.save_pretrained`.
     """
     if network.spec is None:
         raise EntryError(
@@ -224,7 +228,7 @@ def json_of(entry: WeightsEntry) -> bytes:
     return (json.dumps(entry.plain(), indent=2) + "\n").encode()
 
 
-def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
+def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, Any]:
     """The known facts about the data of the network's weights.
 
     Raises:
@@ -243,7 +247,7 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _stale(network: Saved) -> tuple[str, ...]:
+def _stale(network: SavableNetwork) -> tuple[str, ...]:
     """The needed facts from the network's creation that may no longer be true."""
     entry, trained_on = network.entry, network.trained_on
     if network.fresh_head and network.facts:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_probability
 from revzoo.core.invertible import State, Step
-from revzoo.layers.conv import conv2d
-from revzoo.layers.lean import run
-from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
+from revzoo.models.components.conv import conv2d
+from revzoo.models.components.lean import run
+from revzoo.models.components.norm import RELEASE, NormAct
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 from revzoo.models.variant import UnitPlan, Variant
@@ -63,7 +63,7 @@ class Stem(Step):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor | State:
-        y = run((self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see layers.lean
+        y = run((self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see components.lean
         return y if self.out_streams == 1 else halves(y)
 
 
@@ -77,7 +77,7 @@ class StagedNetwork(ConvolutionalClassifier):
         memory: memory mode of all steps (see :func:`revzoo.set_memory`); None for
             :attr:`default_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
+        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
         dropout: probability of dropping an activation inside a residual function.
         drop_path_rate: probability of dropping the last residual function's output for an image; it
             rises linearly from 0 at the first unit.

@@ -14,7 +14,7 @@ of arXiv 1707.04585, in which each stream of a RevNet has its own shortcut:
     basic       average pool by the stride, then zero channels, half before and half after
     bottleneck  1x1 convolution with the stride, without normalisation
 
-or, if the variant's convention projects:
+or, in MemCNN's networks:
 
     either      1x1 convolution with the stride, then normalisation
 """
@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
-from revzoo.layers.branch import BRANCHES
-from revzoo.layers.conv import conv2d
-from revzoo.layers.droppath import add_drop_path
-from revzoo.layers.lean import Lean, avg_pool2d, run
 from revzoo.layers.split import halves
+from revzoo.models.components.branch import BRANCHES
+from revzoo.models.components.conv import conv2d
+from revzoo.models.components.droppath import add_drop_path
+from revzoo.models.components.lean import Lean, avg_pool2d, run
 from revzoo.models.variant import UnitPlan
 
 
@@ -65,7 +65,7 @@ class MergedUnit(ResidualUnit):
     streams = 2
 
     def forward(self, *state: Tensor) -> State:
-        y = super().forward(torch.cat(state, dim=1))  # MemCNN's way, see Convention.merges
+        y = super().forward(torch.cat(state, dim=1))  # MemCNN's way, see Convention
         assert isinstance(y, Tensor)
         return halves(y)
 
@@ -98,8 +98,9 @@ class Transition(Step):
 
 def branch(plan: UnitPlan) -> nn.Module:
     """The residual function of ``plan``, whose channels are per stream."""
-    at_3x3 = plan.convention.stride_at_3x3
-    options: dict[str, Any] = {"stride_at_3x3": at_3x3} if plan.branch == "bottleneck" else {}
+    options: dict[str, Any] = {}
+    if plan.branch == "bottleneck":
+        options["stride_at_3x3"] = plan.convention.memcnn
     layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
@@ -130,8 +131,9 @@ class PoolAndPad(nn.Module):
         added = out_channels - in_channels
         if added < 0:
             raise ValueError(
-                f"A pooling shortcut adds zero channels and cannot go from {in_channels} to "
-                f"{out_channels}; let the widths grow, or use branch='bottleneck'."
+                f"out_channels={out_channels}: expected at least in_channels={in_channels}, since "
+                "a pooling shortcut adds zero channels; let the widths grow, or use "
+                "branch='bottleneck'"
             )
         self.stride = stride
         self.padding = (added // 2, added - added // 2)
@@ -149,11 +151,11 @@ def shortcut(plan: UnitPlan) -> nn.Module:
     """The shortcut of one stream for ``plan``, whose channels are per stream."""
     if plan.keeps_shape:
         return nn.Identity()
-    if plan.branch == "basic" and not plan.convention.projects:
+    if plan.branch == "basic" and not plan.convention.memcnn:
         return PoolAndPad(plan.in_channels, out_channels=plan.out_channels, stride=plan.stride)
     projection = conv2d(
         plan.in_channels, out_channels=plan.out_channels, kernel_size=1, stride=plan.stride
     )
-    if not plan.convention.projects:
+    if not plan.convention.memcnn:
         return projection
     return Lean(projection, plan.norm_act.normalise(plan.out_channels))

@@ -11,9 +11,9 @@ from itertools import accumulate
 from operator import mul
 
 from revzoo._checks import check_choice, check_count, check_counts
-from revzoo.layers.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
-from revzoo.layers.droppath import drop_path_rates
-from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
+from revzoo.models.components.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
+from revzoo.models.components.droppath import drop_path_rates
+from revzoo.models.components.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,32 +21,26 @@ class Convention:
     """Differences between implementations of the same networks.
 
     Attributes:
-        projects: shortcuts are a 1x1 convolution and a normalisation, for both kinds of branch.
-        merges: a RevNet unit that changes shape is one residual unit on all channels.
-        stride_at_3x3: a bottleneck's 3x3 convolution has the stride, not its first 1x1.
-        g_skips_too: G of the first unit also lacks the leading activation.
+        memcnn: build units as MemCNN does: shortcuts are a 1x1 convolution and a normalisation, for
+            both kinds of branch; a RevNet unit that changes shape is one residual unit on all
+            channels; a bottleneck's 3x3 convolution has the stride, not its first 1x1; and G of the
+            first unit also lacks the leading activation.
         momentum: of batch normalisation, in torch's convention.
         epsilon: of the normalisation.
     """
 
-    projects: bool = False
-    merges: bool = False
-    stride_at_3x3: bool = False
-    g_skips_too: bool = False
+    memcnn: bool = False
     momentum: float = MOMENTUM
     epsilon: float = EPSILON
 
 
-_MEMCNN = Convention(
-    projects=True, merges=True, stride_at_3x3=True, g_skips_too=True, momentum=0.1, epsilon=1e-5
-)
 # gomez: the TensorFlow release of arXiv 1707.04585. memcnn: van de Leemput et al., "MemCNN: A
 # Python/PyTorch package for creating memory-efficient invertible neural networks", JOSS 2019, doi
 # 10.21105/joss.01576: its CIFAR configurations. memcnn_fix: with its option batch_norm_fix.
 CONVENTIONS: dict[str, Convention] = {
     "gomez": Convention(),
-    "memcnn": _MEMCNN,
-    "memcnn_fix": replace(_MEMCNN, momentum=0.99, epsilon=1e-3),
+    "memcnn": Convention(memcnn=True, momentum=0.1, epsilon=1e-5),
+    "memcnn_fix": Convention(memcnn=True, momentum=0.99, epsilon=1e-3),
 }
 
 
@@ -78,8 +72,8 @@ class UnitPlan:
         for channels in (self.in_channels, self.out_channels):
             if channels % streams:
                 raise ValueError(
-                    f"{channels} channels cannot be split into {streams} equal streams; choose "
-                    f"stem_width and widths that are multiples of {streams}."
+                    f"channels={channels}: expected a multiple of {streams}, for {streams} equal "
+                    "streams; choose such stem_width and widths"
                 )
         return replace(
             self,
@@ -100,8 +94,9 @@ class Variant:
         branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
         downsampling_stem: True for a 7x7 stride-2 convolution and a 3x3 stride-2 max pool
             (ImageNet), False for one 3x3 convolution (CIFAR).
-        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
-        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see
+            :class:`~revzoo.models.components.norm.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         convention: a name in :data:`CONVENTIONS`.
 
     Raises:
@@ -123,11 +118,10 @@ class Variant:
             # configurations give lists; the class is frozen, and rows are compared as tuples
             object.__setattr__(self, field, check_counts(field, getattr(self, field)))
         check_count("stem_width", self.stem_width)
-        lengths = len(self.widths), len(self.units), len(self.strides)
-        if len(set(lengths)) != 1:
+        if not len(self.widths) == len(self.units) == len(self.strides):
             raise ValueError(
-                f"widths, units and strides have {lengths[0]}, {lengths[1]} and {lengths[2]} "
-                "values; give one of each per stage."
+                f"widths={self.widths}, units={self.units}, strides={self.strides}: expected one "
+                "value of each per stage"
             )
         check_choice("branch", self.branch, BRANCHES)
         check_choice("convention", self.convention, CONVENTIONS)
@@ -152,7 +146,7 @@ class Variant:
         The basic shortcut average-pools without padding, which fits the branch's padded strided
         convolution on even sizes only; a strided 1x1 convolution fits any size.
         """
-        if self.branch == "bottleneck" or CONVENTIONS[self.convention].projects:
+        if self.branch == "bottleneck" or CONVENTIONS[self.convention].memcnn:
             return 1
         return self.reductions[-1]
 

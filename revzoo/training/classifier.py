@@ -27,7 +27,7 @@ from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
-from revzoo.models.registry import WEIGHTS
+from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.max_steps import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
@@ -322,7 +322,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The specification for a checkpoint, which contains the weights itself."""
-    kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
+    kept = {key: value for key, value in spec.items() if key not in WEIGHTS_ARGUMENTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
     # weights may change classes and options, and their name differs from their architecture's

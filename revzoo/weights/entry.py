@@ -12,14 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from revzoo._checks import expected_type, is_count, is_number
 from revzoo.weights.errors import EntryError
-
-if TYPE_CHECKING:
-    from torchvision.transforms import v2
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -87,27 +84,6 @@ class WeightsEntry:
     def in_chans(self) -> int:
         """Channels of the images."""
         return self.input_size[0]
-
-    def transforms(self) -> v2.Compose:
-        """The transform from an image to an input, as in the evaluation of the weights.
-
-        Returns:
-            A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
-            floats in [0, 1], to float32 (..., C, S, S).
-
-        Raises:
-            EntryError: ``mean`` or ``std`` is missing.
-        """
-        from revzoo.weights.transforms import eval_transforms  # imports torchvision, which is slow
-
-        if self.mean is None or self.std is None:
-            raise EntryError(
-                f"the entry of weights {self.name!r} lacks mean and std: "
-                "add them, or normalise the images yourself"
-            )
-        return eval_transforms(
-            input_size=self.input_size, mean=self.mean, std=self.std, crop_pct=self.crop_pct
-        )
 
     def plain(self) -> dict[str, Any]:
         """The fields as plain containers for JSON, without empty fields."""

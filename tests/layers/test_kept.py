@@ -20,10 +20,10 @@ from revzoo import AdditiveCoupling, AffineCoupling, set_memory
 from revzoo.core.fixedpoint.words import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.core.replay import entry, slots, tape
-from revzoo.layers.attention import MLP, Attention
-from revzoo.layers.branch import BasicBranch, BottleneckBranch, TripleBranch
-from revzoo.layers.lean import Lean
-from revzoo.layers.norm import ACTIVATIONS, NormAct
+from revzoo.models.components.attention import MLP, Attention
+from revzoo.models.components.branch import BasicBranch, BottleneckBranch, TripleBranch
+from revzoo.models.components.lean import Lean
+from revzoo.models.components.norm import ACTIVATIONS, NormAct
 from revzoo.models.staged import Stem
 from revzoo.models.unit import MergedUnit, PoolAndPad, ResidualUnit, Transition
 

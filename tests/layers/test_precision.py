@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from revzoo.layers.branch import BasicBranch
 from revzoo.layers.precision import narrowed, widened
+from revzoo.models.components.branch import BasicBranch
 
 AUTOCAST = [torch.bfloat16, torch.float16]
 

@@ -161,14 +161,14 @@ def test_an_inverse_with_dropout_is_refused_in_training_mode():
 @pytest.mark.parametrize("channels", [31, 32])
 def test_a_representation_of_another_width_is_refused(channels):
     model = create_model("irevnet13").eval()
-    with pytest.raises(ValueError, match=rf"\(2, {channels}, 4, 4\); .* with 128 channels"):
+    with pytest.raises(ValueError, match=rf"\(2, {channels}, 4, 4\): .* with 128 channels"):
         model.inverse(torch.randn(2, channels, 4, 4))
 
 
 @pytest.mark.parametrize("z", [None, torch.zeros(2, 128, 4, 4, dtype=torch.int64)])
 def test_a_representation_is_a_floating_point_tensor(z):
     with pytest.raises(
-        TypeError, match=r"Got .*(None|int64).*; expected the floating-point tensor"
+        TypeError, match=r"z of .*(None|int64).*: expected the floating-point tensor"
     ):
         create_model("irevnet13").eval().inverse(z)
 
@@ -197,13 +197,13 @@ def test_features_are_the_normalised_representation():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"channels": (16, 64)}, "differ in length"),
+        ({"channels": (16, 64)}, "expected one value of each per stage"),
         ({"channels": (16, 60, 256)}, "stage 1 receives 128 channels.*cannot have 2x60"),
         ({"channels": (1, 4, 16), "in_chans": 3}, "stage 0 receives 3 channels"),
         ({"channels": None}, "give 3 channels, which cannot be split"),
         ({"strides": (1, 2, 4)}, r"strides=\(1, 2, 4\)"),
         ({"squeeze": 0}, "squeeze=0"),
-        ({"bottleneck": 32}, "bottleneck=32 leaves no channel.*have 16"),
+        ({"bottleneck": 32}, "bottleneck=32: expected at most 16"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"norm": "layer"}, "norm=layer"),
     ],
@@ -214,7 +214,7 @@ def test_arguments_out_of_range_are_refused(keywords, message):
 
 
 def test_sizes_that_do_not_squeeze_are_refused():
-    with pytest.raises(ValueError, match=r"30x32 pixels.*multiples of 4.*data.image_size=32"):
+    with pytest.raises(ValueError, match=r"30 x 32 pixels.*multiples of 4.*data.image_size=32"):
         create_model("irevnet163", **SMALL)(torch.randn(1, 3, 30, 32))
 
 

@@ -14,7 +14,7 @@ from revzoo.interop.export import Export, export
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.library import LibraryNetwork, library_models
-from revzoo.models.parts import parts
+from revzoo.models.network import parts
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier
@@ -209,7 +209,7 @@ def test_what_a_librarys_network_cannot_do():
     with pytest.raises(ValueError, match="no linear classifier"):
         revzoo.create_model("torchvision:squeezenet1_0")
     vit = revzoo.create_model("torchvision:vit_b_16", img_size=32)
-    with pytest.raises(ValueError, match=r"64 x 64 pixels; this model expects 32 x 32"):
+    with pytest.raises(ValueError, match=r"64 x 64 pixels: expected 32 x 32"):
         vit.check_size(64, 64)
     assert (vit.image_size, model.image_size) == (32, 224)
 
@@ -245,7 +245,7 @@ def test_names_of_a_library_are_listed(library, monkeypatch):
         revzoo.list_models(f"{library}:*")
 
 
-@pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224: resize")])
+@pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224; resize")])
 def test_a_transformer_names_the_image_sizes(side, remedy):
     with torch.device("meta"):
         model = revzoo.create_model("torchvision:vit_b_16")

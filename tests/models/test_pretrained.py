@@ -12,9 +12,9 @@ from small_weights import OPTIONS, change, small, write_entry
 
 import revzoo
 from revzoo.models import create_model, from_pretrained, list_models
-from revzoo.models.pretrained import adapt_channels, load_weights
+from revzoo.models.pretrained import load_weights
 from revzoo.models.save import pack
-from revzoo.models.tensors import TensorFile
+from revzoo.models.weights_file import TensorFile
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
     HashMismatchError,
@@ -94,15 +94,6 @@ def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels, 
         assert torch.allclose(ours, theirs, atol=1e-5)
     assert 0.3 < ours.std() / theirs.std() < 3
     assert f"is for images of 3 channels: the first layer is adapted to {channels}" in caplog.text
-
-
-def test_one_channel_is_the_sum_and_more_are_repeated_at_the_same_scale():
-    weight = torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1)
-    assert adapt_channels(weight, 1).flatten().tolist() == [9]
-    assert adapt_channels(weight, 4).flatten().tolist() == [0.75, 1.5, 4.5, 0.75]
-    assert adapt_channels(weight, 6).sum() == 9
-    assert adapt_channels(weight, 2).flatten().tolist() == [1.5, 3]
-    assert adapt_channels(weight[:, :1], 3).sum() == 1
 
 
 def test_a_long_list_of_misfits_is_cut(table):

@@ -118,7 +118,7 @@ def test_imagenet_variants_reduce_the_image_32_fold():
 
 
 def test_odd_widths_are_refused():
-    with pytest.raises(ValueError, match=r"65 channels cannot be split into 2"):
+    with pytest.raises(ValueError, match=r"channels=65: expected a multiple of 2"):
         create_model("revnet38", widths=(32, 65, 112))
 
 

@@ -124,8 +124,8 @@ def test_blocks_are_inverted_and_the_embedding_is_named():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"heads": 3}, "width=8 cannot be divided among heads=3"),
-        ({"patch_size": 3}, "img_size=8 is not a multiple of patch_size=3"),
+        ({"heads": 3}, "width=8: expected a multiple of heads=3"),
+        ({"patch_size": 3}, "img_size=8: expected a multiple of patch_size=3"),
         ({"depth": 0}, "depth=0"),
         ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
         ({"activation": "rely"}, "activation=rely: expected one of .*gelu"),
@@ -139,5 +139,5 @@ def test_arguments_out_of_range_are_refused(keywords, message):
 
 @pytest.mark.parametrize(("size", "remedy"), [((16, 16), r"model.img_size=16"), ((8, 4), "square")])
 def test_images_of_another_size_are_refused(size, remedy):
-    with pytest.raises(ValueError, match=f"created for 8x8.*{remedy}"):
+    with pytest.raises(ValueError, match=f"expected 8 x 8, .*{remedy}"):
         create_model("revvit_cifar", **TINY)(torch.randn(1, 3, *size))

@@ -57,7 +57,7 @@ def test_an_odd_number_of_zero_channels_has_its_extra_one_last():
 
 
 def test_pooling_refuses_to_narrow():
-    with pytest.raises(ValueError, match=r"from 8 to 6.*bottleneck"):
+    with pytest.raises(ValueError, match=r"out_channels=6: .* in_channels=8.*bottleneck"):
         PoolAndPad(8, out_channels=6, stride=1)
 
 

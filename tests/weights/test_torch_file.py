@@ -21,7 +21,7 @@ from torch.serialization import set_crc32_options
 
 from revzoo.interop.foreign import ConversionError, read_tensors
 from revzoo.models import create_model
-from revzoo.models.tensors import read_checkpoint
+from revzoo.models.weights_file import read_weights_file
 from revzoo.training.checkpoint import files
 from revzoo.weights.errors import UnreadableWeightsError, WeightsError
 from revzoo.weights.torch_file import check_archive
@@ -41,7 +41,10 @@ def test_a_flipped_bit_of_a_weight_is_found_by_every_reader(tmp_path: Path) -> N
     damaged[whole.index(WEIGHT.numpy().tobytes()) + 402] ^= 0x3F
     path.write_bytes(damaged)
     assert not torch.equal(torch.load(path)["state_dict"]["w"], WEIGHT), "torch says nothing"
-    for read, error in ((read_checkpoint, UnreadableWeightsError), (read_tensors, ConversionError)):
+    for read, error in (
+        (read_weights_file, UnreadableWeightsError),
+        (read_tensors, ConversionError),
+    ):
         with pytest.raises(
             error, match=r"a\.pt is damaged: the checksum of a/data/0 does not match"
         ):
@@ -69,7 +72,7 @@ def test_files_without_sums_are_read(zipped: bool, tmp_path: Path) -> None:
         save(tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     finally:
         set_crc32_options(True)
-    for tensors in (read_checkpoint(tmp_path / "a.pt").tensors, read_tensors(tmp_path / "a.pt")):
+    for tensors in (read_weights_file(tmp_path / "a.pt").tensors, read_tensors(tmp_path / "a.pt")):
         assert torch.equal(tensors["w"], WEIGHT)
 
 
@@ -80,11 +83,11 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
     with pytest.raises(UnreadableWeightsError, match=r"b\.pt is compressed"):
-        read_checkpoint(tmp_path / "b.pt")
+        read_weights_file(tmp_path / "b.pt")
 
 
 READERS = {
-    "zoo": read_checkpoint,
+    "zoo": read_weights_file,
     "model": lambda path: create_model("revnet38", checkpoint_path=path),
     "training": files.read_checkpoint,
     "published": read_tensors,
@@ -273,7 +276,7 @@ def test_files_without_checksums_are_read_with_a_warning(
     """Of 600 bare pickles with flipped bits 192 were read silently, with wrong tensors."""
     save(tmp_path / "whole.pt")
     save(tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    for read in (read_checkpoint, read_tensors):
+    for read in (read_weights_file, read_tensors):
         caplog.clear()
         read(tmp_path / "whole.pt")
         assert caplog.messages == []
@@ -290,7 +293,7 @@ def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         damaged[rng.randrange(directory, len(whole))] = rng.randrange(256)
         path.write_bytes(damaged)
-        for read, error in ((read_checkpoint, WeightsError), (read_tensors, ConversionError)):
+        for read, error in ((read_weights_file, WeightsError), (read_tensors, ConversionError)):
             try:
                 read(path)
             except error as caught:
@@ -318,7 +321,7 @@ def test_flipped_bits_of_bare_pickles_are_read_or_refused_by_name(tmp_path: Path
 def in_seconds(path: Path, seconds: float = 5) -> list[str]:
     """The result of each reader for ``path``, within a time limit."""
     said = []
-    for read in (read_checkpoint, files.read_checkpoint, read_tensors):
+    for read in (read_weights_file, files.read_checkpoint, read_tensors):
         start = time.monotonic()
         with pytest.raises((RuntimeError, ValueError), match=re.escape(str(path))) as caught:
             read(path)

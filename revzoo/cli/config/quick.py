@@ -247,8 +247,8 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
     """Check the model's name, its keywords and the memory mode; return it on ``meta``."""
     import torch
 
-    from revzoo.models.pretrained import find_source
-    from revzoo.models.registry import MODELS, WEIGHTS, create_model
+    from revzoo.models.pretrained import find_model
+    from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model
 
     if not isinstance(config["model"].get("name"), str):
         raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
@@ -257,13 +257,13 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
     # any numbers: the data are not read yet
     spec = model_spec(config, num_classes=10, in_chans=3)
     # on meta there are no values to load
-    start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
+    start = {key: spec.pop(key) for key in WEIGHTS_ARGUMENTS if key in spec}
     check_types(start, {"checkpoint_path": str | None, "pretrained": bool}, where="model")
     with torch.device("meta"):
         model = create_model(spec.pop("name"), **spec)
     if start.get("pretrained") and not start.get("checkpoint_path"):
         # check that the name exists; the run downloads the weights later
-        find_source(config["model"]["name"], known=MODELS, pretrained=True)
+        find_model(config["model"]["name"], known=MODELS, pretrained=True)
     return model
 
 

@@ -29,7 +29,7 @@ from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
-from revzoo.models.registry import WEIGHTS
+from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CheckpointError, has_saved, read_last
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
@@ -144,7 +144,7 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     same_size = {name: model[name] for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
     # a checkpoint contains the weights and does not record the source of the initial ones
-    others = {*WEIGHTS, "memory"}
+    others = {*WEIGHTS_ARGUMENTS, "memory"}
     if config["callbacks"].get("side_bits"):
         others.add("reversible_bits")  # the callback raises them, so a checkpoint may have more
     spec = {key: value for key, value in spec.items() if key not in others}

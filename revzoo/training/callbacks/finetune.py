@@ -27,7 +27,7 @@ import pytorch_lightning as pl
 from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, number_of
-from revzoo.models.parts import parts
+from revzoo.models.network import parts
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.callbacks.progress import epoch_of
 

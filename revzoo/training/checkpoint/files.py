@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import UserError
 from revzoo.models.pretrained import check_fit
-from revzoo.models.tensors import check_dense, check_finite
+from revzoo.models.weights_file import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.pickles import MAPPINGS, check_nesting

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from revzoo.models.registry import MODELS, WEIGHTS
+from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
 from revzoo.training.checkpoint.files import CheckpointError
 
 HYPERPARAMETERS = ("model", "optim", "channels_last")
@@ -63,7 +63,7 @@ def check_model_options(options: Any) -> dict[str, Any]:
     if not isinstance(name, str) or name not in MODELS:
         raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
     # keys such as checkpoint_path would read a file of the sender's choice
-    for key in WEIGHTS:
+    for key in WEIGHTS_ARGUMENTS:
         if key in options:
             raise _refused(f"model.{key}", "a checkpoint contains the weights; remove the key")
     return dict(options)

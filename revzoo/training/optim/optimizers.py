@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo._checks import build_dataclass, check_choice, check_number, check_registered
-from revzoo.models.parts import parts
+from revzoo.models.network import parts
 from revzoo.training.optim.muon import Muon
 from revzoo.training.optim.schedules import make_schedule
 

@@ -193,13 +193,16 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
         (["audit", "revnet38", "--batch-size", "0"], "expected a whole number >= 1"),
         (
             ["audit", "revnet38", "--image-size", "33"],
-            "--image-size=33: Got images of 33x33 pixels; .* multiples of 4: use --image-size 32$",
+            "--image-size=33: images of 33 x 33 pixels: .*of 4, .*: use --image-size 32$",
         ),
-        (["info", "revnet38", "--image-size", "30"], "multiples of 4: use --image-size 32$"),
-        (["bench", "vit_cifar", "--image-size", "30"], "created for 32x32: use --image-size 32$"),
+        (["info", "revnet38", "--image-size", "30"], "multiples of 4, .*: use --image-size 32$"),
+        (
+            ["bench", "vit_cifar", "--image-size", "30"],
+            "expected 32 x 32, .*: use --image-size 32$",
+        ),
         (
             ["export", "revnet38", "--format", "pt2", "--image-size", "30"],
-            "multiples of 4: use --image-size 32$",
+            "multiples of 4, .*: use --image-size 32$",
         ),
         (
             ["audit", "revnet38", "--image-size", "0"],

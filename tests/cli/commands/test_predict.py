@@ -83,7 +83,7 @@ def test_a_wrong_size_names_the_option(tmp_path: Path) -> None:
     """It named ``data.image_size``, an option of ``train``."""
     image = str(image_folder(tmp_path))
     with pytest.raises(
-        SystemExit, match=r"--image-size=7: Got images of 7x7 pixels; .*: use --image-size 8$"
+        SystemExit, match=r"--image-size=7: images of 7 x 7 pixels: .*: use --image-size 8$"
     ):
         main(["predict", "irevnet13.digits", image, "--device", "cpu", "--image-size", "7"])
 

@@ -51,7 +51,7 @@ def test_other_errors_keep_their_message() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("torchvision:vit_b_16", [], r"expects 224 x 224: resize .*data\.image_size=224"),
+        ("torchvision:vit_b_16", [], r"expected 224 x 224; resize .*data\.image_size=224"),
         ("timm:levit_128", [], r"made for 224 x 224; try data\.image_size=224 or model"),
         ("timm:levit_128", ["data.image_size=64"], "on images of 64 x 64 pixels"),
     ],

@@ -14,7 +14,7 @@ from small_task import TINY, Fails, TinyNet, halves, loader, trainer
 from torch import nn
 
 from revzoo.models import create_model
-from revzoo.models.parts import parts
+from revzoo.models.network import parts
 from revzoo.profiling.live import LiveMemory
 from revzoo.training import Classifier, Finetuning
 

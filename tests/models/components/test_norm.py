@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from revzoo.layers.norm import ACTIVATIONS, RELEASE, NormAct
+from revzoo.models.components.norm import ACTIVATIONS, RELEASE, NormAct
 
 
 def test_running_mean_keeps_99_percent_as_tensorflow_decay_099_does():

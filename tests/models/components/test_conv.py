@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from revzoo.layers.conv import conv2d
+from revzoo.models.components.conv import conv2d
 
 # Standard deviation of a unit normal truncated at +-2: sqrt(1 - 4 phi(2) / (2 Phi(2) - 1)).
 PHI = math.exp(-2.0) / math.sqrt(2 * math.pi)

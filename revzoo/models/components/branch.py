@@ -23,10 +23,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from revzoo.layers.conv import conv2d
-from revzoo.layers.lean import Lean
-from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.precision import narrowed
+from revzoo.models.components.conv import conv2d
+from revzoo.models.components.lean import Lean
+from revzoo.models.components.norm import RELEASE, NormAct
 
 BranchKind = Literal["basic", "bottleneck"]
 
@@ -107,8 +107,8 @@ class BottleneckBranch(_Branch):
         inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
         if remainder or inner < 1:
             raise ValueError(
-                f"A bottleneck branch got out_channels={out_channels}; its inner width is a "
-                f"quarter of that, so give a positive multiple of {BOTTLENECK_EXPANSION}."
+                f"out_channels={out_channels}: expected a positive multiple of "
+                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
             )
         super().__init__(
             _layers(

@@ -10,7 +10,7 @@ from safetensors.torch import load, save_file
 from small_weights import OPTIONS, write_entry
 
 from revzoo.models import create_model
-from revzoo.models.tensors import read_checkpoint, safetensors_bytes
+from revzoo.models.weights_file import read_weights_file, safetensors_bytes
 from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError, WeightsError
 from revzoo.weights.header import entry_of_file, metadata_of
 
@@ -25,14 +25,14 @@ def assert_tensors(found):
 def test_safetensors_tell_their_architecture(tmp_path):
     path = tmp_path / "w.safetensors"
     path.write_bytes(safetensors_bytes(TENSORS, {"architecture": "revnet38"}))
-    file = read_checkpoint(path)
+    file = read_weights_file(path)
     assert_tensors(file.tensors)
     assert (file.architecture, file.where) == ("revnet38", str(path))
 
 
 def test_safetensors_of_others_need_not(tmp_path):
     save_file(TENSORS, tmp_path / "w.safetensors")
-    file = read_checkpoint(tmp_path / "w.safetensors")
+    file = read_weights_file(tmp_path / "w.safetensors")
     assert_tensors(file.tensors)
     assert file.architecture is None
 
@@ -57,16 +57,16 @@ def test_tensors_that_share_memory_are_written_each():
 def test_state_dicts_lose_the_names_of_wrappers(tmp_path, prefix, suffix):
     path = tmp_path / f"w{suffix}"
     torch.save({prefix + k: v for k, v in TENSORS.items()}, path)
-    assert_tensors(read_checkpoint(path).tensors)
+    assert_tensors(read_weights_file(path).tensors)
     torch.save({"state_dict": {prefix + k: v for k, v in TENSORS.items()}}, path)
-    assert_tensors(read_checkpoint(path).tensors)
+    assert_tensors(read_weights_file(path).tensors)
 
 
 def test_a_checkpoint_of_training_gives_its_model_alone(tmp_path):
     state = {**{f"model.{k}": v for k, v in TENSORS.items()}, "metrics.x": torch.ones(1)}
     content = {"state_dict": state, "hyper_parameters": {"model": {"name": "revnet38"}}}
     torch.save(content, tmp_path / "w.ckpt")
-    file = read_checkpoint(tmp_path / "w.ckpt")
+    file = read_weights_file(tmp_path / "w.ckpt")
     assert_tensors(file.tensors)
     assert file.architecture == "revnet38"
 
@@ -82,7 +82,7 @@ class Payload:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
     torch.save({"a": Payload(tmp_path / "run")}, tmp_path / "w.pt")
     with pytest.raises(UnreadableWeightsError, match=r"more than plain values and tensors.*mkdir"):
-        read_checkpoint(tmp_path / "w.pt")
+        read_weights_file(tmp_path / "w.pt")
     assert not (tmp_path / "run").exists()
     torch.load(tmp_path / "w.pt", weights_only=False)
     assert (tmp_path / "run").exists()  # unguarded, it runs
@@ -98,7 +98,7 @@ def test_a_truncated_file_is_refused(tmp_path, suffix, size):
         path.write_bytes(safetensors_bytes(TENSORS, {"architecture": "revnet38"}))
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnreadableWeightsError, match=r"w\."):
-        read_checkpoint(path)
+        read_weights_file(path)
 
 
 def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
@@ -115,7 +115,7 @@ def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
         )
         header[place : place + rng.randrange(1, 20)] = new
         path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-        for read in (read_checkpoint, entry_of_file):
+        for read in (read_weights_file, entry_of_file):
             try:
                 read(path)
             except WeightsError as error:
@@ -131,7 +131,7 @@ def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
 def test_files_without_a_state_dict_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(UnreadableWeightsError, match=message):
-        read_checkpoint(tmp_path / "w.pt")
+        read_weights_file(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(("name", "message"), [("w.pt", "no file"), ("w.npz", "unknown format")])
@@ -139,7 +139,7 @@ def test_missing_and_unknown_files_are_refused(tmp_path, name, message):
     if name.endswith("npz"):
         (tmp_path / name).touch()
     with pytest.raises(UnreadableWeightsError, match=message):
-        read_checkpoint(tmp_path / name)
+        read_weights_file(tmp_path / name)
 
 
 def test_a_file_is_held_against_the_entry_beside_it(tmp_path):

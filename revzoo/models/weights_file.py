@@ -1,4 +1,4 @@
-"""Reads a model's tensors from safetensors, a ``state_dict`` or a training checkpoint.
+"""Reads a model's weights from safetensors, a ``state_dict`` or a training checkpoint.
 
 safetensors files hold only bytes and shapes. :mod:`revzoo.weights.torch_file` reads torch's files.
 """
@@ -50,7 +50,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
 
-def read_checkpoint(path: Path) -> TensorFile:
+def read_weights_file(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
 
     Raises:
@@ -152,16 +152,3 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     # clones: safetensors refuses tensors that share memory
     copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     return with_sorted_strings(save(copies, metadata=dict(metadata)))
-
-
-def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
-
-    For one channel: the sum, which acts like C equal channels. Otherwise: repeat them and scale by
-    ``C / channels``, so that the sum over channels stays about the same.
-    """
-    old = weight.shape[1]
-    if channels == 1:
-        return weight.sum(dim=1, keepdim=True)
-    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]  # rounded up, cut off
-    return repeated * (old / channels)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from revzoo.layers.branch import BRANCHES, BasicBranch, BottleneckBranch
+from revzoo.models.components.branch import BRANCHES, BasicBranch, BottleneckBranch
 
 BASIC = ["norm1", "relu1", "conv1", "norm2", "relu2", "conv2"]
 BOTTLENECK = [*BASIC, "norm3", "relu3", "conv3"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, set_memory
 from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.layers.droppath import add_drop_path, drop_path_rates
+from revzoo.models.components.droppath import add_drop_path, drop_path_rates
 
 
 def test_rates_rise_linearly_to_the_last():

@@ -14,9 +14,9 @@ Shapes: B batch, N tokens, D width of a token.
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.layers.droppath import drop_path as make_drop_path
-from revzoo.layers.lean import run
-from revzoo.layers.norm import ACTIVATIONS
+from revzoo.models.components.droppath import drop_path as make_drop_path
+from revzoo.models.components.lean import run
+from revzoo.models.components.norm import ACTIVATIONS
 
 # ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
 EPSILON = 1e-6
@@ -58,7 +58,7 @@ class MLP(nn.Module):
     Args:
         width: D.
         hidden: width between the layers.
-        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
         dropout: probability of zeroing a value after either layer.
         drop_path: probability of dropping the whole result of a sample.
     """

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from revzoo.layers.attention import MLP, Attention
+from revzoo.models.components.attention import MLP, Attention
 
 
 def normed(x, norm):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.layers.lean import Lean, avg_pool2d, run
-from revzoo.layers.norm import ACTIVATIONS
+from revzoo.models.components.lean import Lean, avg_pool2d, run
+from revzoo.models.components.norm import ACTIVATIONS
 
 
 def layers(activation="relu", *, dropout=0.0):

@@ -1,0 +1,1 @@
+"""What the networks are made of, without an inverse: residual functions and their layers."""
