@@ -8,7 +8,7 @@ activations and recompute them from the outputs in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -264,6 +264,26 @@ class Invertible(Step):
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:
         """``forward(*state)``, then ``log_det(*state)``; override it where they share work."""
         return plain_call(self, *state, **context), self.log_det(*state, **context)
+
+
+class Settings(NamedTuple):
+    """How a step runs. A step that runs in place of another, or joins its chain, copies them."""
+
+    memory: str
+    grid: int | str | None
+    drift_limit: float | None
+    early_stop: bool
+    guarded: bool
+
+    @classmethod
+    def of(cls, step: Step) -> Settings:
+        """The settings of ``step``."""
+        return cls(*(getattr(step, name) for name in cls._fields))
+
+    def assign(self, step: Step) -> None:
+        """Give ``step`` these settings."""
+        for name, value in zip(self._fields, self, strict=True):
+            setattr(step, name, value)
 
 
 def is_container(module: nn.Module) -> TypeGuard[Step]:

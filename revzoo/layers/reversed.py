@@ -14,6 +14,7 @@ from torch import Tensor
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
+    Settings,
     State,
     Step,
     as_state,
@@ -94,7 +95,7 @@ class ReversedStep(Invertible):
         self.streams = step.outputs
         # as attributes of the wrapper, since the tape reads them from the step that it runs
         self.exact, self.sums = step.exact, step.sums
-        self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
+        Settings.of(step).assign(self)
 
     @property
     def outputs(self) -> int:
