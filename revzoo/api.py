@@ -16,10 +16,11 @@ from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
 from revzoo.layers.activation import InvertibleLeakyReLU
 from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
+from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
+from revzoo.layers.affine import AffineCoupling, ScaledCoupling
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.layers.conv1x1 import InvertibleConv1x1
-from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from revzoo.layers.coupling import AdditiveCoupling, Coupling
 from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
 from revzoo.layers.injective import InjectiveLinear, PatchConv
