@@ -110,11 +110,9 @@ class Step(nn.Module):
     float_streams: int = 0
     """How many streams, counted from the last, stay in floating point in mode ``exact``."""
 
-    inexact: str = (
-        "is not marked as exact on fixed-point streams (if it only moves values, and works on "
-        "integers, too, set exact = True on its class)"
-    )
-    """Why the step does not fit mode ``exact``; continues a sentence that begins with its name."""
+    inexact: str = ""
+    """Why the step does not fit mode ``exact``, for its error message; a clause: ``"products with
+    its scales leave the grid"``."""
 
     grid: int | str | None = None
     """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for

@@ -184,6 +184,17 @@ def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
     for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
             raise ValueError(
-                f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "
+                f"{name_of(step)} {_inexact(step)}: use 'invert' for it, or additive couplings, "
                 "squeezes and permutations instead, which are exact"
             )
+
+
+def _inexact(step: Step) -> str:
+    """Why mode ``exact`` does not fit ``step``; continues a sentence that begins with its name."""
+    if not step.inexact:
+        return (
+            "is not marked as exact on fixed-point streams (if it only moves values, and works on "
+            "integers, too, set exact = True on its class)"
+        )
+    begin = "is not exact on fixed-point streams, since "
+    return begin + step.inexact.removeprefix(begin)  # a class may give the whole sentence

@@ -25,7 +25,7 @@ from revzoo.layers.streams import log_det_dtype
 class _Scaling(Coupling):
     """``x1 * s + t``; :meth:`_scale_and_shift` computes ``s`` and ``t`` from the branch's value."""
 
-    inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"
+    inexact = "products with its scales leave the grid"
 
     def _scale_and_shift(self, value: Tensor, stream: Tensor) -> State:
         raise NotImplementedError
