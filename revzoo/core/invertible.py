@@ -291,11 +291,14 @@ def is_container(module: nn.Module) -> TypeGuard[Step]:
     return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
+def all_steps(module: nn.Module, prefix: str = "") -> dict[str, Step]:
+    """The steps of ``module``, with containers, by path, which begins with ``prefix``."""
+    return {path: m for path, m in module.named_modules(prefix=prefix) if isinstance(m, Step)}
+
+
 def steps_in(module: nn.Module) -> dict[str, Step]:
     """The steps of ``module`` that run in a memory mode, by path; containers do not."""
-    return {
-        path: m for path, m in module.named_modules() if isinstance(m, Step) and not is_container(m)
-    }
+    return {path: m for path, m in all_steps(module).items() if not is_container(m)}
 
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
@@ -306,9 +309,8 @@ def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
 
 def label_steps(module: nn.Module, prefix: str = "") -> None:
     """Set the ``label`` of each step in ``module`` to its path, which begins with ``prefix``."""
-    for path, step in module.named_modules(prefix=prefix):
-        if isinstance(step, Step):
-            step.label = path
+    for path, step in all_steps(module, prefix).items():
+        step.label = path
 
 
 def kind_of(module: nn.Module) -> str:

@@ -17,6 +17,7 @@ from revzoo.core.invertible import (
     Settings,
     State,
     Step,
+    all_steps,
     as_state,
     bare,
     name_of,
@@ -58,7 +59,7 @@ class Reversed(ReversibleSequence):
                 "with an inverse can be reversed"
             )
         # super().__init__ labels the steps again
-        labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
+        labels = [(step, step.label) for step in all_steps(module).values()]
         steps = (ReversedStep(step) for step in _from_last(module))
         # other modules may have attributes of these names for other things
         dim = module.dim if isinstance(module, (ReversibleSequence, Joint)) else 1

@@ -38,6 +38,7 @@ from revzoo.core.invertible import (
     Settings,
     State,
     Step,
+    all_steps,
     as_state,
     bare,
     is_container,
@@ -116,7 +117,7 @@ class ReversibleSequence(Invertible):
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
         self._set_steps([(_checked_name(name), step) for name, step in named])
         if memory is not None:
-            members = [m for m in self.modules() if isinstance(m, Step)]
+            members = [*all_steps(self).values()]
             assign_memory(members, default_mode(members) if memory == "auto" else memory)
 
     @property
@@ -298,7 +299,7 @@ class ReversibleSequence(Invertible):
 
     def _assign_memory_to(self, step: Step) -> None:
         """Set the sequence's memory mode, or ``invert`` if it does not fit."""
-        members = [m for m in step.modules() if isinstance(m, Step)]
+        members = [*all_steps(step).values()]
         grid = next(
             (s.grid for s in steps_in(self).values() if s.invertible and s is not step), None
         )
