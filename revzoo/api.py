@@ -15,10 +15,11 @@ from revzoo.core.set_memory import memory, set_memory
 from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
 from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
+from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
+from revzoo.layers.affine import AffineCoupling, ScaledCoupling
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.layers.conv1x1 import InvertibleConv1x1
-from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from revzoo.layers.coupling import AdditiveCoupling, Coupling
 from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
 from revzoo.layers.injective import InjectiveLinear, PatchConv

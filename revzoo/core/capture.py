@@ -135,24 +135,11 @@ class _Capture:
         if isinstance(module, nn.MultiheadAttention):
             self._attention(module, args, kwargs, tensors)
             return
-        trainable = any(p.requires_grad for p in module.parameters(recurse=False))
         while args and args[-1] is None:
             args = args[:-1]
-        others = [v for v in args if not isinstance(v, Tensor)]
-        others += [v for v in kwargs.values() if v is not None]
-        if trainable and others:
-            kinds = [type(v).__name__ for v in args] + [f"{k}=..." for k in kwargs]
-            raise TypeError(
-                f"{type(module).__name__} was called with ({', '.join(kinds)}), expected tensors "
-                "by position: its gradient is computed from these. Give it other values when it is "
-                "created, or put its parameters into layers that take tensors"
-            )
-        if trainable and (count := len(set(tensors))) > 1:
-            raise TypeError(
-                f"{type(module).__name__} returned {count} different tensors, expected one, since "
-                "the gradients of its parameters are computed from the gradient of one output. Put "
-                "its parameters into layers that return one tensor"
-            )
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            _check_arguments(module, args, kwargs)
+            _check_outputs(module, tensors)
         inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
         tensors[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
 
@@ -167,6 +154,28 @@ class _Capture:
         found[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
         for weights in found[1:]:
             weights.register_hook(functools.partial(_refuse_weights, self, module))  # type: ignore[no-untyped-call]
+
+
+def _check_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise a TypeError unless ``module`` got tensors by position only."""
+    by_position = all(isinstance(v, Tensor) for v in args)
+    if not by_position or any(v is not None for v in kwargs.values()):
+        kinds = [type(v).__name__ for v in args] + [f"{k}=..." for k in kwargs]
+        raise TypeError(
+            f"{type(module).__name__} was called with ({', '.join(kinds)}), expected tensors by "
+            "position: its gradient is computed from these. Give it other values when it is "
+            "created, or put its parameters into layers that take tensors"
+        )
+
+
+def _check_outputs(module: nn.Module, tensors: list[Tensor]) -> None:
+    """Raise a TypeError if ``module`` returned different tensors."""
+    if (count := len(set(tensors))) > 1:
+        raise TypeError(
+            f"{type(module).__name__} returned {count} different tensors, expected one, since the "
+            "gradients of its parameters are computed from the gradient of one output. Put its "
+            "parameters into layers that return one tensor"
+        )
 
 
 def _refuse_weights(hook: _Capture, module: nn.Module, gradient: Tensor) -> None:

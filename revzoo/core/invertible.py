@@ -8,7 +8,7 @@ activations and recompute them from the outputs in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -110,11 +110,9 @@ class Step(nn.Module):
     float_streams: int = 0
     """How many streams, counted from the last, stay in floating point in mode ``exact``."""
 
-    inexact: str = (
-        "is not marked as exact on fixed-point streams (if it only moves values, and works on "
-        "integers, too, set exact = True on its class)"
-    )
-    """Why the step does not fit mode ``exact``; continues a sentence that begins with its name."""
+    inexact: str = ""
+    """Why the step does not fit mode ``exact``, for its error message; a clause: ``"products with
+    its scales leave the grid"``."""
 
     grid: int | str | None = None
     """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for
@@ -266,6 +264,26 @@ class Invertible(Step):
         return plain_call(self, *state, **context), self.log_det(*state, **context)
 
 
+class Settings(NamedTuple):
+    """How a step runs. A step that runs in place of another, or joins its chain, copies them."""
+
+    memory: str
+    grid: int | str | None
+    drift_limit: float | None
+    early_stop: bool
+    guarded: bool
+
+    @classmethod
+    def of(cls, step: Step) -> Settings:
+        """The settings of ``step``."""
+        return cls(*(getattr(step, name) for name in cls._fields))
+
+    def assign(self, step: Step) -> None:
+        """Give ``step`` these settings."""
+        for name, value in zip(self._fields, self, strict=True):
+            setattr(step, name, value)
+
+
 def is_container(module: nn.Module) -> TypeGuard[Step]:
     """Whether ``module`` is a step that only calls others, which run in their own memory modes."""
     if not isinstance(module, Step):
@@ -273,11 +291,14 @@ def is_container(module: nn.Module) -> TypeGuard[Step]:
     return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
+def all_steps(module: nn.Module, prefix: str = "") -> dict[str, Step]:
+    """The steps of ``module``, with containers, by path, which begins with ``prefix``."""
+    return {path: m for path, m in module.named_modules(prefix=prefix) if isinstance(m, Step)}
+
+
 def steps_in(module: nn.Module) -> dict[str, Step]:
     """The steps of ``module`` that run in a memory mode, by path; containers do not."""
-    return {
-        path: m for path, m in module.named_modules() if isinstance(m, Step) and not is_container(m)
-    }
+    return {path: m for path, m in all_steps(module).items() if not is_container(m)}
 
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
@@ -288,9 +309,8 @@ def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
 
 def label_steps(module: nn.Module, prefix: str = "") -> None:
     """Set the ``label`` of each step in ``module`` to its path, which begins with ``prefix``."""
-    for path, step in module.named_modules(prefix=prefix):
-        if isinstance(step, Step):
-            step.label = path
+    for path, step in all_steps(module, prefix).items():
+        step.label = path
 
 
 def kind_of(module: nn.Module) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from revzoo._checks import check_module, did_you_mean
 from revzoo.core.fixedpoint.words import Grid, check_bits
-from revzoo.core.invertible import Step, is_container, kind_of, name_of, steps_in
+from revzoo.core.invertible import Step, all_steps, is_container, kind_of, name_of, steps_in
 from revzoo.core.modes import MODES, Mode, mode_of, needs_words
 
 _SETTINGS = ("memory", "grid")  # what set_memory sets on a step
@@ -88,7 +88,7 @@ def memory(
         >>> [step.memory for step in net[0].steps]
         ['exact', 'exact']
     """
-    steps = [m for m in module.modules() if isinstance(m, Step)]
+    steps = all_steps(module).values()
     # from __dict__: a step may report a mode other than the one set (PaddedCoupling)
     before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
     try:
@@ -137,7 +137,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
             f"the plan has a mode for {path!r}, but {kind_of(module)} has no such part: use "
             f"the plan for the model that it was made for{did_you_mean(path, paths)}"
         ) from None
-    steps = [m for m in part.modules() if isinstance(m, Step)]
+    steps = [*all_steps(part).values()]
     if not steps:
         refuse_own_memory(part, f"set to {mode!r}", prefix=path)
         raise ValueError(
@@ -184,6 +184,17 @@ def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
     for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
             raise ValueError(
-                f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "
+                f"{name_of(step)} {_inexact(step)}: use 'invert' for it, or additive couplings, "
                 "squeezes and permutations instead, which are exact"
             )
+
+
+def _inexact(step: Step) -> str:
+    """Why mode ``exact`` does not fit ``step``; continues a sentence that begins with its name."""
+    if not step.inexact:
+        return (
+            "is not marked as exact on fixed-point streams (if it only moves values, and works on "
+            "integers, too, set exact = True on its class)"
+        )
+    begin = "is not exact on fixed-point streams, since "
+    return begin + step.inexact.removeprefix(begin)  # a class may give the whole sentence

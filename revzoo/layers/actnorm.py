@@ -52,7 +52,7 @@ class ActNorm(Joint):
         (1.0, True)
     """
 
-    inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"
+    inexact = "products with its scales leave the grid"
 
     initialised: Tensor
 

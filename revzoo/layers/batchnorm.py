@@ -65,7 +65,7 @@ class InvertibleBatchNorm(Joint):
         True
     """
 
-    inexact = "is not exact on fixed-point streams, since quotients leave the grid"
+    inexact = "quotients leave the grid"
     carried: tuple[str, ...] = ("running_mean", "running_var")
 
     running_mean: Tensor

@@ -10,20 +10,19 @@ Legend: B batch, C channels of one stream.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_callable, check_number
+from revzoo._checks import check_callable
 from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.core.fixedpoint.words import Fixed, as_floats, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.sums import add
 from revzoo.core.tensors import unshared
-from revzoo.layers.streams import log_det_dtype, no_change_of_volume
+from revzoo.layers.streams import no_change_of_volume
 
 # attribute of a coupling: the methods that it describes, and its value if one of them changes
 _FACTS: Mapping[str, tuple[frozenset[str], Any]] = {
@@ -184,64 +183,3 @@ class AdditiveCoupling(Coupling):
         wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
         value = value.to(stream.dtype) if wider else value
         return round_to_grid(value, self.grid) if isinstance(self.grid, int) else value
-
-
-class AffineCoupling(Coupling):
-    """``(x1, x2) -> (x2, x1 * s(x2) + t(x2))`` (RealNVP, Dinh et al. 2017, arXiv 1605.08803).
-
-    The branch returns raw log-scales and shifts side by side. The scale is
-    ``s = exp(clamp * 2/pi * atan(raw / clamp))``, smooth and between ``exp(-clamp)`` and
-    ``exp(clamp)``: away from zero, so that the inverse is well conditioned (Ardizzone et al. 2019,
-    arXiv 1907.02392, equation 7).
-
-    Args:
-        branch: from ``(B, C, ...)`` to ``(B, 2C, ...)``: raw log-scales, then shifts.
-        clamp: largest absolute log-scale; the cited paper uses 1.9.
-
-    Raises:
-        ValueError: ``clamp`` is not positive, or the branch's value has the wrong shape.
-
-    Example:
-        >>> coupling = revzoo.AffineCoupling(nn.Conv2d(4, 8, 3, padding=1))
-        >>> revzoo.is_invertible(coupling, torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8))
-        True
-    """
-
-    inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"
-
-    def __init__(self, branch: nn.Module, *, clamp: float = 1.9) -> None:
-        super().__init__(branch)
-        check_number("clamp", clamp, open_low=True)
-        self.clamp = clamp
-
-    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return self._log_det_of(self._values(x2, context)[0], x1)
-
-    def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[State, Tensor]:
-        x1, x2 = state
-        value, *extras = self._values(x2, context)
-        return (x2, self.combine(x1, value), *extras), self._log_det_of(value, x1)
-
-    def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
-        log_scale, _ = self._split(value, x1)
-        return log_scale.flatten(1).sum(1, dtype=log_det_dtype(log_scale))
-
-    def combine(self, x1: Tensor, value: Tensor) -> Tensor:
-        log_scale, shift = self._split(value, x1)
-        return x1 * log_scale.exp() + shift
-
-    def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
-        log_scale, shift = self._split(value, y2)
-        return (y2 - shift) * (-log_scale).exp()
-
-    def _split(self, value: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        expected = (stream.shape[0], 2 * stream.shape[1], *stream.shape[2:])
-        if value.shape != expected:
-            raise ValueError(
-                f"{type(self.branch).__name__} returned shape {tuple(value.shape)} for a stream of "
-                f"shape {tuple(stream.shape)}: an affine coupling expects {expected}, raw "
-                "log-scales and shifts side by side"
-            )
-        raw, shift = value.to(stream.dtype).chunk(2, dim=1)
-        # atan, since it approaches the bounds slowly: a tanh saturates and its gradients vanish
-        return self.clamp * (2 / math.pi) * torch.atan(raw / self.clamp), shift

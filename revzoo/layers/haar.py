@@ -45,7 +45,7 @@ class HaarSqueeze(Squeeze):
     """
 
     exact = False
-    inexact = "is not exact on fixed-point streams, since it halves sums, which leaves the grid"
+    inexact = "it halves sums, which leaves the grid"
 
     def __init__(self, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2) -> None:
         super().__init__(FACTOR, order=order, streams=streams)

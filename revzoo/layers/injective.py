@@ -49,7 +49,7 @@ class InjectiveLinear(Joint):
         (torch.Size([10, 5]), True)
     """
 
-    inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"
+    inexact = "products with a matrix leave the grid"
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class InvertibleLinear(Joint):
         torch.Size([2])
     """
 
-    inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"
+    inexact = "products with a matrix leave the grid"
 
     def __init__(
         self, features: int, *, matrix: MatrixKind = "plu", dim: int = -1, streams: int = 2

@@ -20,6 +20,7 @@ from revzoo.core.calls import call_on_grid, call_without_changing_hooks, inverse
 from revzoo.core.invertible import (
     Invertible,
     Recorder,
+    Settings,
     State,
     Step,
     as_state,
@@ -53,10 +54,7 @@ class WithLogDet(Invertible):
         self.step = step
         self.streams = step.streams + 1
         self.extras = step.extras
-        self.memory = step.memory
-        self.grid = step.grid
-        self.drift_limit = step.drift_limit
-        # each pass makes a new wrapper, so it copies the attributes that set_memory sets
+        Settings.of(step).assign(self)
         self.label = name_of(step)
 
     def forward(self, *state: Tensor, **context: Any) -> State:

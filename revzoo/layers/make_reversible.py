@@ -158,19 +158,19 @@ def _runs(model: nn.Module, paths: list[str] | None = None) -> list[list[nn.Modu
     if paths is None:
         return [*filter(None, [_residuals_in(model)]), *_runs_in(model)]
     runs: list[list[nn.Module]] = []
-    for module in (_container(model, path) for path in paths):
+    for module in (_module_at(model, path) for path in paths):
         residuals = _residuals_in(module)
         runs += [residuals] if residuals else _groups(module)
     return runs
 
 
-def _container(model: nn.Module, path: str) -> nn.Module:
+def _module_at(model: nn.Module, path: str) -> nn.Module:
     modules = dict(model.named_modules())
     if path not in modules:
         known = [name for name, module in modules.items() if _is_list(module)]
         raise ValueError(
-            f"blocks: {kind_of(model)} has no nn.Sequential or nn.ModuleList {path!r}"
-            f"{did_you_mean(path, known)}"
+            f"blocks: {kind_of(model)} has no module {path!r}: expected the path of a module that "
+            f"contains blocks{did_you_mean(path, known)}"
         )
     return modules[path]
 

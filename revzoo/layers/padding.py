@@ -119,7 +119,7 @@ class SpatialPadding(Streamwise):
         torch.Size([1, 3, 8, 11])
     """
 
-    inexact = "is not exact on fixed-point streams, since its value is not a multiple of their unit"
+    inexact = "its value is not a multiple of their unit"
     log_det = Invertible.log_det
 
     def __init__(

@@ -459,23 +459,33 @@ def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradi
             "be computed again: set its dropout to 0, or put the parameters into layers inside it"
         ) from error
     if module not in _checked and gradient.any():
-        for name, whole in gradients(inputs, gradient).items():
-            g = found[name]
-            if (whole - g.sum(0)).norm() > torch.finfo(dtype).eps ** 0.25 * g.norm():
-                raise ValueError(
-                    f"the per-sample gradients of {kind}.{name} do not add up to the gradient of "
-                    "the batch: the layer mixes samples, or one of its inputs has no samples"
-                )
-            other = needed[name] + torch.linspace(1, 2, g[0].numel()).to(g).view_as(g[0])
-            if not g.any() and torch.equal(
-                run({**needed, name: other}, inputs), run(needed, inputs)
-            ):
-                raise ValueError(
-                    f"the output of {kind} does not depend on its attribute {name!r}: freeze this "
-                    "parameter, or read the attribute in forward, not a copy of it"
-                )
+        _check_sums(kind, found, gradients(inputs, gradient))
+        _check_reads(kind, found, needed, lambda parameters: run(parameters, inputs))
         _checked.add(module)
     return found
+
+
+def _check_sums(kind: str, found: Gradients, of_batch: Gradients) -> None:
+    """Raise a ValueError unless the gradients of the samples add up to the batch's."""
+    for name, g in found.items():
+        if (of_batch[name] - g.sum(0)).norm() > torch.finfo(g.dtype).eps ** 0.25 * g.norm():
+            raise ValueError(
+                f"the per-sample gradients of {kind}.{name} do not add up to the gradient of the "
+                "batch: the layer mixes samples, or one of its inputs has no samples"
+            )
+
+
+def _check_reads(
+    kind: str, found: Gradients, parameters: Gradients, run: Callable[[Gradients], Tensor]
+) -> None:
+    """Raise a ValueError if the output does not depend on a parameter without gradients."""
+    for name, g in found.items():
+        other = parameters[name] + torch.linspace(1, 2, g[0].numel()).to(g).view_as(g[0])
+        if not g.any() and torch.equal(run({**parameters, name: other}), run(parameters)):
+            raise ValueError(
+                f"the output of {kind} does not depend on its attribute {name!r}: freeze this "
+                "parameter, or read the attribute in forward, not a copy of it"
+            )
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers that _any has checked once

@@ -14,8 +14,10 @@ from torch import Tensor
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
+    Settings,
     State,
     Step,
+    all_steps,
     as_state,
     bare,
     name_of,
@@ -57,7 +59,7 @@ class Reversed(ReversibleSequence):
                 "with an inverse can be reversed"
             )
         # super().__init__ labels the steps again
-        labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
+        labels = [(step, step.label) for step in all_steps(module).values()]
         steps = (ReversedStep(step) for step in _from_last(module))
         # other modules may have attributes of these names for other things
         dim = module.dim if isinstance(module, (ReversibleSequence, Joint)) else 1
@@ -94,7 +96,7 @@ class ReversedStep(Invertible):
         self.streams = step.outputs
         # as attributes of the wrapper, since the tape reads them from the step that it runs
         self.exact, self.sums = step.exact, step.sums
-        self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
+        Settings.of(step).assign(self)
 
     @property
     def outputs(self) -> int:

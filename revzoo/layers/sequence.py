@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self, TypeGuard, overload
+from typing import Any, Self, TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from revzoo.core.calls import (
     versions_of,
 )
 from revzoo.core.fixedpoint.words import (
-    Grid,
     apply_with_words,
     fixed_of,
     forget_stale_words,
@@ -36,8 +35,10 @@ from revzoo.core.guard.ranges import check_range
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
+    Settings,
     State,
     Step,
+    all_steps,
     as_state,
     bare,
     is_container,
@@ -116,7 +117,7 @@ class ReversibleSequence(Invertible):
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
         self._set_steps([(_checked_name(name), step) for name, step in named])
         if memory is not None:
-            members = [m for m in self.modules() if isinstance(m, Step)]
+            members = [*all_steps(self).values()]
             assign_memory(members, default_mode(members) if memory == "auto" else memory)
 
     @property
@@ -226,10 +227,10 @@ class ReversibleSequence(Invertible):
         return self
 
     def _with_steps(self, items: Iterable[tuple[str | None, Step]]) -> ReversibleSequence:
-        """A sequence of other steps with the options of this one."""
+        """A sequence of other steps with the settings of this one."""
         other = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
         other._set_steps(list(items))
-        vars(other).update({k: v for k, v in vars(self).items() if k in ("memory", "grid")})
+        vars(other).update({k: v for k, v in vars(self).items() if k in Settings._fields})
         return other
 
     def append(self, step: Step, *, name: str | None = None) -> ReversibleSequence:
@@ -298,7 +299,7 @@ class ReversibleSequence(Invertible):
 
     def _assign_memory_to(self, step: Step) -> None:
         """Set the sequence's memory mode, or ``invert`` if it does not fit."""
-        members = [m for m in step.modules() if isinstance(m, Step)]
+        members = [*all_steps(step).values()]
         grid = next(
             (s.grid for s in steps_in(self).values() if s.invertible and s is not step), None
         )
@@ -335,12 +336,12 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
-            first = _options_at_end(self, 0)
+            first = _settings_at_end(self, 0)
             # A tensor without words does not continue an exact chain, so the split joins nothing.
             # We split in mode store and round the two halves, which takes less memory than rounding
             # the whole.
             if first.grid is not None and fixed_of(state[0]) is None:
-                first = _Options("store", None, None)
+                first = first._replace(memory="store", grid=None, drift_limit=None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
         self._check_count(state)
         unchecked = ForwardRange() if checks_forward() else None
@@ -361,7 +362,7 @@ class ReversibleSequence(Invertible):
             unchecked.check((*state, *extras))
         if splits:
             self._check_mergeable(state)
-            last = _options_at_end(self, -1)
+            last = _settings_at_end(self, -1)
             state = run_step(_edge(Merge, self.dim, self.split, last), state)
         return state, total, tuple(extras)
 
@@ -522,43 +523,34 @@ def _advance(
     return outputs[:cut], outputs[cut:end], outputs[end:]
 
 
-class _Options(NamedTuple):
-    """The options that a split or merge copies from the step beside it, to join its chain."""
-
-    memory: str
-    grid: Grid | None
-    drift_limit: float | None
-
-
-def _options_at_end(step: Step, index: int) -> _Options:
-    """The options beside the first (``index`` 0) or last (-1) step of nested sequences."""
+def _settings_at_end(step: Step, index: int) -> Settings:
+    """The settings beside the first (``index`` 0) or last (-1) step of nested sequences."""
     while isinstance(step, ReversibleSequence) and len(step):
         step = list(step)[index]
     memory = step.memory if mode_of(step.memory).inverts else "store"
-    return _Options(memory, step.grid, step.drift_limit)
+    return Settings.of(step)._replace(memory=memory, guarded=False)
 
 
 def merged(state: State, last: Step, merge: Merge) -> State:
     """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    merge.memory, merge.grid, merge.drift_limit = _options_at_end(last, -1)
+    _settings_at_end(last, -1)._replace(guarded=merge.guarded).assign(merge)
     return run_step(merge, state)
 
 
-def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options) -> Step:
-    """A split or merge that joins the chain of the step whose options it has."""
+def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], settings: Settings) -> Step:
+    """A split or merge that joins the chain of the step whose settings it has."""
     if torch.compiler.is_compiling():  # it does not trace caches, and records nothing
         return kind(dim, parts)
-    return _edge_in(kind, dim, parts, options)
+    return _edge_in(kind, dim, parts, settings)
 
 
 @functools.lru_cache(maxsize=256)
 def _edge_in(
-    kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options
+    kind: Callable[..., Step], dim: int, parts: tuple[int, int], settings: Settings
 ) -> Step:
     # the same object in each call: a new one would need a new search of what it reaches
     edge = kind(dim, parts)
-    edge.memory, edge.grid, edge.drift_limit = options
-    edge.guarded = False
+    settings.assign(edge)
     return edge
 
 

@@ -197,3 +197,27 @@ def test_log_determinants_are_at_least_float32(dtype):
         found = step.log_det(x)
         assert found.dtype == torch.float32
         assert torch.allclose(found, torch.full((2,), of_value * x[0].numel()), rtol=1e-5)
+
+
+class Exp(Invertible):
+    """Its replay does more than its forward pass, after the last tensor that it saves."""
+
+    streams = 1
+    early_stop = False
+
+    def forward(self, x):
+        y = x.exp()
+        return y.exp().log() if revzoo.is_replaying() else y
+
+    inverse = torch.log
+
+    def log_det(self, x):
+        return x.sum(1)
+
+
+def test_a_step_that_is_replayed_to_its_end_is_so_with_its_log_determinant():
+    """``early_stop`` of the step had no effect."""
+    net = ReversibleSequence([Exp()], memory="recompute")
+    y, log_det = net.forward_with_log_det(torch.randn(2, 3, requires_grad=True))
+    with pytest.raises(revzoo.ReplayMismatchError, match="its replay saved"):
+        (y.sum() + log_det.sum()).backward()

@@ -94,3 +94,23 @@ def test_an_attribute_called_dim_is_not_a_dimension():
 
     x = torch.randn(3, 4)
     assert torch.equal(revzoo.Reversed(Wide())(x), torch.cat((x[:, 2:], x[:, :2]), 1))
+
+
+class Log(revzoo.Invertible):
+    """A replay of its inverse does more than the call, after the last tensor that it saves."""
+
+    streams = 1
+    early_stop = False
+    forward = torch.log
+
+    def inverse(self, y):
+        x = y.exp()
+        return x.exp().log() if revzoo.is_replaying() else x
+
+
+def test_a_step_that_is_replayed_to_its_end_is_so_reversed():
+    """``early_stop`` of the step had no effect."""
+    net = Reversed(Log(), memory="recompute")
+    y = net(torch.randn(2, 3, requires_grad=True))
+    with pytest.raises(revzoo.ReplayMismatchError, match="its replay saved"):
+        y.sum().backward()

@@ -76,7 +76,7 @@ from revzoo.core.guard.samples import (
     figures_of,
     weights_of,
 )
-from revzoo.core.invertible import State, Step
+from revzoo.core.invertible import State, Step, all_steps
 from revzoo.core.restore.conditions import is_replaying
 from revzoo.core.tensors import address, has_values, values_of
 
@@ -502,11 +502,10 @@ def set_drift_limit(module: nn.Module, limit: float | None) -> None:
         raise ValueError(
             f"limit={limit!r}: expected a relative error, 0 or more, or None for no guard"
         )
-    for step in module.modules():
-        if isinstance(step, Step):
-            step.drift_limit = limit
-            if limit is None:
-                step.drift = None
+    for step in all_steps(module).values():
+        step.drift_limit = limit
+        if limit is None:
+            step.drift = None
 
 
 def drift(module: nn.Module) -> dict[str, float]:
@@ -521,8 +520,5 @@ def drift(module: nn.Module) -> dict[str, float]:
         >>> {path: error < 1e-5 for path, error in revzoo.drift(net).items()}
         {'steps.0.steps.0': True, 'steps.0.steps.1': True}
     """
-    return {
-        name: step.drift
-        for name, step in module.named_modules()
-        if isinstance(step, Step) and step.drift is not None
-    }
+    steps = all_steps(module)
+    return {path: step.drift for path, step in steps.items() if step.drift is not None}
