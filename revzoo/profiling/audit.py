@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, package_needed
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step, steps_in
 from revzoo.core.modes import MODES, in_table_order
@@ -382,7 +382,7 @@ def check_matplotlib() -> None:
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
+        raise ValueError(package_needed("pictures need", "matplotlib")) from None
 
 
 def new_figure(**options: Any) -> Figure:

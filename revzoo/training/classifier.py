@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from revzoo.core.guard.samples import draw_places
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
+from revzoo.data.images import Batch
 from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
@@ -45,8 +46,6 @@ from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_s
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry
 from revzoo.weights.source import resolve_source
-
-Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):

@@ -21,7 +21,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo._files import check_regular, write_atomically
+from revzoo._files import check_regular, json_bytes, write_atomically
 from revzoo._version import __version__
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
@@ -226,5 +226,4 @@ def seconds_before(run_dir: Path) -> float:
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
     # sorted: two summaries can be compared line by line
-    text = json.dumps(summary, indent=2, sort_keys=True)
-    write_atomically(run_dir / SUMMARY_FILE, f"{text}\n".encode())
+    write_atomically(run_dir / SUMMARY_FILE, json_bytes(summary, sort_keys=True))

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_choice, check_count, nearest
+from revzoo._checks import check_choice, check_count, nearest, package_needed
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
 from revzoo.cli.config.yaml_files import CONFIG_FILE, read_yaml, write_yaml
@@ -28,7 +28,7 @@ def load_optuna() -> Any:
     try:
         optuna = import_module("optuna")
     except ImportError:
-        raise ConfigError("revzoo sweep needs optuna: pip install optuna") from None
+        raise ConfigError(package_needed("revzoo sweep needs", "optuna")) from None
     # it logs each trial at INFO, as we do
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import pytorch_lightning as pl
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
+
+from revzoo.training.lightning_compat import is_fitting
 
 
 class ChecksModel(pl.Callback, ABC):
@@ -32,5 +33,5 @@ class RestoresAfterFit(pl.Callback, ABC):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         # an exception in a test has nothing to restore: fit has ended by then
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting(trainer):
             self.undo(pl_module)

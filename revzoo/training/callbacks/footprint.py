@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
+from revzoo.profiling.clock import wait_for
 from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
@@ -117,8 +118,6 @@ class Footprint(pl.Callback):
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on the clock after the device has finished its queued work."""
-    if device.type == "cuda":
-        # kernels run asynchronously: without this, the clock would measure their launches
-        torch.cuda.synchronize(device)
+    """Seconds on the clock, after the device has finished its work."""
+    wait_for(device)
     return time.perf_counter()

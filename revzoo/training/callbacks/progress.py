@@ -20,11 +20,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
-from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
+from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
 
 log = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ class Progress(ProgressBar):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = is_fitting(trainer)
         head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
         # the sanity check runs a few batches only
         totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
@@ -105,7 +104,7 @@ class Progress(ProgressBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not is_fitting(trainer):
             self._close()
 
     def on_test_batch_end(
