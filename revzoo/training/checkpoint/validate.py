@@ -21,6 +21,7 @@ import torch
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
+from revzoo.data.state import faults_of
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.checkpoint.files import DamagedCheckpoint
 from revzoo.training.checkpoint.state import RunState
@@ -34,8 +35,6 @@ SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient sc
 OPTIONAL = (
     "least_loss",
     "best_figures",
-    "pixel_max",
-    "order_seed",
     "notes",
     "recomputed",
     "grid",
@@ -205,16 +204,11 @@ def _wrong_callbacks(
 
 
 def _wrong_data(model: Mapping[str, Any], state: Mapping[str, Any], data: str) -> Iterator[str]:
-    # any numbers: only types and lengths are compared
-    channels = [0.0] * model["in_chans"]
-    expected = {
-        "classes": [""] * model["num_classes"],
-        "normalisation": {"mean": channels, "std": channels},
-        "pixel_max": 0,
-        "order_seed": 0,
-    }
-    yield from differences({data: expected}, state, "")
-    yield from not_finite(state[data], data)
+    if data not in state:
+        yield f"{data} is missing"
+        return
+    sizes = {name: model[name] for name in ("num_classes", "in_chans")}
+    yield from (f"in {data}, {fault}" for fault in faults_of(state[data], **sizes))
 
 
 def _described(value: Any) -> str:

@@ -161,8 +161,16 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: run_state(s).update(notes=3), r"\['notes'\] is int 3, expected a mapping"),
     (lambda s: run_state(s).update(row=[1]), r"\['row'\] is a list of 1, expected a list of 2"),
     (lambda s: s.pop("Digits"), "Digits is missing"),
-    (lambda s: s["Digits"]["classes"].pop(), r"\['classes'\] is a list of 9"),
-    (lambda s: s["Digits"]["normalisation"].update(mean=[float("nan")]), r"\['mean'\]\[0\] is nan"),
+    (
+        lambda s: s["Digits"]["classes"].pop(),
+        r"in Digits, classes is .* a list of 10 names, by label, not 9",
+    ),
+    (lambda s: s["Digits"]["normalisation"].update(mean=[float("nan")]), r"normalisation is .*nan"),
+    (
+        lambda s: s["Digits"].update(crop_pct=7),
+        "in Digits, crop_pct is 7, expected a share above 0",
+    ),
+    (lambda s: s.update(Digits=3), "in Digits, it is 3, expected a mapping"),
 ]
 
 
