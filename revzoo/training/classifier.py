@@ -173,6 +173,15 @@ class Classifier(pl.LightningModule):
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record the bits of reversible blocks, which ``callbacks.side_bits`` raises."""
+        model = checkpoint["hyper_parameters"].get("model") or {}
+        bits = [step.bits for step in self.model.modules() if isinstance(step, SideBits)]
+        if bits and model.get("reversible_bits"):
+            # copies: the mappings are the module's
+            model = {**model, "reversible_bits": max(bits)}
+            checkpoint["hyper_parameters"] = {**checkpoint["hyper_parameters"], "model": model}
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give reversible blocks the bits that the saved weights were trained with."""
         model = checkpoint.get("hyper_parameters", {}).get("model") or {}

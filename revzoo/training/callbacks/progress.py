@@ -23,6 +23,7 @@ from pytorch_lightning.callbacks import ProgressBar
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
+from revzoo.training.callbacks.base import FollowsEpochs
 from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
 
@@ -32,7 +33,7 @@ LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
 REDRAW_SECONDS = 0.2  # least time between two drawings; more often costs time without use
 
 
-class Progress(ProgressBar):
+class Progress(FollowsEpochs, ProgressBar):
     """Draws the bar on a terminal, or logs a line every ``log_seconds``.
 
     Args:
@@ -65,11 +66,11 @@ class Progress(ProgressBar):
         self._shown = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # a run resumed inside an epoch skips on_train_epoch_start
-        self._begun = self._shown = self._epoch_begun = time.perf_counter()
+        super().on_train_start(trainer, pl_module)
+        self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_begun, self._images = time.perf_counter(), 0
 
     def on_train_batch_end(
