@@ -120,6 +120,18 @@ def test_training_is_the_same_with_it(tmp_path: Path, kind: Any) -> None:
     assert all(map(torch.equal, measured, weights([])))
 
 
+def test_every_second_step_is_measured_as_in_the_drift_callback(tmp_path: Path) -> None:
+    """The first step was measured, too, and the second was not."""
+    steps: list[int] = []
+
+    class Seen(sample_norms.ReadsNorms):
+        def read(self, trainer: Any, module: Any, squares: Tensor, batch: Any) -> None:
+            steps.append(trainer.global_step)
+
+    trainer(tmp_path, callbacks=[Seen(every_n_steps=2)], max_steps=4).fit(module(), loader())
+    assert steps == [1, 3]
+
+
 def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='norm="group"'):
         trainer(tmp_path, callbacks=[HardSamples()]).fit(Classifier(TINY), loader())
