@@ -97,7 +97,7 @@ def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetw
 @contextmanager
 def memory_chart(path: Path) -> Iterator[Any]:
     """Yield matplotlib's axes for time against memory, and save the picture."""
-    from revzoo.profiling.audit import new_figure
+    from revzoo.profiling.figures import new_figure
 
     figure = new_figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -117,7 +117,7 @@ def check_picture(path: Path | None) -> None:
     """
     if path is None:
         return
-    from revzoo.profiling.audit import check_matplotlib
+    from revzoo.profiling.figures import check_matplotlib
 
     check_matplotlib()
     check_writable(path)
