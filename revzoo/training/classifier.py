@@ -29,19 +29,14 @@ from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS
+from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
-from revzoo.training.callbacks.max_steps import LastStep
+from revzoo.training.callbacks.last_step import LastStep
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
-from revzoo.training.metrics import (
-    EpochFigures,
-    count_unrepeated,
-    log_metrics,
-    make_metrics,
-    update_metrics,
-)
+from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry

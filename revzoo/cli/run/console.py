@@ -28,7 +28,7 @@ from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress import clock, epoch_of
+from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
 

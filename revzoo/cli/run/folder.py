@@ -30,8 +30,8 @@ from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.run_files import CHECKPOINTS

@@ -17,7 +17,7 @@ from revzoo.cli.config.build import build_data, build_module
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import TUNER
 from revzoo.profiling.units import in_units
-from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_rates, find_lr
 

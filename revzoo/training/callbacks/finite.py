@@ -21,7 +21,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from revzoo.training.checkpoint.state import RunState
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from small_task import TINY, trainer
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoint.files import (
-    DamagedCheckpoint,
+    DamagedCheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
@@ -82,7 +82,7 @@ def test_parameters_that_the_scaler_skipped_need_no_momentum(good: State, tmp_pa
     state["optimizer_states"][0]["state"] = {}
     check(state, EMA, tmp_path)
     state["MixedPrecision"].pop("scale")
-    with pytest.raises(DamagedCheckpoint, match=r"MixedPrecision\['scale'\] is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"MixedPrecision\['scale'\] is missing"):
         check(state, EMA, tmp_path)
 
 
@@ -181,5 +181,5 @@ def test_the_damaged_part_is_named(
     check(good, EMA, tmp_path)
     state = copy.deepcopy(good)
     damage(state)
-    with pytest.raises(DamagedCheckpoint, match=message):
+    with pytest.raises(DamagedCheckpointError, match=message):
         check(state, EMA, tmp_path)

@@ -29,7 +29,7 @@ from torch import nn
 from revzoo._checks import did_you_mean, is_count, number_of
 from revzoo.models.parts import parts
 from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
-from revzoo.training.callbacks.progress import epoch_of
+from revzoo.training.callbacks.progress_bar import epoch_of
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
@@ -53,7 +53,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         ValueError: the epochs are not whole numbers >= 0 in rising order.
 
     Example:
-        >>> from revzoo.training.callbacks.finetune import Finetuning
+        >>> from revzoo.training.callbacks.finetuning import Finetuning
         >>> callback = Finetuning(unfreeze=[2, 4])
         >>> callback.first_trained(revzoo.create_model("revnet38"), epoch=3)
         'stages.2'

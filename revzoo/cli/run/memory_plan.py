@@ -34,7 +34,7 @@ from revzoo.profiling.twins import meta_twin
 from revzoo.profiling.units import in_one_unit
 from revzoo.training import Classifier
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress import clock
+from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.optim.optimizers import build_optimizer
