@@ -381,6 +381,10 @@ def audit(
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
     twin_of: Callable[[nn.Module], nn.Module] = real_twin if real else fake_twin
+
+    def counted(mode: str, twin: nn.Module) -> Audit:
+        return Audit(mode, trace_step(twin, images_for(twin, shape)), added)
+
     audits = []
     blocks: list[tuple[BlockRow, str]] = []
     plain = None
@@ -395,13 +399,11 @@ def audit(
                     if modes is None:
                         continue  # the mode does not fit all steps, and nobody asked for it
                     raise
-            trace = trace_step(twin, images_for(twin, shape))
-            audits.append(Audit(mode, trace, added))
+            audits.append(counted(mode, twin))
             if mode == present:
                 blocks = _blocks_of(model, twin)
         if blocks:
-            twin = _plain(twin_of(model))
-            plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
+            plain = counted("plain", _plain(twin_of(model)))
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     notes = uncounted_in(model)

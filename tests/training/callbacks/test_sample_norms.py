@@ -52,7 +52,9 @@ def test_the_noise_scale_is_the_papers(tmp_path: Path) -> None:
     g = looped(module().model, images, labels).double()
     trace = g.var(0).sum()
     square = g.mean(0).square().sum() - trace / len(g)
-    (callback,) = build_callbacks({"gradient_noise_scale": {"decay": 0.0}}, run_dir=tmp_path)
+    (callback,) = build_callbacks(
+        {"gradient_noise_scale": {"decay": 0.0, "every_n_steps": 1}}, run_dir=tmp_path
+    )
     runner = trainer(tmp_path, callbacks=[callback], max_epochs=1, limit_train_batches=1)
     runner.fit(module(), loader())
     assert float(runner.callback_metrics["gradients/noise_scale"]) == pytest.approx(
