@@ -39,9 +39,9 @@ from revzoo.cli.config.build import build_data, build_module, build_trainer
 from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.data import Digits
 from revzoo.models import create_model
-from revzoo.profiling.costs import activation_bytes
+from revzoo.profiling.audit import audit
 from revzoo.training import Finetuning
-from revzoo.training.lightning_messages import quiet
+from revzoo.training.quiet_lightning import quiet
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TUNED = ("experiment=finetune", "model.pretrained=true")
@@ -213,10 +213,11 @@ def trained_by(method: str, memory: str) -> nn.Module:
 
 def memory_row(method: str, args: argparse.Namespace) -> str:
     """Activations of a step of ``method``: counted, and measured in a fresh process."""
-    images = torch.randn(args.memory_batch, 3, 32, 32)
+    shape = (args.memory_batch, 3, 32, 32)
     cells = [method]
     for memory in ("store", "invert"):
-        counted = activation_bytes(trained_by(method, memory), images) / MIB
+        report = audit(trained_by(method, memory), shape, modes=[], real=True)
+        counted = report.activation_bytes // shape[0] / MIB
         child = ["--memory-of", method, memory, "--memory-batch", str(args.memory_batch)]
         grown = int(in_own_process(__file__, child)) / MIB
         cells += [f"{counted:.2f}", f"{grown:.0f}"]

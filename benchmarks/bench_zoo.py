@@ -15,7 +15,7 @@ import torch
 
 import revzoo
 from revzoo.core.modes import DEVICE_MODES
-from revzoo.profiling.costs import activation_bytes, forward_flops
+from revzoo.profiling.costs import forward_flops
 
 VARIANTS = "*_memcnn"
 
@@ -30,7 +30,8 @@ def row(name: str) -> str:
     peaks: dict[str, float] = {}
     for mode in DEVICE_MODES if model.default_memory != "store" else ["store", "recompute"]:
         revzoo.set_memory(model, mode)
-        peaks[mode] = activation_bytes(model, images) / 2**20
+        report = revzoo.audit(model, images.shape, modes=[], real=True)
+        peaks[mode] = report.activation_bytes // len(images) / 2**20
     cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in DEVICE_MODES]
     gain = f"{peaks['store'] / peaks['invert']:.1f}x" if "invert" in peaks else "-"
     parameters = sum(p.numel() for p in model.parameters())

@@ -17,7 +17,6 @@ import torch
 from matplotlib import pyplot as plt
 
 import revzoo
-from revzoo.profiling.costs import activation_bytes
 
 BATCH = 8
 Model = tuple[int, str, dict[str, Any]]  # layers, name, options
@@ -69,7 +68,8 @@ def mebibytes(name: str, options: dict[str, Any], mode: str) -> float:
     """Peak of one training step, MiB per image."""
     torch.manual_seed(0)
     model = revzoo.create_model(name, num_classes=10, memory=mode, **options)
-    return activation_bytes(model, torch.randn(BATCH, 3, 32, 32)) / 2**20
+    report = revzoo.audit(model, (BATCH, 3, 32, 32), modes=[], real=True)
+    return report.activation_bytes // BATCH / 2**20
 
 
 def main() -> None:

@@ -220,6 +220,11 @@ def shortened(names: Iterable[object], most: int = 5) -> str:
     return (", ".join(listed[:most]) or "none") + more
 
 
+def package_needed(what: str, *packages: str) -> str:
+    """``"pictures need matplotlib: pip install matplotlib"``, from ``what="pictures need"``."""
+    return f"{what} {', '.join(packages)}: pip install {' '.join(packages)}"
+
+
 def number_of(count: int, noun: str) -> str:
     """``"1 epoch"`` or ``"2 epochs"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 
 def file_name(name: str) -> str:
@@ -21,6 +22,11 @@ def file_name(name: str) -> str:
 def write_atomically(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
     write_together({path: data})
+
+
+def json_bytes(values: Any, *, sort_keys: bool = False) -> bytes:
+    """``values`` as the content of a JSON file, with a line for each value."""
+    return f"{json.dumps(values, indent=2, sort_keys=sort_keys)}\n".encode()
 
 
 def write_together(files: Mapping[Path, bytes]) -> None:

@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from revzoo._checks import either, nearest
+from revzoo._checks import either, nearest, package_needed
 
 LIBRARIES = ("torchvision", "timm")
 _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
@@ -52,7 +52,7 @@ def matching_names(pattern: str) -> list[str]:
 def check_installed(library: str) -> None:
     """Raise a ValueError unless the library is installed."""
     if find_spec(library) is None:
-        raise ValueError(f"{library}: networks need the package: pip install {library}")
+        raise ValueError(package_needed(f"networks of {library} need the package", library))
 
 
 def check_library_name(name: str) -> None:

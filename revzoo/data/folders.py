@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -19,8 +20,9 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from revzoo._checks import shortened
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
+from revzoo.data.module import Split
 
-SPLITS = ("train", "val", "test")
+SPLITS: tuple[str, ...] = get_args(Split)
 VOLUMES = (".npy", ".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"

@@ -55,12 +55,8 @@ def train_loader(
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
-    share: dict[str, Any] = {"seed": seed, "processes": processes, "rank": rank}
-    sampler = (
-        PoissonSampler(len(images), batch_size=batch_size, **share)
-        if poisson
-        else EpochSampler(len(images), **share)
-    )
+    kind = PoissonSampler if poisson else EpochSampler
+    sampler = kind(len(images), batch_size=batch_size, seed=seed, processes=processes, rank=rank)
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
     overfits = trainer is not None and any_trainer.overfit_batches
     loader = TrainLoader(
@@ -202,10 +198,8 @@ class TrainLoader(RestartingLoader):
     def _start(self, first: int) -> Iterator[Batch]:
         if not isinstance(self.sampler, EpochSampler):
             return super()._start(first)
-        assert self.batch_size is not None
         # the sampler skips them, so their images are not read
-        poisson = isinstance(self.sampler, PoissonSampler)
-        self.sampler.start = first if poisson else first * self.batch_size
+        self.sampler.start = first
         if self.dataset.augments_itself:
             self.dataset.begin_epoch(self.sampler.epoch_seed)
         return self._without_sigchld()

@@ -50,17 +50,20 @@ class EpochSampler(DistributedSampler[int]):
 
     Args:
         count: images in all.
+        batch_size: images in a batch of one process.
         seed: decides the order, together with the epoch.
         processes: processes that train together.
         rank: index of this process.
 
     Attributes:
-        start: number of images that the next pass skips; the pass after it skips none.
+        start: number of batches that the next pass skips; the pass after it skips none.
     """
 
-    def __init__(self, count: int, *, seed: int, processes: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, count: int, *, batch_size: int, seed: int, processes: int = 1, rank: int = 0
+    ) -> None:
         super().__init__(range(count), num_replicas=processes, rank=rank, seed=seed)  # type: ignore[arg-type]
-        self.start = 0
+        self.batch_size, self.start = batch_size, 0
 
     @property
     def epoch_seed(self) -> int:
@@ -68,7 +71,7 @@ class EpochSampler(DistributedSampler[int]):
         return hash_seed(self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[int]:
-        start, self.start = self.start, 0
+        start, self.start = self.start * self.batch_size, 0
         # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
@@ -91,13 +94,12 @@ class PoissonSampler(EpochSampler):
 
     Attributes:
         rate: probability that an image is in a batch.
-        start: number of batches that the next pass skips.
     """
 
     def __init__(
         self, count: int, *, batch_size: int, seed: int, processes: int = 1, rank: int = 0
     ) -> None:
-        super().__init__(count, seed=seed, processes=processes, rank=rank)
+        super().__init__(count, batch_size=batch_size, seed=seed, processes=processes, rank=rank)
         self.batches = count // (batch_size * processes)
         self.rate = batch_size * processes / count
 

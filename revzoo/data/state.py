@@ -15,28 +15,35 @@ MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised p
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
-    """Validate a state before use.
+    """Validate a state before use; see :func:`faults_of` for the arguments.
+
+    Raises:
+        DataError: lists all invalid fields.
+    """
+    if faults := faults_of(state, num_classes=num_classes, in_chans=in_chans):
+        raise DataError(
+            f"the checkpoint's state of its data is not valid: {'; '.join(faults)}. Use a "
+            "checkpoint that a run has saved"
+        )
+
+
+def faults_of(
+    state: Any, *, num_classes: int | None = None, in_chans: int | None = None
+) -> list[str]:
+    """The invalid fields of a state: their names, values and the expected values.
 
     Args:
         state: the state of a data module, from an untrusted file.
         num_classes: of the model; None if unknown.
         in_chans: channels of the model's images; None accepts the channels in ``state``.
-
-    Raises:
-        DataError: lists all invalid fields.
     """
     if not isinstance(state, Mapping):
-        raise DataError(f"the state of the data is {state!r:.80}, expected a mapping")
-    faults = [
+        return [f"it is {state!r:.80}, expected a mapping"]
+    return [
         f"{name} is {state.get(name)!r:.80}, expected {expected}"
         for name, valid, expected in _rules(state, num_classes, in_chans)
         if not valid
     ]
-    if faults:
-        raise DataError(
-            f"the checkpoint's state of its data is not valid: {'; '.join(faults)}. Use a "
-            "checkpoint that a run has saved"
-        )
 
 
 def _rules(

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo._checks import is_count
+from revzoo._checks import is_count, package_needed
 from revzoo._files import replacing
 from revzoo.core.invertible import Step
 from revzoo.core.set_memory import set_memory
@@ -194,9 +194,8 @@ def _onnx_needed() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ExportError(
-            f"onnx needs more packages ({error}): pip install onnx onnxscript onnxruntime"
-        ) from error
+        packages = ("onnx", "onnxscript", "onnxruntime")
+        raise ExportError(package_needed("this format needs", *packages)) from error
 
 
 def _write_safetensors(job: Export, path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from revzoo._checks import shortened
-from revzoo._files import write_together
+from revzoo._files import json_bytes, write_together
 from revzoo.core.invertible import steps_in
 from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
 from revzoo.layers.side_bits import SideBits
@@ -225,7 +224,7 @@ def describing_save(names: Iterable[str] = _NEEDED) -> str:
 
 def json_of(entry: WeightsEntry) -> bytes:
     """An entry as its JSON file."""
-    return (json.dumps(entry.plain(), indent=2) + "\n").encode()
+    return json_bytes(entry.plain())
 
 
 def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, Any]:

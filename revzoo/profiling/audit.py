@@ -13,7 +13,6 @@ audit counts a step on fake tensors instead.
 from __future__ import annotations
 
 import csv
-import importlib
 import itertools
 import logging
 import textwrap
@@ -31,6 +30,7 @@ from revzoo.core.modes import MODES, in_table_order
 from revzoo.core.set_memory import assign_memory, modes_in, set_memory
 from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
+from revzoo.profiling.figures import step_figure
 from revzoo.profiling.stages import OUTSIDE
 from revzoo.profiling.trace import (
     Trace,
@@ -51,7 +51,6 @@ log = logging.getLogger(__name__)
 _MIXED = "as set"  # the name of the current setting if its steps have different modes
 
 _SHOWN = 8  # rows of the largest tensors in the printed report
-_STAGES = 10  # colours in the picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +164,7 @@ class Report:
 
     Attributes:
         audits: by mode, the current setting first.
+        listed: the audits in the order of the tables.
         kept_bytes, activation_bytes, peak_bytes, rows: of the current setting, see :class:`Audit`.
         input_shape: of the batch.
         converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
@@ -185,7 +185,7 @@ class Report:
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
-        self._listed = [self.audits[mode] for mode in in_table_order(self.audits)]
+        self.listed = [self.audits[mode] for mode in in_table_order(self.audits)]
         self._on_host = on_host  # modes with activations in host memory; not counted
         # each note once: most are the same in all modes
         of_modes = itertools.chain.from_iterable(audit.uncounted for audit in audits)
@@ -210,7 +210,7 @@ class Report:
         with replacing_table(Path(path)) as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Row)])
-            for audit in self._listed:
+            for audit in self.listed:
                 writer.writerows(map(astuple, audit.rows))
 
     def figure(self) -> Figure:
@@ -219,44 +219,7 @@ class Report:
         Raises:
             ValueError: matplotlib is not installed.
         """
-        figure = new_figure(layout="constrained")
-        series = [audit.series() for audit in self._listed]
-        sized = in_one_unit(max(audit.activation_bytes for audit in self._listed))
-        peaks: dict[str, int] = {}
-        for levels, _ in series:
-            for name, row in levels.items():
-                peaks[name] = max(*row, peaks.get(name, 0))
-        # each of the largest parts gets its own colour, the others share one
-        large = sorted(peaks, key=peaks.__getitem__, reverse=True)
-        large = large if len(large) <= _STAGES else large[: _STAGES - 1]
-        shown = [name for name in peaks if name in large]
-        width = max(4.8, 3.6 * len(series))  # inches
-        figure.set_size_inches(width, 3.6)
-        panels = figure.subplots(1, len(series), sharey=True, squeeze=False)
-        for axes, audit, (levels, turn) in zip(panels[0], self._listed, series, strict=True):
-            length = max(map(len, levels.values()), default=0)
-            # every panel has the same names in the same order, so one legend serves all
-            stacked = {name: levels.get(name, [0] * length) for name in shown}
-            others = [levels[name] for name in levels if name not in shown]
-            if others:
-                stacked["others"] = [sum(values) for values in zip(*others, strict=True)]
-            rows = [[b / 2**20 for b in row] for row in stacked.values()]
-            axes.stackplot(range(length), rows, labels=stacked, step="post")
-            axes.axvline(turn, color="#7d858d", lw=1, ls=":")
-            peak = sized(audit.activation_bytes)
-            axes.set(
-                title=f"{audit.mode}: activations peak at {peak}",
-                xlabel="operator (dotted: backward)",
-            )
-            axes.spines[["top", "right"]].set_visible(False)
-        panels[0][0].set_ylabel("activations, MiB")
-        shape = "x".join(map(str, self.input_shape))
-        figure.suptitle(f"{self.model}, a training step on {shape}", fontsize="medium")
-        handles, labels = panels[0][0].get_legend_handles_labels()
-        # an estimate: inches of a letter, and of the colour with its margins
-        columns = int(width / (0.09 * max(map(len, labels)) + 0.7))
-        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        return figure
+        return step_figure(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw :meth:`figure` into a file, e.g. a PNG.
@@ -284,7 +247,7 @@ class Report:
         shape = "x".join(map(str, self.input_shape))
         present = self._present
         # one unit for all tables
-        sized = in_one_unit(max(audit.peak_bytes for audit in self._listed))
+        sized = in_one_unit(max(audit.peak_bytes for audit in self.listed))
         yield f"{self.model}, one training step on {shape}"
         yield "kept: activations between the forward and the backward pass"
         yield peak_note(present.kinds.get("optimiser", 0), sized)
@@ -373,30 +336,6 @@ def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]
     return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
-def check_matplotlib() -> None:
-    """Check that pictures can be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-
-
-def new_figure(**options: Any) -> Figure:
-    """An empty figure of matplotlib. Not by pyplot, which would change the caller's backend.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    check_matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(**options)
-
-
 def audit(
     model: nn.Module,
     input_shape: Sequence[int],
@@ -442,6 +381,10 @@ def audit(
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
     twin_of: Callable[[nn.Module], nn.Module] = real_twin if real else fake_twin
+
+    def counted(mode: str, twin: nn.Module) -> Audit:
+        return Audit(mode, trace_step(twin, images_for(twin, shape)), added)
+
     audits = []
     blocks: list[tuple[BlockRow, str]] = []
     plain = None
@@ -456,13 +399,11 @@ def audit(
                     if modes is None:
                         continue  # the mode does not fit all steps, and nobody asked for it
                     raise
-            trace = trace_step(twin, images_for(twin, shape))
-            audits.append(Audit(mode, trace, added))
+            audits.append(counted(mode, twin))
             if mode == present:
                 blocks = _blocks_of(model, twin)
         if blocks:
-            twin = _plain(twin_of(model))
-            plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
+            plain = counted("plain", _plain(twin_of(model)))
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     notes = uncounted_in(model)

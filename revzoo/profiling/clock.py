@@ -216,8 +216,13 @@ def now(device: torch.device) -> float:
 
     With one thread we use the thread's clock, which stops while other programs have the core.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # kernels run after their call returns
-    elif torch.get_num_threads() == 1:
+    wait_for(device)
+    if device.type != "cuda" and torch.get_num_threads() == 1:
         return time.thread_time()
     return time.perf_counter()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has finished its work: kernels run after their call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The training step to count and time; operations and bytes of activations per image."""
+"""The training step to count and time, and its floating-point operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from revzoo.core.evaluation import evaluation_mode
-from revzoo.profiling.live import LiveMemory
 
 
 def default_loss(outputs: Any) -> Tensor:
@@ -40,13 +39,6 @@ def training_step(model: nn.Module, images: Tensor) -> None:
     torch.autograd.backward(default_loss(model(images)))
 
 
-def step_peak(model: nn.Module, images: Tensor) -> int:
-    """Peak bytes of the tensors that one training step creates."""
-    with LiveMemory() as memory:
-        training_step(model, images)
-    return memory.peak
-
-
 def forward_flops(model: nn.Module, images: Tensor) -> int:
     """Floating-point operations of a forward pass in evaluation mode, per image.
 
@@ -55,17 +47,3 @@ def forward_flops(model: nn.Module, images: Tensor) -> int:
     with evaluation_mode(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(images)
     return counter.get_total_flops() // len(images)
-
-
-def activation_bytes(model: nn.Module, images: Tensor) -> int:
-    """Peak bytes of the tensors that a training step creates, per image.
-
-    Counted, not sampled (see :mod:`revzoo.profiling.live`), so equal on every machine. Weights,
-    their gradients and the input exist before the step and do not count.
-
-    Args:
-        model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
-        images: a batch; in small batches, bytes that do not grow with the batch distort the result.
-    """
-    training_step(model, images)  # allocates the gradients; the second step only adds to them
-    return step_peak(model, images) // len(images)

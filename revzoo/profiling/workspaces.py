@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only
 _LARGER = (torch.ops.aten.col2im.default,)
 
 
-class _Layout(NamedTuple):
+class _Stored(NamedTuple):
     """A tensor's shape, strides, type and device, and the bytes of its storage."""
 
     shape: torch.Size
@@ -52,7 +52,7 @@ def sized(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         RuntimeError: the operator cannot run on this machine, or not on zeros.
     """
     layouts = tree_map_only(Tensor, _layout, (args, kwargs))
-    leaves, spec = tree_flatten(layouts, is_leaf=lambda leaf: isinstance(leaf, _Layout))
+    leaves, spec = tree_flatten(layouts, is_leaf=lambda leaf: isinstance(leaf, _Stored))
     real = iter(_real_outputs(func, tuple(leaves), spec))
 
     def with_real_storage(t: Tensor) -> Tensor:
@@ -65,13 +65,13 @@ def sized(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
     return tree_map_only(Tensor, with_real_storage, outputs)
 
 
-def _layout(t: Tensor) -> _Layout:
-    return _Layout(t.shape, t.stride(), t.dtype, t.device)
+def _layout(t: Tensor) -> _Stored:
+    return _Stored(t.shape, t.stride(), t.dtype, t.device)
 
 
 # equal layers, and steps in different memory modes, run one operator on tensors of one layout
 @functools.lru_cache(maxsize=512)
-def _real_outputs(func: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[_Layout, ...]:
+def _real_outputs(func: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[_Stored, ...]:
     with unset_fake_temporarily():
         args, kwargs = tree_unflatten([_zeros(x) for x in leaves], spec)
         outputs = [t for t in tree_iter(func(*args, **kwargs)) if isinstance(t, Tensor)]
@@ -79,7 +79,7 @@ def _real_outputs(func: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[_
 
 
 def _zeros(leaf: Any) -> Any:
-    if not isinstance(leaf, _Layout):
+    if not isinstance(leaf, _Stored):
         return leaf
     extent = sum(s * (n - 1) for n, s in zip(leaf.shape, leaf.stride, strict=True)) + 1
     values = torch.zeros(max(0, extent), dtype=leaf.dtype, device=leaf.device)

@@ -1,19 +1,19 @@
 """The public names of training; :mod:`revzoo.training` loads them on first use."""
 
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
-from revzoo.training.callbacks.compile import CompiledBranches
+from revzoo.training.callbacks.compiled_branches import CompiledBranches
 from revzoo.training.callbacks.confusion import ConfusionMatrix
 from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.callbacks.epoch_log import EpochLog
-from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
-from revzoo.training.lightning_messages import quiet
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import make_schedule
 from revzoo.training.process_memory import peak_bytes, peak_host_bytes
+from revzoo.training.quiet_lightning import quiet
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 
 __all__ = [

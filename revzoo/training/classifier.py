@@ -23,30 +23,24 @@ from torchmetrics import Metric, MetricCollection
 from revzoo.core.guard.samples import draw_places
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
+from revzoo.data.images import Batch
 from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
+from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
-from revzoo.training.callbacks.max_steps import LastStep
+from revzoo.training.callbacks.last_step import LastStep
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
-from revzoo.training.metrics import (
-    EpochFigures,
-    count_unrepeated,
-    log_metrics,
-    make_metrics,
-    update_metrics,
-)
+from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry
 from revzoo.weights.source import resolve_source
-
-Batch = tuple[Tensor, Tensor]
 
 
 class Classifier(pl.LightningModule):
@@ -173,6 +167,15 @@ class Classifier(pl.LightningModule):
         states = data_states(state)
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record the bits of reversible blocks, which ``callbacks.side_bits`` raises."""
+        model = checkpoint["hyper_parameters"].get("model") or {}
+        bits = [step.bits for step in self.model.modules() if isinstance(step, SideBits)]
+        if bits and model.get("reversible_bits"):
+            # copies: the mappings are the module's
+            model = {**model, "reversible_bits": max(bits)}
+            checkpoint["hyper_parameters"] = {**checkpoint["hyper_parameters"], "model": model}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give reversible blocks the bits that the saved weights were trained with."""

@@ -16,6 +16,7 @@ from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from pytorch_lightning.trainer.states import TrainerFn
 
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
@@ -77,6 +78,11 @@ def pending_row(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
     # at the end of an epoch Lightning logs under the last step, not under the next one
     step = loop._batches_that_stepped - at_epoch_end
     return step, {**figures, "epoch": float(trainer.current_epoch)}
+
+
+def is_fitting(trainer: pl.Trainer) -> bool:
+    """Whether the trainer runs ``fit``, its validations included."""
+    return trainer.state.fn == TrainerFn.FITTING
 
 
 def started_processes(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:

@@ -103,25 +103,3 @@ def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:
     # process r gets the images r, r + n, r + 2 n, ...; repeated ones come after the last
     share = range(sampler.rank, len(sampler.dataset), sampler.num_replicas)  # type: ignore[arg-type]
     return max(0, min(size, len(share) - batch_idx * loader.batch_size))
-
-
-class EpochFigures(pl.Callback):
-    """Logs the module's ``training_metrics`` as ``train/NAME``, if its steps update them."""
-
-    def __init__(self) -> None:
-        self._logged = False
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._logged = False
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
-    ) -> None:
-        # once per epoch: Lightning computes the logged metrics at its end
-        if self._logged:
-            return
-        # before the check: a module that does not use the metrics never will
-        self._logged = True
-        metrics: MetricCollection = pl_module.metrics_of("train")  # type: ignore[operator]
-        if all(metric.update_called for metric in metrics.values()):
-            log_metrics(pl_module, metrics)

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from revzoo._checks import package_needed
 from revzoo.weights.entry import HUB
 from revzoo.weights.errors import HubError
 
@@ -76,6 +77,4 @@ def _library() -> Any:
     try:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
-        raise HubError(
-            "models of the hub need the package huggingface_hub: pip install huggingface_hub"
-        ) from error
+        raise HubError(package_needed("models of the hub need", "huggingface_hub")) from error

@@ -18,12 +18,12 @@ from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import checkpoints as keep_module
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.callbacks.run_state import RunState, generator_states, set_generator_states
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
-from revzoo.training.checkpoint.state import RunState, generator_states, set_generator_states
 from revzoo.weights.run_files import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}

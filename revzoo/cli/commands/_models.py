@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,16 @@ def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
     add_bits_option(parser)
 
 
-def add_batch_size(parser: argparse.ArgumentParser, **options: Any) -> None:
+def add_batch_size(
+    parser: argparse.ArgumentParser,
+    *,
+    help: str,
+    default: int | None = None,
+    type: Callable[[str], int] = int,
+) -> None:
     """Declare ``--batch-size``, short ``--batch``."""
-    parser.add_argument("--batch-size", "--batch", **{"type": int, "metavar": "N"} | options)
+    names = ("--batch-size", "--batch")
+    parser.add_argument(*names, type=type, default=default, metavar="N", help=help)
 
 
 def add_image_size(parser: argparse.ArgumentParser, *, help: str) -> None:
@@ -36,9 +43,10 @@ def add_image_size(parser: argparse.ArgumentParser, *, help: str) -> None:
     parser.add_argument(*names, type=int, metavar="N", help=help)
 
 
-def add_output(parser: argparse.ArgumentParser, **options: Any) -> None:
+def add_output(parser: argparse.ArgumentParser, *, help: str, default: Path | None = None) -> None:
     """Declare ``--output``, short ``--out``."""
-    parser.add_argument("--output", "--out", type=Path, metavar="PATH", **options)
+    names = ("--output", "--out")
+    parser.add_argument(*names, type=Path, default=default, metavar="PATH", help=help)
 
 
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +105,7 @@ def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetw
 @contextmanager
 def memory_chart(path: Path) -> Iterator[Any]:
     """Yield matplotlib's axes for time against memory, and save the picture."""
-    from revzoo.profiling.audit import new_figure
+    from revzoo.profiling.figures import new_figure
 
     figure = new_figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -117,7 +125,7 @@ def check_picture(path: Path | None) -> None:
     """
     if path is None:
         return
-    from revzoo.profiling.audit import check_matplotlib
+    from revzoo.profiling.figures import check_matplotlib
 
     check_matplotlib()
     check_writable(path)

@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
     with status_of("loading torch"):
         import torch
 
-        from revzoo.profiling.audit import audit, check_matplotlib
+        from revzoo.profiling.audit import audit
+        from revzoo.profiling.figures import check_matplotlib
 
     # first check everything that would fail after the count
     if args.tensorboard:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from revzoo.cli.config.compose import ConfigFiles, compose_checked, to_plain
     from revzoo.cli.config.overrides import take_root
     from revzoo.cli.config.quick import check_evaluated
     from revzoo.cli.config.yaml_files import run_of
@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> None:
     others, root = take_root(args.overrides)
     names_data = any(override.startswith("data=") for override in others)
     overrides = args.overrides if names_data else others
-    config = to_plain(compose_checked(overrides, Source("eval")))
+    config = to_plain(compose_checked(overrides, ConfigFiles("eval")))
     # refuse wrong keys and names before importing torch
     check_evaluated(config)
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate
     from revzoo.training.distributed import is_first_process
-    from revzoo.training.lightning_messages import quiet
+    from revzoo.training.quiet_lightning import quiet
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))

@@ -26,6 +26,7 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.profiling.units import in_units
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED
 
@@ -78,9 +79,8 @@ def run(args: argparse.Namespace) -> None:
         if args.image_size is not None:
             check_side(job.network, args.image_size, "--image-size")
         largest = export(job, path, kind=args.format, tolerance=tolerance)
-    size = path.stat().st_size / 2**20
     sys.stdout.write(
-        f"{path}  {size:.1f} MiB, difference {largest:.1e} of the largest logit "
+        f"{path}  {in_units(path.stat().st_size)}, difference {largest:.1e} of the largest logit "
         f"(limit {tolerance:g})\n"
     )
 

@@ -111,7 +111,8 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
     from revzoo.core.modes import DEVICE_MODES
     from revzoo.core.set_memory import set_memory
-    from revzoo.profiling.costs import activation_bytes, forward_flops
+    from revzoo.profiling.audit import audit
+    from revzoo.profiling.costs import forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
@@ -123,7 +124,8 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
         except ValueError:
             continue  # the model has no steps for this mode
         show_status(f"counting activations of a training step, memory={mode}")
-        size = activation_bytes(model, images) / 1024
+        peak = audit(model, images.shape, modes=[], real=True).activation_bytes
+        size = peak // len(images) / 1024
         yield f"training, {mode}", f"{size:,.0f} KiB of activations per image at the peak"
 
 

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_choice
-from revzoo._files import check_writable, write_atomically
+from revzoo._files import check_writable, json_bytes, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
     check_picture,
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write(f"{mode:12}{sized(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
     sys.stdout.write(f"\n{_usage(args, shape)}\n")
     if args.save:
-        write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
+        write_atomically(args.save, json_bytes(plan.modes))
     if args.plot:
         sys.stdout.flush()  # the picture needs more plans
         with status_of(args.plot.name):

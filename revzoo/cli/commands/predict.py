@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.run.predict import FORMS, predict
     from revzoo.data import DataError
     from revzoo.training.checkpoint.restore import restore
-    from revzoo.training.lightning_messages import quiet
+    from revzoo.training.quiet_lightning import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

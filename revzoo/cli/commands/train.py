@@ -37,7 +37,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
 
-    from revzoo.cli.config.compose import Source
+    from revzoo.cli.config.compose import ConfigFiles
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -117,19 +117,19 @@ def run(args: argparse.Namespace) -> None:
         begin(config, whole, overrides=args.overrides)
 
 
-def _source(args: argparse.Namespace) -> Source:
+def _source(args: argparse.Namespace) -> ConfigFiles:
     """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
-    from revzoo.cli.config.compose import CONFIGS, Source
+    from revzoo.cli.config.compose import CONFIGS, ConfigFiles
 
     path = args.config_path
     # pkg://x would import x
     if path is not None and "://" in path:
         raise ConfigError(f"-cp {path}: expected a folder of configuration files")
     folder = CONFIGS if path is None else Path(path)
-    return Source(args.config_name or "train", folder=folder, extra=args.config_dir)
+    return ConfigFiles(args.config_name or "train", folder=folder, extra=args.config_dir)
 
 
-def _multirun(args: argparse.Namespace, source: Source) -> None:
+def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
     from revzoo.cli.run.multirun import multirun
 
     multirun(args.overrides, source)
@@ -174,7 +174,7 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     sys.stdout.write(OmegaConf.to_yaml(part) if isinstance(part, Container) else f"{part}\n")
 
 
-def _show(args: argparse.Namespace, source: Source) -> None:
+def _show(args: argparse.Namespace, source: ConfigFiles) -> None:
     # Hydra's own texts: these functions are private, and Hydra is pinned below 1.4
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode

@@ -20,6 +20,7 @@ from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
+from revzoo._checks import package_needed
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import CSV_ONLY, check_model, model_spec
 from revzoo.cli.config.sizes import REFUSALS, try_image
@@ -105,7 +106,7 @@ def build_loggers(
         return []
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
     if kind in EXTRAS and find_spec(kind) is None:
-        raise ConfigError(f"logger={kind} needs a package: pip install {kind}")
+        raise ConfigError(package_needed(f"logger={kind} needs the package", kind))
     # MetricsCSV ignores the other processes itself
     if kind != CSV_ONLY and is_first_process():
         loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))

@@ -64,7 +64,7 @@ SET_BY_HYDRA = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigFiles:
     """The files of a configuration.
 
     Attributes:
@@ -78,13 +78,13 @@ class Source:
     extra: Path | None = None
 
 
-TRAIN = Source()
+TRAIN = ConfigFiles()
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
 
 
 @contextmanager
-def hydra_of(source: Source) -> Iterator[Hydra]:
+def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
     """Initialise Hydra with this source, inside the context.
 
     Raises:
@@ -128,7 +128,7 @@ def _check_folder(folder: Path) -> None:
             check_growth(path)
 
 
-def _check_search_path(hydra: Hydra, source: Source) -> None:
+def _check_search_path(hydra: Hydra, source: ConfigFiles) -> None:
     # see NOTE [ Hydra's section ], 2
     repository = hydra.config_loader.repository  # type: ignore[attr-defined]
     try:
@@ -143,7 +143,7 @@ def _check_search_path(hydra: Hydra, source: Source) -> None:
         )
 
 
-def compose_checked(overrides: Sequence[str], source: Source = TRAIN) -> DictConfig:
+def compose_checked(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> DictConfig:
     """Compose a configuration with ``overrides`` after checking every key.
 
     Args:
@@ -157,7 +157,7 @@ def compose_checked(overrides: Sequence[str], source: Source = TRAIN) -> DictCon
 
 
 def compose_whole(
-    overrides: Sequence[str], source: Source = TRAIN, *, trusted: Sequence[str] = ()
+    overrides: Sequence[str], source: ConfigFiles = TRAIN, *, trusted: Sequence[str] = ()
 ) -> tuple[DictConfig, DictConfig]:
     """As :func:`compose_checked`, and the same with Hydra's section, which is checked too.
 
@@ -278,7 +278,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def check_multirun(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
+def check_multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> list[Override]:
     """Check the keys and options of several runs (``-m``), but not their combinations.
 
     Raises:
@@ -289,7 +289,7 @@ def check_multirun(overrides: Sequence[str], source: Source = TRAIN) -> list[Ove
 
 
 def _check_overrides(
-    overrides: Sequence[str], source: Source, loader: ConfigLoader
+    overrides: Sequence[str], source: ConfigFiles, loader: ConfigLoader
 ) -> tuple[list[Override], DictConfig]:
     """Check all names; return the overrides, and the configuration with only the options chosen."""
     parsed = parse(overrides, loader)
@@ -312,7 +312,7 @@ def _check_overrides(
     return parsed, base
 
 
-def _check_package(override: Override, source: Source) -> None:
+def _check_package(override: Override, source: ConfigFiles) -> None:
     """Check that a user's experiment sets the keys of the whole configuration.
 
     Without the line, Hydra puts them below ``experiment``, and does not name the cause.

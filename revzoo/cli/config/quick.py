@@ -235,7 +235,7 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 def memory_mode(config: Mapping[str, Any]) -> str | None:
     """The memory mode with which a run's model is created; None for the model's default.
 
-    A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory`).
+    A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
     """
     from revzoo.profiling.plan import PLANNED
 

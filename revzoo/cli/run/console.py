@@ -22,13 +22,13 @@ from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.library import weights_name
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.costs import activation_bytes
+from revzoo.profiling.audit import audit
 from revzoo.profiling.plan import count_modes
 from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress import clock, epoch_of
+from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
 
@@ -40,7 +40,7 @@ PRECISION_NAMES = {
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
-COUNTED = 2  # images of the counted step, on the meta device
+COUNTED = 2  # images of the counted step
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
 
@@ -114,8 +114,8 @@ def log_opening(
     reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
-    kept = kept_bytes(module, data)
-    size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image at the peak"
+    peak = activations_per_image(module, data)
+    size = "" if peak is None else f", {peak / 1024:,.0f} KiB of activations per image at the peak"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     # of all processes, for one update of the weights
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
@@ -207,17 +207,13 @@ def place_of(data: Mapping[str, Any]) -> str:
     return root if "://" in root else str(short_path(root))
 
 
-def kept_bytes(module: Classifier, data: ImageData) -> int | None:
-    """Peak bytes of activations per image, as ``revzoo info`` counts them; None if that fails.
-
-    Counts with a float32 copy on torch's ``meta`` device: shapes are enough.
-    """
+def activations_per_image(module: Classifier, data: ImageData) -> int | None:
+    """Peak bytes of activations per image, of a float32 copy; None if counting fails."""
+    shape = (COUNTED, data.in_chans, data.image_size, data.image_size)
     try:
         model = meta_twin(module.model, torch.float32)
-        with torch.device("meta"):
-            images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
-            return activation_bytes(model, images)
-    except Exception:  # a user's layer may raise anything on the meta device
+        return audit(model, shape, modes=[]).activation_bytes // COUNTED
+    except Exception:  # a user's layer may raise anything on fake tensors
         return None
 
 

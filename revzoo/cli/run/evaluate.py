@@ -17,7 +17,7 @@ from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
 from revzoo.layers.side_bits import MAX_BITS
-from revzoo.training.callbacks.progress import Progress
+from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
 from revzoo.training.metrics import in_order

@@ -21,7 +21,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo._files import check_regular, write_atomically
+from revzoo._files import check_regular, json_bytes, write_atomically
 from revzoo._version import __version__
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
@@ -30,8 +30,8 @@ from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.run_files import CHECKPOINTS
@@ -226,5 +226,4 @@ def seconds_before(run_dir: Path) -> float:
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
     # sorted: two summaries can be compared line by line
-    text = json.dumps(summary, indent=2, sort_keys=True)
-    write_atomically(run_dir / SUMMARY_FILE, f"{text}\n".encode())
+    write_atomically(run_dir / SUMMARY_FILE, json_bytes(summary, sort_keys=True))

@@ -23,7 +23,7 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import (
     CONFIGS,
     TRAIN,
-    Source,
+    ConfigFiles,
     check_multirun,
     compose_whole,
     to_plain,
@@ -39,7 +39,7 @@ from revzoo.training.distributed import started_together
 log = logging.getLogger(__name__)
 
 
-def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
+def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
     """Run a job for each combination of the values, one after the other.
 
     Raises:
@@ -85,7 +85,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
 
 
 def check_jobs(
-    jobs: Sequence[Sequence[str]], shared: Sequence[str], source: Source
+    jobs: Sequence[Sequence[str]], shared: Sequence[str], source: ConfigFiles
 ) -> list[DictConfig | Exception]:
     """The configuration of each job with Hydra's section, or the error that refuses the job.
 
@@ -107,7 +107,7 @@ def check_jobs(
     return runs
 
 
-def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]], list[str]]:
+def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list[str]], list[str]]:
     """The overrides of each job, and Hydra's, which all jobs share.
 
     Raises:
@@ -127,7 +127,7 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
     return jobs, shared
 
 
-def source_arguments(source: Source) -> list[str]:
+def source_arguments(source: ConfigFiles) -> list[str]:
     """The command-line options that select ``source``."""
     # only differences from the default, so that logged commands stay short
     options = {

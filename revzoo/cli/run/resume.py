@@ -91,16 +91,16 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
             log.info("%s has no checkpoint: the run starts from the beginning", run_dir)
         return None
     with user_errors():
-        check = partial(check_state, config, run_dir=run_dir)
+        check = partial(check_fits, config, run_dir=run_dir)
         path, _ = read_last(run_dir / CHECKPOINTS, check)
     return path
 
 
-def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
+def check_fits(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
     """Check that a checkpoint fits the run's configuration.
 
     Raises:
-        DamagedCheckpoint: the checkpoint is damaged.
+        DamagedCheckpointError: the checkpoint is damaged.
         CheckpointError: it comes from another run, or its hyperparameters are refused.
     """
     check_parts(state)

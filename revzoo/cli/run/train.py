@@ -55,7 +55,7 @@ from revzoo.cli.run.folder import (
     write_summary,
 )
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.memory import with_plan
+from revzoo.cli.run.memory_plan import with_plan
 from revzoo.cli.run.multirun import check_started_together
 from revzoo.cli.run.tune import tune
 from revzoo.core.guard.drift import DriftError
@@ -67,11 +67,11 @@ from revzoo.models import pretrained
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
-from revzoo.training.lightning_messages import quiet
+from revzoo.training.quiet_lightning import quiet
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)

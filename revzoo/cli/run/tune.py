@@ -16,14 +16,14 @@ from revzoo._checks import check_choice, check_names, check_number
 from revzoo.cli.config.build import build_data, build_module
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import TUNER
-from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.profiling.units import in_units
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_rates, find_lr
 
 log = logging.getLogger(__name__)
 
 AFTERWARDS = ("stop", "train", "use")  # train: as configured; use: with the suggestion
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def search_batch_size(
     for mode, size in result.per_image.items():
         fit = result.largest[mode]
         log.info("memory=%s: counted %d bytes per image, %d images fit", mode, size, fit)
-    room = f"{result.room / GIB:.2f} GiB" if result.room is not None else "the GPU's memory"
-    taken = f"{result.taken / GIB:.2f} GiB" if result.taken is not None else "an unknown amount"
+    room = in_units(result.room) if result.room is not None else "the GPU's memory"
+    taken = in_units(result.taken) if result.taken is not None else "an unknown amount"
     message = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
     log.info(message, result.batch_size, module.memory_mode, result.limited_by, taken, room)
     return result.batch_size, result.write(folder)

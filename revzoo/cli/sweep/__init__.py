@@ -2,7 +2,7 @@
 
 * ``command``: the subcommand.
 * ``space``: the ranges of the overrides.
-* ``plan``: the sweep's options, recorded in its folder.
+* ``spec``: the sweep's options, recorded in its folder.
 * ``search``: proposes and runs trials, resumes interrupted ones.
 * ``results``: figures of the trials, tables, the best command.
 """

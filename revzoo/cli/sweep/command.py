@@ -46,16 +46,16 @@ def run(args: argparse.Namespace) -> None:
             Ctrl-C.
     """
     from revzoo.cli.invocation import command_line
-    from revzoo.cli.sweep.plan import load_optuna, read_plan
     from revzoo.cli.sweep.space import check_space
+    from revzoo.cli.sweep.spec import load_optuna, read_spec
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-    folder, plan = read_plan(args.overrides, default=Path("outputs", "sweep", now))
-    trials = number_of(plan.trials, "trial")
-    log.info("%s: %s, to %s %s", folder, trials, plan.direction, plan.metric)
+    folder, spec = read_spec(args.overrides, default=Path("outputs", "sweep", now))
+    trials = number_of(spec.trials, "trial")
+    log.info("%s: %s, to %s %s", folder, trials, spec.direction, spec.metric)
     # before optuna and torch are imported: most mistakes are in the ranges
-    check_space(plan.fixed, plan.space)
+    check_space(spec.fixed, spec.space)
     load_optuna()
     from revzoo.cli.config.overrides import quoted_if_needed
     from revzoo.cli.run.lock import locked
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         # first: with this file, `revzoo sweep dir=DIR` can continue
-        plan.write(folder)
-        search = Search(plan, folder)
+        spec.write(folder)
+        search = Search(spec, folder)
         try:
             search.run()
         except (RunStopped, KeyboardInterrupt) as end:  # KeyboardInterrupt: between two trials

@@ -15,7 +15,7 @@ from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
 from revzoo.cli.invocation import command_line
 from revzoo.cli.run.folder import SUMMARY_FILE
-from revzoo.cli.sweep.plan import SweepPlan
+from revzoo.cli.sweep.spec import SweepSpec
 
 
 class NoFigureError(ValueError):
@@ -86,10 +86,10 @@ class Curve:
         return self.pruned
 
 
-def write_results(trials: Sequence[Any], plan: SweepPlan, folder: Path) -> None:
+def write_results(trials: Sequence[Any], spec: SweepSpec, folder: Path) -> None:
     """Write ``trials.csv`` and, if a trial is complete, ``best.yaml``."""
-    keys = [parameter.key for parameter in plan.space]
-    rows = [["trial", "state", plan.metric, *keys, "seconds", "error"]]
+    keys = [parameter.key for parameter in spec.space]
+    rows = [["trial", "state", spec.metric, *keys, "seconds", "error"]]
     for trial in trials:
         seconds = f"{trial.duration.total_seconds():.1f}" if trial.duration else ""
         values = [trial.params.get(key, "") for key in keys]
@@ -98,24 +98,24 @@ def write_results(trials: Sequence[Any], plan: SweepPlan, folder: Path) -> None:
         rows.append([trial.number, trial.state.name.lower(), figure, *values, seconds, error])
     with replacing_table(folder / "trials.csv") as file:
         csv.writer(file).writerows(rows)
-    if (best := best_of(trials, plan)) is not None:
+    if (best := best_of(trials, spec)) is not None:
         description = {
             "trial": best.number,
-            "metric": plan.metric,
+            "metric": spec.metric,
             "value": best.value,
             "parameters": dict(best.params),
-            "command": best_command(best, plan),
+            "command": best_command(best, spec),
         }
         write_yaml(description, folder / "best.yaml")
 
 
-def best_of(trials: Sequence[Any], plan: SweepPlan) -> Any:
+def best_of(trials: Sequence[Any], spec: SweepSpec) -> Any:
     """The best complete trial; None if there is none."""
-    sign = 1 if plan.direction == "maximize" else -1
+    sign = 1 if spec.direction == "maximize" else -1
     done = [trial for trial in trials if trial.state.name == "COMPLETE"]
     return max(done, key=lambda trial: sign * trial.value, default=None)
 
 
-def best_command(best: Any, plan: SweepPlan) -> str:
+def best_command(best: Any, spec: SweepSpec) -> str:
     """The command line that trains with a trial's parameters."""
-    return command_line("train", *plan.overrides(best.params))
+    return command_line("train", *spec.overrides(best.params))

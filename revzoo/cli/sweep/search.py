@@ -19,7 +19,6 @@ from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.invocation import train_words
 from revzoo.cli.run.child_process import run_program
 from revzoo.cli.run.lock import locked
-from revzoo.cli.sweep.plan import SweepPlan, load_optuna
 from revzoo.cli.sweep.results import (
     Curve,
     NoFigureError,
@@ -30,6 +29,7 @@ from revzoo.cli.sweep.results import (
     write_results,
 )
 from revzoo.cli.sweep.space import Parameter
+from revzoo.cli.sweep.spec import SweepSpec, load_optuna
 from revzoo.cli.terminal import folded
 
 log = logging.getLogger(__name__)
@@ -42,15 +42,15 @@ class Search:
     """A study and its trials.
 
     Args:
-        plan: the plan of the sweep.
+        spec: the options of the sweep.
         folder: the sweep's folder, which this process has locked.
 
     Raises:
         ConfigError: the study in the folder is damaged.
     """
 
-    def __init__(self, plan: SweepPlan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, spec: SweepSpec, folder: Path) -> None:
+        self.spec, self.folder = spec, folder
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState
         sql: Any = import_module("sqlalchemy.exc")  # of optuna's storage
@@ -59,7 +59,7 @@ class Search:
             self.study = self.optuna.create_study(
                 storage=f"sqlite:///{file}",
                 study_name="revzoo",
-                direction=plan.direction,
+                direction=spec.direction,
                 # only with prune=true, which reports values
                 pruner=self.optuna.pruners.MedianPruner(),
                 load_if_exists=True,
@@ -95,18 +95,18 @@ class Search:
         trials = self.study.get_trials(deepcopy=False)
         # this process holds the folder's lock, so no trial is really running
         interrupted = [trial for trial in trials if trial.state == self.states.RUNNING]
-        if not interrupted and len(trials) >= self.plan.trials:
+        if not interrupted and len(trials) >= self.spec.trials:
             return None
         # see NOTE [ The same search ]
         number = interrupted[0].number if interrupted else len(trials)
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.spec.sampler_seed + number)
         if interrupted:
             # suggest() then returns the values that the trial has already drawn
             # private in optuna 5: there is no public way to continue a trial
             trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
         else:
             trial = self.study.ask()
-        for parameter in self.plan.space:
+        for parameter in self.spec.space:
             suggest(trial, parameter)
         return trial
 
@@ -122,7 +122,7 @@ class Search:
             RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
         """
         run_dir = self.run_of(trial.number)
-        curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
+        curve = Curve(run_dir, self.spec.metric, trial) if self.spec.prune else None
         output = run_dir.with_suffix(".log")
         log.info("trial %d starts; its log: %s", trial.number, output)
         # a resumed trial appends
@@ -137,7 +137,7 @@ class Search:
         if status:
             return self.end(trial, self.states.FAIL, error=last_line(output, status))
         try:
-            value = figure_of(run_dir, self.plan.metric)
+            value = figure_of(run_dir, self.spec.metric)
         except (OSError, ValueError) as error:
             state = self.end(trial, self.states.FAIL, error=str(error))
             trials = self.study.get_trials(deepcopy=False)
@@ -152,7 +152,7 @@ class Search:
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
                 return [*train_words(), "--resume", str(run_dir)]
-        overrides = self.plan.overrides(trial.params)
+        overrides = self.spec.overrides(trial.params)
         if not any(override.startswith("test=") for override in overrides):
             overrides.append("test=false")  # validation chooses; only the best run is tested, later
         folder = f"hydra.run.dir={quoted(run_dir.absolute())}"
@@ -163,11 +163,11 @@ class Search:
         if error:
             trial.set_user_attr("error", error)
         self.study.tell(trial, value, state=state)
-        figure = f"{self.plan.metric} {value:.6g}" if value is not None else state.name.lower()
-        chosen = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
+        figure = f"{self.spec.metric} {value:.6g}" if value is not None else state.name.lower()
+        chosen = " ".join(self.spec.overrides(trial.params)[len(self.spec.fixed) :])
         reason = f" ({error})" if error else ""
         log.info("%s", folded(f"trial {trial.number}: {figure}{reason}  {chosen}", indent=2))
-        write_results(self.study.get_trials(deepcopy=False), self.plan, self.folder)
+        write_results(self.study.get_trials(deepcopy=False), self.spec, self.folder)
         return state
 
 
@@ -184,10 +184,10 @@ def suggest(trial: Any, parameter: Parameter) -> None:
 
 def log_best(search: Search) -> None:
     """Log the best trial's figure, and the command that trains with its parameters."""
-    best = best_of(search.study.get_trials(deepcopy=False), search.plan)
+    best = best_of(search.study.get_trials(deepcopy=False), search.spec)
     if best is None:
         log.info("no trial has completed; see %s", search.folder / "trials.csv")
         return
-    figure = f"{search.plan.metric} {best.value:.6g}"
+    figure = f"{search.spec.metric} {best.value:.6g}"
     log.info("best: trial %d, %s, in %s", best.number, figure, search.run_of(best.number))
-    log.info("%s", best_command(best, search.plan))
+    log.info("%s", best_command(best, search.spec))

@@ -1,12 +1,13 @@
-"""Base class of callbacks that change a module for training and restore it afterwards."""
+"""Base classes of callbacks, and the steps at which callbacks measure."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
 import pytorch_lightning as pl
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
+
+from revzoo.training.lightning_compat import is_fitting
 
 
 class ChecksModel(pl.Callback, ABC):
@@ -15,6 +16,29 @@ class ChecksModel(pl.Callback, ABC):
     @abstractmethod
     def check_model(self, network: nn.Module) -> None:
         """Raise a ValueError if the network does not fit; called again when training starts."""
+
+
+def is_nth_step(trainer: pl.Trainer, every_n_steps: int) -> bool:
+    """Whether the next optimiser step completes ``every_n_steps`` steps: the n-th, 2n-th, ..."""
+    return (trainer.global_step + 1) % every_n_steps == 0
+
+
+class FollowsEpochs(pl.Callback, ABC):
+    """A callback that prepares each epoch.
+
+    Lightning skips ``on_train_epoch_start`` if a run resumes inside an epoch, so we also prepare
+    when training starts. A new run prepares its first epoch twice.
+    """
+
+    @abstractmethod
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prepare the epoch, or the rest of it."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin_epoch(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begin_epoch(trainer, pl_module)
 
 
 class RestoresAfterFit(pl.Callback, ABC):
@@ -32,5 +56,5 @@ class RestoresAfterFit(pl.Callback, ABC):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         # an exception in a test has nothing to restore: fit has ended by then
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting(trainer):
             self.undo(pl_module)

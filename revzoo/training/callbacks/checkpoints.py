@@ -21,9 +21,9 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 

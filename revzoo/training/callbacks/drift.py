@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 
 from revzoo._checks import check_count
 from revzoo.core.guard.drift import drift
+from revzoo.training.callbacks.base import is_nth_step
 
 
 class DriftLogger(pl.Callback):
@@ -31,8 +32,7 @@ class DriftLogger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Log the drift of the last backward pass."""
-        # the first step would show untrained weights
-        if (trainer.global_step + 1) % self.every_n_steps:
+        if not is_nth_step(trainer, self.every_n_steps):
             return
         figures = drift(pl_module)
         if not figures:

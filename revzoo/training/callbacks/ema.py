@@ -21,12 +21,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.base import RestoresAfterFit
-from revzoo.training.lightning_compat import OpenWeightAveraging
+from revzoo.training.lightning_compat import OpenWeightAveraging, is_fitting
 
 
 class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
@@ -79,7 +78,7 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting(trainer):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def exchange(self, pl_module: pl.LightningModule) -> None:

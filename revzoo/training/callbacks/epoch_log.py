@@ -9,7 +9,7 @@ import logging
 
 import pytorch_lightning as pl
 
-from revzoo.training.callbacks.progress import epoch_of, per_second
+from revzoo.training.callbacks.progress_bar import epoch_of, per_second
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from revzoo.training.checkpoint.state import RunState
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,10 @@ class FiniteLoss(pl.Callback):
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None  # to be checked after its backward pass
-        self._first: Tensor | None = None  # on the device: step and epoch; -1 if all were finite
-        self._copy: Tensor | None = None  # of _first, on the host
-        self._copied: torch.cuda.Event | None = None
+        self._failure = FirstFailure()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._loss = self._first = self._copy = self._copied = None
+        self._loss, self._failure = None, FirstFailure()
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
@@ -77,12 +75,9 @@ class FiniteLoss(pl.Callback):
         if loss.device.type == "cpu":
             if not finite:
                 raise divergence_error(pl_module, step, epoch)
-            return
-        self._record(finite, step, epoch)
-        if loss.device.type == "cuda":
-            self._poll(pl_module)
-        elif step % 50 == 0:  # other devices have no events, so reading waits
-            self._read(pl_module)
+        else:
+            self._failure.add(finite, step, epoch)
+            _raise_for(pl_module, self._failure.poll(step))
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -92,7 +87,7 @@ class FiniteLoss(pl.Callback):
         Raises:
             FloatingPointError: a loss was not finite, or a parameter is not.
         """
-        self._read(pl_module)
+        _raise_for(pl_module, self._failure.read())
         # one stack, so that we wait for a GPU once, not for each parameter
         checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
         if checks and not bool(torch.stack(checks).all()):
@@ -122,7 +117,7 @@ class FiniteLoss(pl.Callback):
                 state.notes["loss"] = note
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._read(pl_module)
+        _raise_for(pl_module, self._failure.read())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
@@ -140,7 +135,17 @@ class FiniteLoss(pl.Callback):
 
     on_test_end = on_validation_end
 
-    def _record(self, finite: Tensor, step: int, epoch: int) -> None:
+
+class FirstFailure:
+    """The first step whose loss was not finite, recorded on the device of the loss."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None  # step and epoch; -1 if all were finite
+        self._copy: Tensor | None = None  # of _first, on the host
+        self._copied: torch.cuda.Event | None = None
+
+    def add(self, finite: Tensor, step: int, epoch: int) -> None:
+        """Record a step, without waiting for the device."""
         if self._first is None:
             self._first = torch.full((2,), -1, dtype=torch.int64, device=finite.device)
         # two fills: torch.tensor([step, epoch], device=...) would wait for its copy
@@ -150,28 +155,40 @@ class FiniteLoss(pl.Callback):
         is_first = ~finite & (self._first[0] < 0)
         self._first = torch.where(is_first, now, self._first)
 
-    def _poll(self, module: pl.LightningModule) -> None:
-        """Read the copy if it has arrived, and start the next one."""
-        assert self._first is not None
+    def poll(self, step: int) -> tuple[int, int] | None:
+        """As :meth:`read`, a few steps late: on a GPU it never waits, elsewhere every 50 steps."""
+        if self._first is None:
+            return None
+        if self._first.device.type != "cuda":
+            # other devices have no events, so reading waits
+            return self.read() if step % 50 == 0 else None
+        failure = None
         if self._copied is not None:
             # the host never waits: it looks again at the next step
             if not self._copied.query():  # type: ignore[no-untyped-call]
-                return
-            self._raise_if_infinite(module, self._copy)
+                return None
+            failure = _step_and_epoch(self._copy)
         # at most one copy is under way, however far the host is ahead
         self._copy = self._first.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
+        return failure
 
-    def _read(self, module: pl.LightningModule) -> None:
-        """Wait for the device, and raise if a loss was not finite."""
-        if self._first is not None:
-            self._raise_if_infinite(module, self._first.cpu())
+    def read(self) -> tuple[int, int] | None:
+        """Wait for the device; the step and the epoch of the failure, or None."""
+        return _step_and_epoch(self._first)
 
-    @staticmethod
-    def _raise_if_infinite(module: pl.LightningModule, record: Tensor | None) -> None:
-        if record is not None and int(record[0]) >= 0:
-            raise divergence_error(module, int(record[0]), int(record[1]))
+
+def _step_and_epoch(record: Tensor | None) -> tuple[int, int] | None:
+    if record is None:
+        return None
+    step, epoch = record.tolist()
+    return (step, epoch) if step >= 0 else None
+
+
+def _raise_for(module: pl.LightningModule, failure: tuple[int, int] | None) -> None:
+    if failure is not None:
+        raise divergence_error(module, *failure)
 
 
 def divergence_error(

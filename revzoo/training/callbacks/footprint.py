@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
+from revzoo.profiling.clock import wait_for
+from revzoo.training.callbacks.base import FollowsEpochs
 from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
         return None
 
 
-class Footprint(pl.Callback):
+class Footprint(FollowsEpochs):
     """Logs peak memory, activations, throughput and time of each epoch, as ``footprint/...``.
 
     The scalars are ``peak_bytes``, ``activation_bytes``, ``images_per_second``, ``epoch_seconds``.
@@ -60,7 +62,7 @@ class Footprint(pl.Callback):
         self._activations: int | None = None
         self._counted = False
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.images = 0
         self.seconds = 0.0
         if pl_module.device.type == "cuda":
@@ -77,7 +79,6 @@ class Footprint(pl.Callback):
             # once: counting takes as long as a few steps, and later batches have the same shape
             self._counted = True
             self._activations = activation_bytes(pl_module, batch[0])
-        if self._since is None:  # a run resumed inside an epoch skips on_train_epoch_start
             self._resume(pl_module)
 
     def on_train_batch_end(
@@ -117,8 +118,6 @@ class Footprint(pl.Callback):
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on the clock after the device has finished its queued work."""
-    if device.type == "cuda":
-        # kernels run asynchronously: without this, the clock would measure their launches
-        torch.cuda.synchronize(device)
+    """Seconds on the clock, after the device has finished its work."""
+    wait_for(device)
     return time.perf_counter()

@@ -28,7 +28,6 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -40,7 +39,7 @@ from revzoo.core.fixedpoint.words import DEFAULT_BITS
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped
-from revzoo.training.lightning_compat import data_of
+from revzoo.training.lightning_compat import data_of, is_fitting
 from revzoo.training.metrics import true_classes
 
 COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
@@ -239,7 +238,7 @@ def reconstruct(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> T
 
 def _validates_training(trainer: pl.Trainer) -> bool:
     """Whether this validation is part of a training run that writes results."""
-    fitting = trainer.state.fn == TrainerFn.FITTING
+    fitting = is_fitting(trainer)
     return fitting and not trainer.sanity_checking and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
 

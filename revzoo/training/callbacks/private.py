@@ -29,7 +29,7 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from revzoo._checks import check_choice, check_number
+from revzoo._checks import check_choice, check_number, package_needed
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.layers.per_sample import refuse_unsupported
@@ -97,7 +97,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         try:
             from revzoo.integrations import opacus
         except ImportError:
-            raise ValueError("callbacks.private needs Opacus: pip install opacus") from None
+            raise ValueError(package_needed("callbacks.private needs", "opacus")) from None
         data = data_of(trainer)
         _check(trainer, data)
         if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped

@@ -18,20 +18,20 @@ from pytorch_lightning.callbacks import LearningRateMonitor
 from revzoo._checks import check_count, check_registered, check_types, in_section, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
-from revzoo.training.callbacks.compile import CompiledBranches
+from revzoo.training.callbacks.compiled_branches import CompiledBranches
 from revzoo.training.callbacks.confusion import ConfusionMatrix
 from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.epoch_log import EpochLog
-from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.options import check_options
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress import Progress
+from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.weights.run_files import BEST, CHECKPOINTS

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_number
 from revzoo.layers.per_sample import refuse_unsupported
-from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
+from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit, is_nth_step
 from revzoo.training.callbacks.pictures import (
     COLUMNS,
     TextLine,
@@ -46,7 +46,7 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
     """Passes the norms of every ``every_n_steps``-th step to :meth:`read`.
 
     Args:
-        every_n_steps: measure at every n-th optimiser step.
+        every_n_steps: measure at the n-th optimiser step, the 2n-th, and so on.
 
     Raises:
         ValueError: ``every_n_steps`` is not a positive whole number. When training starts: the
@@ -94,7 +94,7 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._norms is not None
-        if trainer.global_step % self.every_n_steps == 0:
+        if is_nth_step(trainer, self.every_n_steps):
             self._norms.start(len(batch[0]))
             self._batch = batch
 

@@ -2,26 +2,25 @@
 
 The weight b = 2^-bits of :mod:`revzoo.layers.side_bits` goes towards 0, like Dr2Net's coefficients
 (Zhao et al., CVPR 2024, arXiv 2401.04105). The bits depend only on the epoch, so a resumed run
-needs no other state. A checkpoint of a model created by name records the bits of its weights.
+needs no other state. :class:`~revzoo.training.Classifier` records the bits in checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytorch_lightning as pl
 from torch import nn
 
 from revzoo._checks import check_count
 from revzoo.layers.side_bits import MAX_BITS, SideBits
-from revzoo.training.callbacks.base import ChecksModel
-from revzoo.training.callbacks.progress import epoch_of
+from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs
+from revzoo.training.callbacks.progress_bar import epoch_of
 
 log = logging.getLogger(__name__)
 
 
-class AnnealedBits(ChecksModel):
+class AnnealedBits(FollowsEpochs, ChecksModel):
     """Raises the bits of a network that :func:`revzoo.make_reversible` has changed.
 
     Args:
@@ -62,13 +61,7 @@ class AnnealedBits(ChecksModel):
                 "revzoo.make_reversible"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._set_bits(trainer)  # a run resumed inside an epoch skips on_train_epoch_start
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._set_bits(trainer)
-
-    def _set_bits(self, trainer: pl.Trainer) -> None:
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert trainer.max_epochs is not None, "see setup"
         # 1 in the first of the annealed epochs, so the last one has all bits
         passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)
@@ -87,11 +80,3 @@ class AnnealedBits(ChecksModel):
     def _bits(self) -> int:
         """One number for all blocks: they start equal, except blocks that a user has set."""
         return max(step.bits for step in self._first)
-
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        model = checkpoint.get("hyper_parameters", {}).get("model")
-        if model and model.get("reversible_bits"):
-            # a copy: the inner mapping is the module's
-            checkpoint["hyper_parameters"]["model"] = {**model, "reversible_bits": self._bits()}

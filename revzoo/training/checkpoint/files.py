@@ -51,11 +51,11 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or used; the message says why and what to do."""
 
 
-class DamagedCheckpoint(CheckpointError):
+class DamagedCheckpointError(CheckpointError):
     """A checkpoint is missing or damaged; another one may be good."""
 
 
-class UnwritableCheckpoint(CheckpointError):
+class UnwritableCheckpointError(CheckpointError):
     """The disk refuses a checkpoint; earlier files are intact."""
 
 
@@ -87,7 +87,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
 
     Raises:
         CheckpointError: ``state`` holds more than plain values and tensors. No file is written.
-        UnwritableCheckpoint: each attempt failed. The old file is intact.
+        UnwritableCheckpointError: each attempt failed. The old file is intact.
     """
     try:
         # before `not_plain`, which recurses
@@ -109,7 +109,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             if not isinstance(error, OSError) and not _is_from_writer(error):
                 raise
             if seconds is None:
-                raise UnwritableCheckpoint(
+                raise UnwritableCheckpointError(
                     f"cannot write {path} ({error}): earlier checkpoints are intact; free space on "
                     "the disk, or make the folder writable"
                 ) from error
@@ -174,21 +174,23 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     """Read a checkpoint: plain values and tensors. No code in the file runs.
 
     Raises:
-        DamagedCheckpoint: the file is missing, cut off or damaged, holds more than plain data,
+        DamagedCheckpointError: the file is missing, cut off or damaged, holds more than plain data,
             nests containers too deeply, or has a tensor that is larger than its stored values.
     """
     path = Path(path)
     if not path.is_file():
-        raise DamagedCheckpoint(f"there is no checkpoint {path}: expected the path of a .ckpt file")
+        raise DamagedCheckpointError(
+            f"there is no checkpoint {path}: expected the path of a .ckpt file"
+        )
     try:
         # runs never write torch's format from before 1.6, a bare pickle
         state = read_torch_file(path, map_location=map_location, bare_pickles=False)
     except UnreadableWeightsError as error:
-        raise DamagedCheckpoint(str(error)) from None
+        raise DamagedCheckpointError(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         # the keys show the kind of the file
         got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
-        raise DamagedCheckpoint(
+        raise DamagedCheckpointError(
             f"{path} is not a checkpoint of a run: got {got}, expected a dictionary with "
             "state_dict; give RUN_DIR/checkpoints/best.ckpt"
         )
@@ -246,27 +248,27 @@ def read_last(
 
     Args:
         folder: of the checkpoints.
-        check: raises a :class:`DamagedCheckpoint` to fall back to the previous checkpoint, and
+        check: raises a :class:`DamagedCheckpointError` to fall back to the previous checkpoint, and
             another error to refuse both.
 
     Returns:
         The path that was read and its content.
 
     Raises:
-        DamagedCheckpoint: both are damaged.
+        DamagedCheckpointError: both are damaged.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     try:
         return last, _checked(last, check)
-    except DamagedCheckpoint as error:
+    except DamagedCheckpointError as error:
         if not previous.exists():
             raise
         # Python deletes the name of an exception after its handler
         damage = error
     try:
         state = _checked(previous, check)
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{damage}; the one before it, too: {error}") from None
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{damage}; the one before it, too: {error}") from None
     what = str(damage).partition(": it was not loaded; ")[0]  # without the remedy: we have one
     log.warning("%s; resuming from %s, the checkpoint before it", what, previous)
     # the other processes only read
@@ -279,8 +281,8 @@ def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, A
     state = read_checkpoint(path)
     try:
         check(state)
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(
             f"{path} is damaged ({error}): restore it from a copy, or begin a new run"
         ) from None
     except CheckpointError as error:
@@ -313,7 +315,7 @@ class PlainCheckpointIO(CheckpointIO):
         path, now = Path(path), time.monotonic()
         try:
             write_checkpoint(checkpoint, path)
-        except UnwritableCheckpoint as error:
+        except UnwritableCheckpointError as error:
             self.failed[path] = str(error)
             # a success in between starts the hour again
             self._failing_since = self._failing_since or now

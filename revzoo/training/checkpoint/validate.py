@@ -6,7 +6,7 @@ the state with the state that a run of the same hyperparameters would save. For 
 model on torch's ``meta`` device, which has names and shapes but no values.
 
 A good checkpoint of another run (model, recipe, length, number of processes) passes here. Then
-``resume`` and :class:`~revzoo.training.checkpoint.state.RunState` refuse it.
+``resume`` and :class:`~revzoo.training.callbacks.run_state.RunState` refuse it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
-from revzoo.training.callbacks.finetune import Finetuning
-from revzoo.training.checkpoint.files import DamagedCheckpoint
-from revzoo.training.checkpoint.state import RunState
+from revzoo.data.state import faults_of
+from revzoo.training.callbacks.finetuning import Finetuning
+from revzoo.training.callbacks.run_state import RunState
+from revzoo.training.checkpoint.files import DamagedCheckpointError
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
@@ -34,8 +35,6 @@ SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient sc
 OPTIONAL = (
     "least_loss",
     "best_figures",
-    "pixel_max",
-    "order_seed",
     "notes",
     "recomputed",
     "grid",
@@ -62,13 +61,15 @@ def check_parts(state: Mapping[str, Any]) -> None:
         state: from :func:`revzoo.training.checkpoint.files.read_checkpoint`.
 
     Raises:
-        DamagedCheckpoint: naming the first wrong part.
+        DamagedCheckpointError: naming the first wrong part.
     """
     _raise_first(differences({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
     # two counters of the same steps: they differ if a file was edited or merged
     steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
-        raise DamagedCheckpoint(f"global_step is {state['global_step']}, but its loops say {steps}")
+        raise DamagedCheckpointError(
+            f"global_step is {state['global_step']}, but its loops say {steps}"
+        )
 
 
 def check_contents(
@@ -82,7 +83,7 @@ def check_contents(
         callbacks: new instances of the run's callbacks; the state needs their keys.
 
     Raises:
-        DamagedCheckpoint: naming the first wrong part.
+        DamagedCheckpointError: naming the first wrong part.
     """
     hyper = state["hyper_parameters"]
     try:
@@ -90,7 +91,7 @@ def check_contents(
             module = Classifier(**hyper)
     except (ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise DamagedCheckpoint(f"hyper_parameters describe no model ({reason})") from None
+        raise DamagedCheckpointError(f"hyper_parameters describe no model ({reason})") from None
     _raise_first(_wrong_weights(module, state, callbacks))
     _raise_first(_wrong_optimizer(module, state, callbacks))
     _raise_first(_wrong_callbacks(module, state["callbacks"], callbacks))
@@ -205,16 +206,11 @@ def _wrong_callbacks(
 
 
 def _wrong_data(model: Mapping[str, Any], state: Mapping[str, Any], data: str) -> Iterator[str]:
-    # any numbers: only types and lengths are compared
-    channels = [0.0] * model["in_chans"]
-    expected = {
-        "classes": [""] * model["num_classes"],
-        "normalisation": {"mean": channels, "std": channels},
-        "pixel_max": 0,
-        "order_seed": 0,
-    }
-    yield from differences({data: expected}, state, "")
-    yield from not_finite(state[data], data)
+    if data not in state:
+        yield f"{data} is missing"
+        return
+    sizes = {name: model[name] for name in ("num_classes", "in_chans")}
+    yield from (f"in {data}, {fault}" for fault in faults_of(state[data], **sizes))
 
 
 def _described(value: Any) -> str:
@@ -229,4 +225,4 @@ def _described(value: Any) -> str:
 def _raise_first(faults: Iterator[str]) -> None:
     # the first one: later ones often follow from it
     for fault in faults:
-        raise DamagedCheckpoint(fault)
+        raise DamagedCheckpointError(fault)

@@ -5,7 +5,7 @@ On the CPU there is no error: the system swaps, or kills a process. So there we 
 first:
 
 1. A trial with two images triggers all lazy loading. We count the activations of one image in each
-   memory mode (:func:`bytes_by_mode`). Together with gradients, momentum and the optimiser's
+   memory mode (:func:`bytes_per_image`). Together with gradients, momentum and the optimiser's
    copies this gives the largest batch for the free (or allowed) memory.
 2. Lightning's finder trains batches from an eighth of that size up to it. Before each batch we
    extrapolate the growth of the process, after it we measure it. Beyond the limit we raise the
@@ -26,7 +26,6 @@ from trial to trial, so small limits (about 100 MiB) give too small batches.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ from typing import Any
 import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
-from revzoo._files import write_atomically
+from revzoo._files import json_bytes, write_atomically
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import data_of
@@ -48,7 +47,7 @@ from revzoo.training.process_memory import (
     reset_peak,
     resident_bytes,
 )
-from revzoo.training.tuning.out_of_memory import bytes_by_mode, is_out_of_memory
+from revzoo.training.tuning.out_of_memory import bytes_per_image, is_out_of_memory
 from revzoo.training.tuning.trial import Trial, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class BatchSize:
 
     def write(self, folder: Path) -> list[Path]:
         """Write ``batch_size_finder.json``."""
-        write_atomically(folder / FILE, f"{json.dumps(asdict(self), indent=2)}\n".encode())
+        write_atomically(folder / FILE, json_bytes(asdict(self)))
         return [folder / FILE]
 
 
@@ -171,7 +170,7 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
     """
     # float64 has twice the bytes
     factor = 2 if options.get("precision") == "64-true" else 1
-    counts = bytes_by_mode(module.hparams["model"], data.image_size)
+    counts = bytes_per_image(module.hparams["model"], data.image_size)
     return {mode: factor * count for mode, count in counts.items()}
 
 

@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from revzoo._checks import check_number
 from revzoo._files import replacing_table
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
+from revzoo.profiling.figures import new_figure
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 from revzoo.training.tuning.trial import Trial, trial_trainer
@@ -79,12 +81,9 @@ class LRCurve:
         table = folder / CURVE_FILE
         with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
-        try:
-            # not pyplot: that would choose a window system and keep the figure
-            from matplotlib.figure import Figure
-        except ImportError:
+        if find_spec("matplotlib") is None:
             return [table]
-        axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+        axes = (figure := new_figure(figsize=(6, 4), layout="constrained")).subplots()
         axes.semilogx(self.rates, self.losses)
         if self.suggestion is not None:
             axes.axvline(self.suggestion, linestyle=":", label=f"suggested: {self.suggestion:.2g}")

@@ -1,8 +1,7 @@
 """An out-of-memory error lists the memory used, and what each memory mode would need.
 
-We count the needs in one training step of the same model with few images on the CPU: the peak of
-all tensors alive at the same time. An evaluation keeps no activations in any mode, so only a
-smaller batch helps there.
+We count the needs by :func:`revzoo.audit`, in a training step of the same model with few images. An
+evaluation keeps no activations in any mode, so only a smaller batch helps there.
 """
 
 from __future__ import annotations
@@ -20,18 +19,17 @@ from pytorch_lightning.trainer.states import RunningStage
 
 from revzoo._checks import UserError
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.modes import MODES
 from revzoo.core.set_memory import set_memory
 from revzoo.data import ImageData
-from revzoo.profiling.trace import trace_step, undisturbed
-from revzoo.profiling.twins import fake_twin, images_for
+from revzoo.profiling.audit import audit
+from revzoo.profiling.units import in_units
 from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.lightning_compat import all_callbacks
 from revzoo.training.process_memory import free_bytes, give_back, peak_bytes
 
 FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
 LESS = 0.95  # a mode needs less than another if it needs at most this share
-GIB = 2**30
 PLAN = "the plan"  # the memory modes of a planned run, as one row besides the pure modes
 
 
@@ -121,13 +119,11 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     needs: dict[str, float] = {}
     # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
-        counts = bytes_by_mode(spec, data.image_size)
-        if mixed and (planned := bytes_per_image(spec, data.image_size, plan)) is not None:
-            counts = {PLAN: planned, **counts}
+        counts = bytes_per_image(spec, data.image_size, plan if mixed else None)
         needs = {m: count * batch_size for m, count in counts.items()}
     if mode not in needs:
         return f"{used}; lower data.batch_size ({batch_size})"
-    counted = ", ".join(f"{name} {need / GIB:.3f} GiB" for name, need in needs.items())
+    counted = ", ".join(f"{name} {in_units(need)}" for name, need in needs.items())
     return (
         f"{used}. Counted for {batch_size} images in float32, activations take: {counted}. "
         + _remedy(needs, free_bytes(device), mode, batch_size)
@@ -136,7 +132,7 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
 
 def _used(device: torch.device) -> str:
     peak = peak_bytes(device)
-    return f"out of memory at a peak of {peak / GIB:.2f} GiB" if peak else "out of memory"
+    return f"out of memory at a peak of {in_units(peak)}" if peak else "out of memory"
 
 
 def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size: int) -> str:
@@ -149,43 +145,32 @@ def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size:
         return f"Use memory={best}"
     # leave a tenth for everything that the count leaves out
     if needs[best] < 0.9 * free:
-        return f"memory={best} would fit: {free / GIB:.3f} GiB are free without the step"
+        return f"memory={best} would fit: {in_units(free)} are free without the step"
     return (
-        f"memory={best} needs least, but only {free / GIB:.3f} GiB are free without the step: "
+        f"memory={best} needs least, but only {in_units(free)} are free without the step: "
         f"lower data.batch_size ({batch_size}) as well"
     )
 
 
-def bytes_by_mode(spec: Mapping[str, Any], image_size: int) -> dict[str, float]:
-    """:func:`bytes_per_image` in each memory mode that the model has."""
-    counts = {m: bytes_per_image({**spec, "memory": m}, image_size) for m in DEVICE_MODES}
-    return {mode: count for mode, count in counts.items() if count is not None}
-
-
 def bytes_per_image(
     spec: Mapping[str, Any], image_size: int, plan: Mapping[str, str] | None = None
-) -> float | None:
-    """Bytes of activations that each image adds to a training step's peak, in float32.
-
-    None if the model does not support the memory mode of ``spec``.
+) -> dict[str, float]:
+    """Bytes that each image adds to a training step's peak in float32, by memory mode.
 
     Args:
         spec: arguments of ``create_model``.
         image_size: side of the images in pixels.
-        plan: memory modes by path, see :func:`revzoo.set_memory`; None for the mode of ``spec``.
+        plan: memory modes by path, see :func:`revzoo.set_memory`, counted as :data:`PLAN`.
     """
-    try:
-        model = model_from(spec).train()
-    except ValueError:
-        return None
+    model = model_from({**spec, "memory": "store"}).train()
     if plan is not None:
         set_memory(model, plan)
-    peaks = []
     # the difference of two counts leaves out whatever does not grow with the batch
-    # on fake tensors, as the guard's samples would blur the difference for small images
-    with undisturbed(model):
-        for count in FEW:
-            twin = fake_twin(model)
-            images = images_for(twin, (count, spec["in_chans"], image_size, image_size))
-            peaks.append(trace_step(twin, images).peak)
-    return (peaks[1] - peaks[0]) / (FEW[1] - FEW[0])
+    few, more = (
+        audit(model, (count, spec["in_chans"], image_size, image_size)).audits for count in FEW
+    )
+    return {
+        PLAN if mode not in MODES else mode: (more[mode].peak_bytes - few[mode].peak_bytes)
+        / (FEW[1] - FEW[0])
+        for mode in few
+    }

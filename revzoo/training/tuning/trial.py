@@ -16,8 +16,8 @@ from typing import Any
 import pytorch_lightning as pl
 
 from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.callbacks.run_state import generator_states, set_generator_states
 from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.training.checkpoint.state import generator_states, set_generator_states
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import revzoo
-from revzoo.cli.config.compose import Source, compose_checked, to_plain
+from revzoo.cli.config.compose import ConfigFiles, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.main import main
 from revzoo.cli.run.evaluate import evaluate
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float
 
 
 def config(*overrides: str) -> dict[str, Any]:
-    return to_plain(compose_checked(["trainer=cpu", *overrides], Source("eval")))
+    return to_plain(compose_checked(["trainer=cpu", *overrides], ConfigFiles("eval")))
 
 
 def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:

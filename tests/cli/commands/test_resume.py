@@ -25,9 +25,11 @@ from revzoo.cli.run.folder import check_unused
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.resume import check_same_run, resume
 from revzoo.cli.run.train import train
+from revzoo.layers.side_bits import SideBits
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.restore import restore
 from revzoo.weights.run_files import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -120,8 +122,20 @@ ANNEALED = ("model=resnet32", "model.reversible_bits=2", "callbacks.side_bits={e
 def test_a_run_resumes_after_its_side_bits_have_risen(
     stopped: Path, compose: Any, tmp_path: Path
 ) -> None:
-    whole = train(compose(*SMALL, *ANNEALED), run_dir=tmp_path / "whole")
-    assert without_times(go_on(stopped)) == without_times(whole)
+    whole = tmp_path / "whole"
+    figures = train(compose(*SMALL, *ANNEALED), run_dir=whole)
+    assert without_times(go_on(stopped)) == without_times(figures)
+    states = [read_checkpoint(run / "checkpoints" / LAST) for run in (stopped, whole)]
+    weights = [state["state_dict"].values() for state in states]
+    assert all(map(torch.equal, *weights))
+    assert [state["hyper_parameters"]["model"]["reversible_bits"] for state in states] == [8, 8]
+    # as revzoo eval and predict load it
+    bits = {
+        step.bits
+        for step in restore(stopped / "checkpoints" / LAST).network.modules()
+        if isinstance(step, SideBits)
+    }
+    assert bits == {8}
 
 
 def test_pictures_of_finished_epochs_are_kept(

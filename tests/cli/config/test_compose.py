@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.compose import Source, check_multirun, compose_checked
+from revzoo.cli.config.compose import ConfigFiles, check_multirun, compose_checked
 from revzoo.cli.config.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def test_a_group_choice_adds_its_keys() -> None:
 
 def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:
     """Only the defaults of the package are kept."""
-    source, file = Source(extra=tmp_path), tmp_path / "optim" / "mine.yaml"
+    source, file = ConfigFiles(extra=tmp_path), tmp_path / "optim" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("name: sgd\nlr: 0.1\n")
     assert compose_checked(["optim=mine", "optim.lr=0.2"], source).optim.lr == 0.2
@@ -44,7 +44,7 @@ def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:
 )
 def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path: Path) -> None:
     """``config.experiment: no such option``, or an error of Hydra: neither named the cause."""
-    source, file = Source(extra=tmp_path), tmp_path / "experiment" / "plain.yaml"
+    source, file = ConfigFiles(extra=tmp_path), tmp_path / "experiment" / "plain.yaml"
     file.parent.mkdir()
     file.write_text(text)
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_bad_overrides_are_refused(override: str, message: str) -> None:
 def test_an_option_of_a_group_without_a_choice_names_the_choices() -> None:
     message = "as data is null; add data=cifar10, .* or data=imagefolder$"
     with pytest.raises(ConfigError, match=message):
-        compose_checked(["ckpt=RUN", "data.root=DIR"], Source("eval"))
+        compose_checked(["ckpt=RUN", "data.root=DIR"], ConfigFiles("eval"))
 
 
 def test_numbers_and_words_that_fit_pass() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.config.compose import Source, compose_checked
+from revzoo.cli.config.compose import ConfigFiles, compose_checked
 from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
@@ -25,13 +25,13 @@ from revzoo.cli.run.console import (
     _few_to_validate,
     _length,
     _weights,
-    kept_bytes,
+    activations_per_image,
     logged_warnings,
 )
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.models import create_model
-from revzoo.profiling.costs import activation_bytes
+from revzoo.profiling.audit import audit
 from revzoo.training import Classifier
 
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
@@ -173,10 +173,11 @@ def test_counting_activations_takes_no_memory_and_no_random_numbers() -> None:
     module, data = Classifier({**spec, "memory": "store"}), Digits()
     data.setup("fit")
     state = torch.get_rng_state()
-    found = kept_bytes(module, data)
+    found = activations_per_image(module, data)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None and p.device.type == "cpu" for p in module.parameters())
-    assert found == activation_bytes(module.model, torch.randn(2, 1, 8, 8))
+    counted = audit(module.model, (2, 1, 8, 8), modes=[], real=True)
+    assert found == counted.activation_bytes // 2
 
 
 def test_a_plan_is_logged_by_its_modes(
@@ -240,4 +241,4 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
 def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
-    assert compose_checked([override], Source("eval")).ckpt == path
+    assert compose_checked([override], ConfigFiles("eval")).ckpt == path

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli import invocation
-from revzoo.cli.config.compose import Source
+from revzoo.cli.config.compose import ConfigFiles
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run import multirun
 
@@ -18,7 +18,7 @@ def test_jobs_use_the_configuration_of_the_command_line(
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
     monkeypatch.setattr(invocation, "import_arguments", lambda: ["--import", "mine"])
     given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
-    multirun.multirun(given, Source("own", extra=tmp_path))
+    multirun.multirun(given, ConfigFiles("own", extra=tmp_path))
     assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]
     for number, command in enumerate(started):
         named = ["--import", "mine", "--config-name", "own", "--config-dir", str(tmp_path)]

@@ -6,8 +6,8 @@ import pytest
 
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import quoted_if_needed
-from revzoo.cli.sweep.plan import read_plan
 from revzoo.cli.sweep.space import Parameter, check_space, split_space
+from revzoo.cli.sweep.spec import read_spec
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -81,4 +81,4 @@ def test_a_good_space_passes() -> None:
 def test_the_printed_folder_of_a_sweep_is_read_again(folder: str, tmp_path: Path) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"dir={quoted_if_needed(folder)}"
-    assert read_plan([override, "optim.lr=choice(0.1,0.2)"], default=tmp_path)[0] == Path(folder)
+    assert read_spec([override, "optim.lr=choice(0.1,0.2)"], default=tmp_path)[0] == Path(folder)

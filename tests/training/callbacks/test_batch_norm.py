@@ -10,7 +10,7 @@ from small_task import TINY, Fails, TinyNet, loader, trainer
 from torch import nn
 
 from revzoo.training import BatchNormMomentum, Classifier, CompiledBranches
-from revzoo.training.callbacks.compile import compiled_parts
+from revzoo.training.callbacks.compiled_branches import compiled_parts
 
 OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 

@@ -9,9 +9,9 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.finite import FiniteLoss
+from revzoo.training.callbacks.finite import FirstFailure
+from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
-from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.run_files import LAST
 
@@ -75,16 +75,16 @@ def test_an_evaluation_that_is_not_finite_warns(
     assert (f"{name}/loss is nan: some logits are not finite" in caplog.text) == (bias != 0)
 
 
-def test_a_device_records_the_first_step(tmp_path: Path) -> None:
+def test_a_device_records_the_first_step() -> None:
     """The code for a GPU, run on CPU tensors."""
-    watch, module = FiniteLoss(), Classifier(TinyNet())
+    record = FirstFailure()
     losses = [1.0, 2.0, float("nan"), 3.0, float("inf")]
     for step, loss in enumerate(losses):
-        watch._record(torch.isfinite(torch.tensor(loss)), step, 7)
+        record.add(torch.isfinite(torch.tensor(loss)), step, 7)
         if step == 1:
-            watch._read(module)
-    with pytest.raises(FloatingPointError, match="at step 2, in epoch 8"):
-        watch._read(module)
+            assert record.read() is None
+    assert record.read() == (2, 7)
+    assert [record.poll(step) for step in (49, 50)] == [None, (2, 7)]
 
 
 @pytest.mark.gpu
@@ -92,13 +92,13 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     runner = trainer(tmp_path, accelerator="gpu", max_epochs=8, callbacks=[Spoil(13)])
     with pytest.raises(FloatingPointError, match="at step 13, in epoch 4"):
         runner.fit(Classifier(TinyNet()), loader())
-    watch, module = FiniteLoss(), Classifier(TinyNet()).cuda()
+    record = FirstFailure()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(4):
-            watch._record(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
-            watch._poll(module)
+            record.add(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
+            record.poll(step)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

@@ -52,7 +52,9 @@ def test_the_noise_scale_is_the_papers(tmp_path: Path) -> None:
     g = looped(module().model, images, labels).double()
     trace = g.var(0).sum()
     square = g.mean(0).square().sum() - trace / len(g)
-    (callback,) = build_callbacks({"gradient_noise_scale": {"decay": 0.0}}, run_dir=tmp_path)
+    (callback,) = build_callbacks(
+        {"gradient_noise_scale": {"decay": 0.0, "every_n_steps": 1}}, run_dir=tmp_path
+    )
     runner = trainer(tmp_path, callbacks=[callback], max_epochs=1, limit_train_batches=1)
     runner.fit(module(), loader())
     assert float(runner.callback_metrics["gradients/noise_scale"]) == pytest.approx(
@@ -118,6 +120,18 @@ def test_training_is_the_same_with_it(tmp_path: Path, kind: Any) -> None:
 
     measured = weights([kind(every_n_steps=3)])
     assert all(map(torch.equal, measured, weights([])))
+
+
+def test_every_second_step_is_measured_as_in_the_drift_callback(tmp_path: Path) -> None:
+    """The first step was measured, too, and the second was not."""
+    steps: list[int] = []
+
+    class Seen(sample_norms.ReadsNorms):
+        def read(self, trainer: Any, module: Any, squares: Tensor, batch: Any) -> None:
+            steps.append(trainer.global_step)
+
+    trainer(tmp_path, callbacks=[Seen(every_n_steps=2)], max_steps=4).fit(module(), loader())
+    assert steps == [1, 3]
 
 
 def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:

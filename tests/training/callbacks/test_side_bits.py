@@ -66,6 +66,22 @@ def test_checkpoints_say_the_bits_of_their_weights(tmp_path: Path) -> None:
     assert {m.bits for m in other.modules() if isinstance(m, SideBits)} == {5}
 
 
+def test_a_checkpoint_has_the_bits_that_the_module_has_when_it_is_saved(tmp_path: Path) -> None:
+    """Only the callback recorded them, so a run without it saved the bits of its start."""
+    spec = {"name": "torchvision:resnet18", "num_classes": 2, "in_chans": 1, "reversible_bits": 2}
+    module = Classifier(spec, optim=OPTIM)
+    fit = trainer(tmp_path, max_epochs=1)
+    fit.fit(module, loader(16))
+    for step in module.modules():
+        if isinstance(step, SideBits):
+            step.bits = 7
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert {m.bits for m in again.modules() if isinstance(m, SideBits)} == {7}
+    assert again.hparams["model"]["reversible_bits"] == 7
+    assert module.hparams["model"]["reversible_bits"] == 2
+
+
 def test_what_cannot_be_annealed(tmp_path: Path) -> None:
     for options in ({"epochs": 0}, {"epochs": 1, "most": 9}, {"epochs": 1, "most": 0}):
         with pytest.raises(ValueError, match="expected"):

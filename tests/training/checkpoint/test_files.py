@@ -18,7 +18,7 @@ import torch
 from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import (
     CheckpointError,
-    DamagedCheckpoint,
+    DamagedCheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
     read_last,
@@ -223,7 +223,7 @@ def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
 
     def check(found: dict[str, Any]) -> None:
         if found["number"] in damaged:
-            raise DamagedCheckpoint(f"number {found['number']} is bad")
+            raise DamagedCheckpointError(f"number {found['number']} is bad")
         if found["number"] in refused:
             raise CheckpointError("of another run")
 
@@ -363,7 +363,7 @@ def test_lists_that_nest_too_deeply_are_refused_by_name(
     if width > 1:  # torch itself cannot save the deep one
         torch.save(bad, tmp_path / LAST)
         with pytest.raises(
-            DamagedCheckpoint, match=r"last\.ckpt\S* holds more than 2,000,000 values"
+            DamagedCheckpointError, match=r"last\.ckpt\S* holds more than 2,000,000 values"
         ):
             read_checkpoint(tmp_path / LAST)
 
@@ -374,6 +374,6 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
     huge = torch.zeros(1).expand(700_000_000_000)
     torch.save(state(optimizer_states=[{"state": {0: {"momentum_buffer": huge}}}]), tmp_path / LAST)
     with pytest.raises(
-        DamagedCheckpoint, match=r"last\.ckpt: momentum_buffer of shape .* more than"
+        DamagedCheckpointError, match=r"last\.ckpt: momentum_buffer of shape .* more than"
     ):
         read_checkpoint(tmp_path / LAST)

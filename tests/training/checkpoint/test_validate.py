@@ -14,7 +14,7 @@ from small_task import TINY, trainer
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoint.files import (
-    DamagedCheckpoint,
+    DamagedCheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
@@ -82,7 +82,7 @@ def test_parameters_that_the_scaler_skipped_need_no_momentum(good: State, tmp_pa
     state["optimizer_states"][0]["state"] = {}
     check(state, EMA, tmp_path)
     state["MixedPrecision"].pop("scale")
-    with pytest.raises(DamagedCheckpoint, match=r"MixedPrecision\['scale'\] is missing"):
+    with pytest.raises(DamagedCheckpointError, match=r"MixedPrecision\['scale'\] is missing"):
         check(state, EMA, tmp_path)
 
 
@@ -161,8 +161,16 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: run_state(s).update(notes=3), r"\['notes'\] is int 3, expected a mapping"),
     (lambda s: run_state(s).update(row=[1]), r"\['row'\] is a list of 1, expected a list of 2"),
     (lambda s: s.pop("Digits"), "Digits is missing"),
-    (lambda s: s["Digits"]["classes"].pop(), r"\['classes'\] is a list of 9"),
-    (lambda s: s["Digits"]["normalisation"].update(mean=[float("nan")]), r"\['mean'\]\[0\] is nan"),
+    (
+        lambda s: s["Digits"]["classes"].pop(),
+        r"in Digits, classes is .* a list of 10 names, by label, not 9",
+    ),
+    (lambda s: s["Digits"]["normalisation"].update(mean=[float("nan")]), r"normalisation is .*nan"),
+    (
+        lambda s: s["Digits"].update(crop_pct=7),
+        "in Digits, crop_pct is 7, expected a share above 0",
+    ),
+    (lambda s: s.update(Digits=3), "in Digits, it is 3, expected a mapping"),
 ]
 
 
@@ -173,5 +181,5 @@ def test_the_damaged_part_is_named(
     check(good, EMA, tmp_path)
     state = copy.deepcopy(good)
     damage(state)
-    with pytest.raises(DamagedCheckpoint, match=message):
+    with pytest.raises(DamagedCheckpointError, match=message):
         check(state, EMA, tmp_path)

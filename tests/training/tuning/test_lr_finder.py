@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from revzoo.data import Digits
 from revzoo.training import Classifier
-from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning import lr_finder
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr, rates_at
 from revzoo.training.tuning.trial import Trial

@@ -61,7 +61,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         ValueError: torch has no such backend.
 
     Example:
-        >>> from revzoo.training.callbacks.compile import CompiledBranches
+        >>> from revzoo.training.callbacks.compiled_branches import CompiledBranches
         >>> callback = CompiledBranches(backend="aot_eager")  # pl.Trainer(callbacks=[callback])
     """
 

@@ -28,15 +28,15 @@ from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, number_of
 from revzoo.models.network import parts
-from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
-from revzoo.training.callbacks.progress import epoch_of
+from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
+from revzoo.training.callbacks.progress_bar import epoch_of
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
 log = logging.getLogger(__name__)
 
 
-class Finetuning(RestoresAfterFit, ChecksModel):
+class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     """Trains only the classifier first, then more and more of the network below it.
 
     It sets ``requires_grad`` of all of ``pl_module.model``, and unfreezes everything after ``fit``.
@@ -53,7 +53,7 @@ class Finetuning(RestoresAfterFit, ChecksModel):
         ValueError: the epochs are not whole numbers >= 0 in rising order.
 
     Example:
-        >>> from revzoo.training.callbacks.finetune import Finetuning
+        >>> from revzoo.training.callbacks.finetuning import Finetuning
         >>> callback = Finetuning(unfreeze=[2, 4])
         >>> callback.first_trained(revzoo.create_model("revnet38"), epoch=3)
         'stages.2'
@@ -98,15 +98,14 @@ class Finetuning(RestoresAfterFit, ChecksModel):
         network.requires_grad_(True)
         self._applies = True
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # a run resumed inside an epoch skips on_train_epoch_start
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        network, epoch = _network(pl_module), trainer.current_epoch
-        self.freeze(network, epoch=epoch)
+        super().on_train_epoch_start(trainer, pl_module)
+        epoch = trainer.current_epoch
         if trainer.is_global_zero and (epoch == 0 or epoch in self.unfreeze):
-            first = self.first_trained(network, epoch=epoch)
+            first = self.first_trained(_network(pl_module), epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
     def undo(self, pl_module: pl.LightningModule) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from revzoo.core.invertible import Step
@@ -22,7 +21,7 @@ from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import gathered, process_count
-from revzoo.training.lightning_compat import count_epochs, epoch_is_open, pending_row
+from revzoo.training.lightning_compat import count_epochs, epoch_is_open, is_fitting, pending_row
 
 
 def generator_states() -> dict[str, Any]:
@@ -138,7 +137,7 @@ class RunState(pl.Callback):
                 rates depend on it.
         """
         # a test may use a different number of devices
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting(self._trainer):
             self._check_same_length(state_dict)
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])

@@ -34,7 +34,7 @@ from revzoo.profiling.twins import meta_twin
 from revzoo.profiling.units import in_one_unit
 from revzoo.training import Classifier
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress import clock
+from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.optim.optimizers import build_optimizer
@@ -68,12 +68,6 @@ def with_plan(
             if plan is not None and is_first_process():
                 _log_change(mode, made_for, conditions)
             plan, made_for = _new_plan(mode, conditions, module, trainer), conditions
-        if mode.bounded and callbacks_of(trainer, PrivateTraining) and is_first_process():
-            log.warning(
-                "callbacks.private may take more than memory.bytes: a plan counts neither the "
-                "norms of per-sample gradients nor batches larger than data.batch_size; "
-                "keep memory.bytes a third below a hard limit"
-            )
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so continuing without one does not help
         if mode.bounded:
@@ -86,6 +80,12 @@ def with_plan(
         )
         kept = {key: memory[key] for key in memory if key not in ("plan", "planned_for")}
         return {**config, "memory": kept}
+    if mode.bounded and callbacks_of(trainer, PrivateTraining) and is_first_process():
+        log.warning(
+            "callbacks.private may take more than memory.bytes: a plan counts neither the "
+            "norms of per-sample gradients nor batches larger than data.batch_size; "
+            "keep memory.bytes a third below a hard limit"
+        )
     set_memory(module.model, plan)
     planned = {**memory, "plan": dict(plan)}
     return {**config, "memory": {**planned, "planned_for": made_for} if made_for else planned}

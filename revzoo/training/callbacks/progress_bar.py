@@ -20,11 +20,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ProgressBar
-from pytorch_lightning.trainer.states import TrainerFn
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
-from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
+from revzoo.training.callbacks.base import FollowsEpochs
+from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
 REDRAW_SECONDS = 0.2  # least time between two drawings; more often costs time without use
 
 
-class Progress(ProgressBar):
+class Progress(FollowsEpochs, ProgressBar):
     """Draws the bar on a terminal, or logs a line every ``log_seconds``.
 
     Args:
@@ -66,11 +66,11 @@ class Progress(ProgressBar):
         self._shown = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # a run resumed inside an epoch skips on_train_epoch_start
-        self._begun = self._shown = self._epoch_begun = time.perf_counter()
+        super().on_train_start(trainer, pl_module)
+        self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_begun, self._images = time.perf_counter(), 0
 
     def on_train_batch_end(
@@ -97,7 +97,7 @@ class Progress(ProgressBar):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        fitting = is_fitting(trainer)
         head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
         # the sanity check runs a few batches only
         totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
@@ -105,7 +105,7 @@ class Progress(ProgressBar):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
-        if trainer.state.fn != TrainerFn.FITTING:
+        if not is_fitting(trainer):
             self._close()
 
     def on_test_batch_end(

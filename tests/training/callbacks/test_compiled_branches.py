@@ -16,7 +16,7 @@ import revzoo
 from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.models import create_model
 from revzoo.training import Classifier, CompiledBranches
-from revzoo.training.callbacks.compile import BANS, compiled_parts
+from revzoo.training.callbacks.compiled_branches import BANS, compiled_parts
 from revzoo.training.callbacks.ema import AveragedWeights
 
 # Dynamo itself looks at .grad of the non-leaf tensors that it traces.

@@ -1,4 +1,4 @@
-"""The plan of a sweep: read from the command line, recorded as ``sweep.yaml`` in its folder."""
+"""The options of a sweep: read from the command line, recorded as ``sweep.yaml`` in its folder."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_choice, check_count, nearest
+from revzoo._checks import check_choice, check_count, nearest, package_needed
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
 from revzoo.cli.config.yaml_files import CONFIG_FILE, read_yaml, write_yaml
 from revzoo.cli.sweep.space import Parameter, split_space
 
-PLAN_FILE = "sweep.yaml"
+SPEC_FILE = "sweep.yaml"
 DIRECTIONS = ("maximize", "minimize")
 OPTIONS = ("trials", "metric", "direction", "sampler_seed", "prune")
 
@@ -28,14 +28,14 @@ def load_optuna() -> Any:
     try:
         optuna = import_module("optuna")
     except ImportError:
-        raise ConfigError("revzoo sweep needs optuna: pip install optuna") from None
+        raise ConfigError(package_needed("revzoo sweep needs", "optuna")) from None
     # it logs each trial at INFO, as we do
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
 @dataclass
-class SweepPlan:
+class SweepSpec:
     """A search; ``revzoo sweep --help`` describes the options.
 
     Raises:
@@ -79,12 +79,12 @@ class SweepPlan:
         return {"overrides": self.arguments} | {name: getattr(self, name) for name in OPTIONS}
 
     def write(self, folder: Path) -> None:
-        """Record the plan in the sweep's folder."""
-        write_yaml(self.plain(), folder / PLAN_FILE)
+        """Record the options in the sweep's folder."""
+        write_yaml(self.plain(), folder / SPEC_FILE)
 
 
-def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
-    """The sweep's folder and plan. In the folder of an earlier sweep, only ``trials`` may change.
+def read_spec(words: Sequence[str], *, default: Path) -> tuple[Path, SweepSpec]:
+    """The folder and options of a sweep. In an existing folder, only ``trials`` may change.
 
     Args:
         words: the command line without the program's name.
@@ -112,11 +112,11 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
         else:
             arguments.append(str(override.input_line))
     folder = Path(options.pop("dir", default))
-    path = folder / PLAN_FILE
+    path = folder / SPEC_FILE
     if not path.exists():
         if (folder / CONFIG_FILE).exists():
             raise ConfigError(f"{folder} holds a run: choose another folder for the sweep, dir=DIR")
-        return folder, SweepPlan(arguments, **options)
+        return folder, SweepSpec(arguments, **options)
     recorded = _recorded(path)
     wanted = {**recorded, "overrides": arguments or recorded["overrides"], **options}
     # the results so far would not be comparable
@@ -126,7 +126,7 @@ def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, SweepPlan]:
                 f"{folder} is a sweep with {name}={recorded.get(name)}, got {value}: only trials "
                 "may change; use another dir for another search"
             )
-    return folder, SweepPlan(wanted.pop("overrides"), **wanted)
+    return folder, SweepSpec(wanted.pop("overrides"), **wanted)
 
 
 def _recorded(path: Path) -> dict[str, Any]:

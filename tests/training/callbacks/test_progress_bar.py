@@ -14,8 +14,8 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
-from revzoo.training.callbacks import progress
-from revzoo.training.callbacks.progress import Progress, clock, epoch_of, fitted
+from revzoo.training.callbacks import progress_bar
+from revzoo.training.callbacks.progress_bar import Progress, clock, epoch_of, fitted
 
 WORDS = ["1204 img/s", "loss 0.733", "acc 0.931", "4:12 left"]
 
@@ -52,7 +52,7 @@ def test_a_log_file_gets_lines_and_no_bar(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="revzoo"):
         fit(tmp_path, Progress(log_seconds=1e-9))
-    lines = [r.getMessage() for r in caplog.records if r.name == progress.__name__]
+    lines = [r.getMessage() for r in caplog.records if r.name == progress_bar.__name__]
     batch = r"epoch 2/2, batch \d/4, [\d.]+ img/s, loss \d.\d{3}, acc \d.\d{3}, \d+:\d\d left"
     assert any(re.fullmatch(batch, line) for line in lines), lines
     # the line of the epoch follows its last batch
@@ -65,14 +65,14 @@ def test_log_lines_are_log_seconds_apart(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="revzoo"):
         runner = fit(tmp_path, Progress(log_seconds=60))
         runner.validate(runner.model, loader())
-    assert [r for r in caplog.records if r.name == progress.__name__] == []
+    assert [r for r in caplog.records if r.name == progress_bar.__name__] == []
 
 
 def test_a_terminal_gets_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "REDRAW_SECONDS", 0)
+    monkeypatch.setattr(progress_bar, "REDRAW_SECONDS", 0)
     monkeypatch.setenv("COLUMNS", "80")
     fit(tmp_path, Progress())
     drawn = [part for part in re.split(r"[\r\n]", capsys.readouterr().out) if part.strip()]
