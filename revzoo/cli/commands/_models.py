@@ -30,7 +30,7 @@ def add_batch_size(
     *,
     help: str,
     default: int | None = None,
-    type: Callable[[str], int] = int,
+    type: Callable[[str], int | None] = int,
 ) -> None:
     """Declare ``--batch-size``, short ``--batch``."""
     names = ("--batch-size", "--batch")
