@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from revzoo._checks import is_count, is_number, shortened
+from revzoo._checks import is_count, shortened
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
+from revzoo.weights.limits import MAX_SIDE, is_crop, is_mean, is_scale, is_side
 
 BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
-MAX_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
-MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised pixels fit in float32
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
@@ -55,7 +54,7 @@ def _rules(
     complete = is_list and 0 < len(classes) == (num_classes or len(classes))
     count = f", not {len(classes)}" if is_list else ""
     yield "classes", complete, f"a list of {num_classes or 'some'} names, by label{count}"
-    yield "pixel_max", _is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
+    yield "pixel_max", is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
     stored: Any = state.get("in_chans")
     same = is_count(stored) and stored == (in_chans or stored)
     yield "in_chans", stored is None or same, f"{in_chans or 'a whole number >= 1'}"
@@ -64,13 +63,11 @@ def _rules(
     each = channels or "the"
     yield "normalisation", valid, f"mean and std, finite and std above 0, of {each} channels"
     size: Any = state.get("image_size")
-    sized = is_count(size) and size <= MAX_SIDE
+    sized = is_side(size)
     yield "image_size", size is None or sized, f"a side in pixels, 1 to {MAX_SIDE}"
     crop: Any = state.get("crop_pct")
-    # images are resized to size / crop_pct: a tiny share would make them huge
-    least = size / MAX_SIDE if sized else 0
-    share = _is_scale(crop) and least <= crop <= 1
-    yield "crop_pct", crop is None or share, "a share above 0, up to 1"
+    share = crop is None or is_crop(crop, size if sized else 1)
+    yield "crop_pct", share, "a share above 0, up to 1"
     seed = state.get("order_seed")
     yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
 
@@ -82,15 +79,7 @@ def _is_normalisation(value: Any, channels: int | None) -> bool:
     if not (isinstance(mean, list) and isinstance(std, list)):
         return False
     fits = 0 < len(mean) == len(std) == (channels or len(mean))
-    return (
-        fits
-        and all(is_number(m) and abs(m) <= MAX_VALUE for m in mean)
-        and all(map(_is_scale, std))
-    )
-
-
-def _is_scale(value: Any) -> bool:
-    return is_number(value) and 1 / MAX_VALUE <= value <= MAX_VALUE
+    return fits and all(map(is_mean, mean)) and all(map(is_scale, std))
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:

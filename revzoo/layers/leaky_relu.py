@@ -34,7 +34,7 @@ class InvertibleLeakyReLU(Streamwise):
         tensor([-0.2000,  2.0000])
     """
 
-    inexact = "is not exact on fixed-point streams, since products with its slope leave the grid"
+    inexact = "products with its slope leave the grid"
 
     def __init__(self, slope: float = 0.01, *, streams: int = 2) -> None:
         super().__init__(streams=streams)

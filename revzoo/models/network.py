@@ -39,7 +39,7 @@ from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, 
 from revzoo.layers.split import Merge, halves
 from revzoo.models.components.pool import GlobalPool
 from revzoo.models.parts import Part
-from revzoo.models.save import SavableNetwork, Spec
+from revzoo.models.save import SavableNetwork
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
 # base of torch's Dropout* and AlphaDropout*.
@@ -270,7 +270,7 @@ class ImageNetwork(SavableNetwork, ABC):
         self.num_classes, self.fresh_head, self.pool = num_classes, True, pool
         if global_pool is not None and self.spec is not None:  # a saved model must be rebuilt alike
             options = {**self.spec.options, "global_pool": global_pool}
-            self.spec = Spec(self.spec.architecture, options)
+            self.spec = self.spec._replace(options=options)
         if not num_classes:
             self.fc: nn.Module = nn.Identity()
             return

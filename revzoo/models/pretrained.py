@@ -25,7 +25,7 @@ from revzoo._libraries import library_hint
 from revzoo.models.adapt import adapt_channels, adapt_positions
 from revzoo.models.library import is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
-from revzoo.models.weights_file import TensorFile, check_finite, parse_safetensors
+from revzoo.models.weights_file import TensorFile, check_finite, check_fit, parse_safetensors
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
@@ -235,26 +235,3 @@ def _fresh_head(
 def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
     """The prefixes of the names of the classifiers' tensors."""
     return tuple(f"{path}." for path in network.classifiers)
-
-
-def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors whose names, shapes or kinds (float or not) differ from the ``expected`` ones.
-
-    Raises:
-        StateMismatchError: lists them.
-    """
-    shared = expected.keys() & tensors.keys()
-    # load_state_dict would convert integers to floats silently
-    misshapen = [
-        f"{key} (file: {_kind(tensors[key])}, model: {_kind(expected[key])})"
-        for key in shared
-        if tensors[key].shape != expected[key].shape
-        or tensors[key].is_floating_point() != expected[key].is_floating_point()
-    ]
-    missing, unexpected = expected.keys() - shared, tensors.keys() - shared
-    if missing or unexpected or misshapen:
-        raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
-
-
-def _kind(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"

@@ -322,7 +322,7 @@ def _build(
         model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
-    model.spec = Spec(named.architecture, shaping)
+    model.spec = Spec(named.architecture, shaping, create_model)
     return model
 
 

@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from revzoo._checks import shortened
 from revzoo._files import json_bytes, write_together
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.invertible import steps_in
 from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
 from revzoo.layers.side_bits import SideBits
-from revzoo.models.weights_file import safetensors_bytes
+from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
-from revzoo.weights.errors import EntryError
+from revzoo.weights.errors import EntryError, StateMismatchError
 from revzoo.weights.header import metadata_for
 from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _DATA_FIELDS = ("classes", "mean", "std", "crop_pct", "input_size")
 # the fields among them that everyone needs to use the weights
 _NEEDED = ("classes", "mean", "std")
+TOLERANCE = 1e-3
+"""Of the largest output: kernels of two devices, or of compiled layers, differ by less."""
 
 
 class Spec(NamedTuple):
@@ -38,6 +42,8 @@ class Spec(NamedTuple):
 
     architecture: str
     options: Mapping[str, Any]
+    create: Callable[..., Any]
+    """``create_model``, which imports this module."""
 
 
 class SavableNetwork(nn.Module):
@@ -67,7 +73,7 @@ class SavableNetwork(nn.Module):
         options = {k: v for k, v in self._spec.options.items() if k != "reversible_bits"}
         if bits := [m.bits for m in self.modules() if isinstance(m, SideBits)]:
             options["reversible_bits"] = max(bits)
-        return Spec(self._spec.architecture, options)
+        return self._spec._replace(options=options)
 
     @spec.setter
     def spec(self, spec: Spec | None) -> None:
@@ -148,9 +154,12 @@ class SavableNetwork(nn.Module):
 
         Raises:
             EntryError: a fact is not a field or not valid; the network was not made by
-                ``create_model``; only some blocks are reversible, or with different side bits; or
-                its classifier, image channels or data changed after its weights were loaded and
-                ``facts`` do not describe them. Nothing is written.
+                ``create_model``; only some blocks are reversible, or with different side bits; its
+                classifier, image channels or data changed after its weights were loaded and
+                ``facts`` do not describe them; or a network created with this description has
+                other tensors or computes something else, since layers were replaced or changed.
+                Nothing is written.
+            NotFiniteError: a tensor has NaN or Inf.
         """
         return _save(self, Path(folder), facts, source=Path(folder).name)
 
@@ -198,7 +207,8 @@ def pack(
             f"these blocks are reversible: {shortened(rows)}; an entry has one number of bits for "
             "all blocks: call make_reversible(model, bits), or save model.state_dict()"
         )
-    architecture, options = network.spec
+    _check_description(network, network.spec)
+    architecture, options, _ = network.spec
     described = {
         "name": architecture,
         "options": options,
@@ -215,6 +225,43 @@ def pack(
         raise EntryError(f"unknown field of an entry: {error}") from error
     data = safetensors_bytes(network.state_dict(), metadata_for(entry))
     return data, replace(entry, sha256=hashlib.sha256(data).hexdigest())
+
+
+def _check_description(network: SavableNetwork, spec: Spec) -> None:
+    """Refuse a network that its description would not restore.
+
+    Raises:
+        EntryError: a network created from the description has other tensors, or computes something
+            else.
+        NotFiniteError: a tensor has NaN or Inf.
+    """
+    where = f"this {type(network).__name__}, compared with create_model({spec.architecture!r}),"
+    state = network.state_dict()
+    check_finite(state, where)
+    shape = {"num_classes": network.num_classes, "in_chans": network.in_chans}
+    with torch.random.fork_rng(devices=[]):  # initial values must not advance the caller's state
+        created = spec.create(spec.architecture, **shape, **spec.options)
+    try:
+        check_fit(created.state_dict(), state, where)
+    except StateMismatchError as error:
+        lists = str(error).partition("\n")[2]
+        raise EntryError(
+            f"{where} has other tensors; undo weight_norm, pruning and the like before saving, or "
+            f"save model.state_dict()\n{lists}"
+        ) from None
+    like = next(network.parameters())
+    created.to(like.device, like.dtype).load_state_dict(state)
+    side, generator = network.image_size, torch.Generator().manual_seed(0)
+    image = torch.randn(1, network.in_chans, side, side, generator=generator).to(like)
+    with evaluation_mode(network), evaluation_mode(created), torch.inference_mode():
+        here, there = network(image).float(), created(image).float()
+    error = float((here - there).abs().max() / here.abs().max().clamp(min=1e-6))
+    if not error <= TOLERANCE:  # also for NaN
+        raise EntryError(
+            f"{where} computes something else with the same weights (an image differs by "
+            f"{error:.2g} of the largest output): layers were replaced or changed after it was "
+            "created. Save model.state_dict(), or register the network with revzoo.register_model"
+        )
 
 
 def describing_save(names: Iterable[str] = _NEEDED) -> str:

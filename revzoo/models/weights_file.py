@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from revzoo._checks import is_count, shortened
-from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
+from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
 from revzoo.weights.header import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.torch_file import is_dense, read_torch_file
@@ -142,6 +142,29 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
             "damaged. Use an earlier checkpoint, or create_model(..., allow_nonfinite=True) to "
             "examine it"
         )
+
+
+def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors whose names, shapes or kinds (float or not) differ from the ``expected`` ones.
+
+    Raises:
+        StateMismatchError: lists them.
+    """
+    shared = expected.keys() & tensors.keys()
+    # load_state_dict would convert integers to floats silently
+    misshapen = [
+        f"{key} (file: {_kind(tensors[key])}, model: {_kind(expected[key])})"
+        for key in shared
+        if tensors[key].shape != expected[key].shape
+        or tensors[key].is_floating_point() != expected[key].is_floating_point()
+    ]
+    missing, unexpected = expected.keys() - shared, tensors.keys() - shared
+    if missing or unexpected or misshapen:
+        raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
+
+
+def _kind(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, overload
@@ -26,7 +27,8 @@ OVERSHOOT = 0.1
 """Bicubic interpolation exceeds [0, 1] by as much at an edge; such floats are clamped."""
 
 Probabilities: TypeAlias = dict[str, float]
-"""Probability of each class by its name, the most probable first."""
+"""Probability of each class by its name, the most probable first. Names that several labels share,
+as "crane" in ImageNet, get their label: "crane (134)", "crane (517)"."""
 
 
 @overload
@@ -119,6 +121,8 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
                 f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
                 "batch give a list: list(images)"
             )
+        if not image.numel():
+            raise ValueError(f"image is a tensor of shape {tuple(image.shape)}: expected pixels")
         # v2.RGB repeats the single channel of a grey image
         if image.shape[0] not in (1, channels):
             remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in (1, channels))
@@ -131,7 +135,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
                 f"image is a tensor of {image.dtype}: expected bytes or floats in [0, 1]; if its "
                 "values are 0 to 255, give image.to(torch.uint8)"
             )
-        if not image.is_floating_point() or not image.numel():
+        if not image.is_floating_point():
             return image
         low, high = float(image.min()), float(image.max())
         # NaN fails the comparison, too
@@ -143,16 +147,30 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
         return image.clamp(0, 1)
     if isinstance(image, Image.Image):
         check_depth(image, "image")
-        return image
+        if not all(image.size):
+            raise ValueError(f"image has {image.width} x {image.height} pixels: expected some")
+        try:
+            return image.convert("RGB" if channels == 3 else "L")  # as open_image
+        except ValueError:  # LAB, say
+            raise ValueError(
+                f"image has Pillow mode {image.mode}: expected one that Pillow converts to "
+                f"{'RGB' if channels == 3 else 'grey'}"
+            ) from None
     if not isinstance(image, str | Path):
         raise TypeError(
             f"image is a {type(image).__name__}: expected a file, a Pillow image or a tensor "
-            "(C, H, W)"
+            "(C, H, W); PIL.Image.fromarray(image) makes one of an array"
         )
     if not Path(image).is_file():
         folder = "; it is a folder: give a list of its images" if Path(image).is_dir() else ""
         raise DataError(f"there is no image {image}{folder}")
     return open_image(str(image), channels)
+
+
+def _distinct(classes: Sequence[str]) -> list[str]:
+    """The names of the classes; names that occur more than once get their label."""
+    counts = Counter(classes)
+    return [f"{n} ({label})" if counts[n] > 1 else n for label, n in enumerate(classes)]
 
 
 def classify(
@@ -194,6 +212,7 @@ def classify(
                 "the network's output is NaN or Inf: its weights or its normalisation are out "
                 "of range; use an earlier checkpoint, or other weights"
             )
+        names = _distinct(classes)
         for row in rows.softmax(1).cpu():
             order = row.argsort(descending=True).tolist()
-            yield {classes[label]: float(row[label]) for label in order}
+            yield {names[label]: float(row[label]) for label in order}

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from revzoo._checks import expected_type, is_count, is_number
 from revzoo.weights.errors import EntryError
+from revzoo.weights.limits import MAX_SIDE, MAX_VALUE, is_crop, is_mean, is_scale, is_side
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -139,16 +140,20 @@ class WeightsEntry:
         if len(self.input_size) != 3 or not all(map(is_count, self.input_size)):
             yield f"input_size={self.input_size}, expected [channels, height, width]"
             return
-        for name in ("mean", "std"):
+        sides = self.input_size[1:]
+        if not all(map(is_side, sides)):
+            yield f"input_size={self.input_size}, expected sides of at most {MAX_SIDE} pixels"
+        for name, is_valid, what in (
+            ("mean", is_mean, "numbers"),
+            ("std", is_scale, "numbers above 0"),
+        ):
             values = getattr(self, name)
-            if values is not None and (
-                len(values) != self.in_chans or not all(map(_is_finite, values))
-            ):
+            if values is not None and len(values) != self.in_chans:
                 yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
-            elif name == "std" and values is not None and min(values) <= 0:
-                yield f"std={values}, expected numbers above 0"
+            elif values is not None and not all(map(is_valid, values)):
+                yield f"{name}={values}, expected {what}, at most {MAX_VALUE:g}"
         crop = self.crop_pct
-        if crop is not None and not (_is_finite(crop) and 0 < crop <= 1):
+        if crop is not None and not is_crop(crop, max(sides)):
             yield f"crop_pct={crop!r}, expected a share above 0, up to 1"
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from revzoo.data import DataError, Digits
-from revzoo.data.state import MAX_SIDE, check_state
+from revzoo.data.state import check_state
+from revzoo.weights.limits import MAX_SIDE
 
 NUMBERS = {"mean": [4.9], "std": [6.0]}
 STATE = {

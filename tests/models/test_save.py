@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_weights import FACTS, OPTIONS, small, undescribed, write_entry
+from torch.nn.utils import prune
 
 from revzoo.layers.make_reversible import make_reversible
 from revzoo.layers.side_bits import SideBits
@@ -89,6 +90,52 @@ def test_a_fact_that_is_none_writes_nothing(tmp_path, facts, message):
     with pytest.raises(EntryError, match=message):
         small().save_pretrained(tmp_path / "net", **facts)
     assert not (tmp_path / "net").exists()
+
+
+def pruned(model):
+    prune.l1_unstructured(model.fc, "weight", 0.5)
+
+
+def other_epsilon(model):
+    for m in model.modules():
+        if isinstance(m, torch.nn.BatchNorm2d):
+            m.eps = 0.3
+
+
+def not_finite(model):
+    with torch.no_grad():
+        model.fc.weight[0] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (pruned, "has other tensors; undo weight_norm, pruning(.|\n)*missing: fc.weight"),
+        (other_epsilon, "computes something else with the same weights"),
+        (not_finite, r"NaN or Inf in fc\.weight"),
+    ],
+)
+def test_a_network_that_its_description_would_not_restore_is_refused(change, message, tmp_path):
+    """It was saved, and loading it failed or gave another function."""
+    model = create_model("revnet38", **OPTIONS)
+    change(model)
+    before = torch.get_rng_state()
+    with pytest.raises(WeightsError, match=message):
+        model.save_pretrained(tmp_path / "net", **FACTS)
+    assert not (tmp_path / "net").exists()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_network_of_any_precision_is_saved(dtype, tmp_path):
+    model = small().to(dtype)
+    model.save_pretrained(tmp_path, **FACTS)
+    loaded = from_pretrained(tmp_path)
+    assert all(map(torch.equal, values(loaded), values(model)))
+
+
+def values(model):
+    return [v.double() for v in model.state_dict().values()]
 
 
 def test_a_network_without_a_name_is_refused(tmp_path):

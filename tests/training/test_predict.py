@@ -131,3 +131,48 @@ def test_a_grey_image_of_16_bits_is_refused() -> None:
     """Pillow would clip it, like the same image in a file."""
     with pytest.raises(DataError, match="more than 8 bits per channel"):
         revzoo.predict(Image.new("I;16", (8, 8)), "irevnet13.digits")
+
+
+def test_classes_of_the_same_name_keep_their_own_probabilities(tmp_path: Path) -> None:
+    """One of them hid the other: the best class was listed with the last one's probability."""
+    names = ("crane", "b", "crane", "d", "e")
+    facts = {"classes": names, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    network = small()
+    x = torch.rand(3, 8, 8)
+    by_label = list(
+        revzoo.predict(x, saved(network, tmp_path / "a", **facts | {"classes": CLASSES})).items()
+    )
+    found = list(revzoo.predict(x, saved(network, tmp_path / "b", **facts)).items())
+    assert [p for _, p in found] == [p for _, p in by_label]
+    as_letters = {"crane (0)": "a", "crane (2)": "c"}
+    assert [as_letters.get(name, name) for name, _ in found] == [name for name, _ in by_label]
+
+
+def saved(network: Any, folder: Path, **facts: Any) -> Path:
+    network.save_pretrained(folder, **facts, input_size=(3, 8, 8))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (torch.zeros(3, 0, 8), r"shape \(3, 0, 8\): expected pixels"),
+        (Image.new("L", (0, 5)), "0 x 5 pixels: expected some"),
+    ],
+)
+def test_images_without_pixels_or_of_other_modes_are_refused(
+    image: Any, message: str, folder: Path
+) -> None:
+    """A ZeroDivisionError, or Pillow's own error."""
+    with pytest.raises(ValueError, match=message):
+        revzoo.predict(image, folder)
+
+
+def test_an_image_that_pillow_does_not_convert_is_refused() -> None:
+    with pytest.raises(ValueError, match="Pillow mode LAB: expected one that Pillow converts"):
+        revzoo.predict(Image.new("LAB", (8, 8)), "irevnet13.digits")
+
+
+def test_an_array_is_refused_with_what_to_do(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"is a ndarray.*PIL\.Image\.fromarray\(image\)"):
+        revzoo.predict(np.zeros((8, 8, 3), np.uint8), folder)  # type: ignore[call-overload]

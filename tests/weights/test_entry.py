@@ -61,8 +61,12 @@ def test_an_entry_survives_its_json(tmp_path):
         ({"classes": ["a"]}, "classes has 1 names, expected num_classes=2"),
         ({"input_size": [3, 32]}, r"expected \[channels, height, width\]"),
         ({"mean": [0.5]}, "expected 3 numbers, one per channel"),
-        ({"std": [1, 1, float("nan")]}, "expected 3 numbers"),
-        ({"std": [1, 1, 10**400]}, "expected 3 numbers"),
+        ({"std": [1, 1, float("nan")]}, "expected numbers above 0, at most 1e"),
+        ({"std": [1, 1, 10**400]}, "expected numbers above 0, at most 1e"),
+        ({"mean": [1e30, 0, 0]}, "expected numbers, at most 1e"),  # predicted from garbage
+        # these allocated without limit in a prediction
+        ({"input_size": [3, 10**9, 10**9]}, "expected sides of at most 16384 pixels"),
+        ({"crop_pct": 1e-4}, "expected a share above 0, up to 1"),
         ({"std": [1, 1, 0]}, r"std=\(1, 1, 0\), expected numbers above 0"),
         ({"crop_pct": 0}, "crop_pct=0, expected a share above 0, up to 1"),
         ({"crop_pct": 87.5}, "expected a share"),

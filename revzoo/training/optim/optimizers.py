@@ -6,19 +6,21 @@ factor for each part of the network (Howard and Ruder 2018, arXiv 1801.06146, se
 Weight decay acts on the weights of convolutions and linear layers only. Norms and biases are scales
 and offsets; decaying them changes the function instead of regularising it. Torch decays every
 parameter of a group, so we divide the parameters into two groups, by the type of their module, not
-by name or shape. ``decay_all`` decays all parameters.
+by name or shape. ``decay_all`` decays all parameters. A weight that torch computes from parameters
+(``weight_norm``, pruning) decays by these parameters.
 
 Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.04585).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -144,7 +146,20 @@ def muon_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
     """One group of hidden weights, orthogonalised, at ``spec.lr``; the rest at ``spec.sgd_lr``.
 
     A model without ``classifiers``, which is not from the zoo, ends with its classifier.
+
+    Raises:
+        ValueError: a weight is computed from several parameters, none of which is a matrix that
+            could be orthogonalised in its place.
     """
+    for path, module in model.named_modules():
+        for name in WEIGHTS if isinstance(module, DECAYED) else ():
+            if len(sources := list(_sources(module, name))) > 1:
+                shapes = ", ".join(str(tuple(p.shape)) for p in sources)
+                raise ValueError(
+                    f"optim.name=muon with {path}.{name} computed from {len(sources)} parameters "
+                    f"of shapes {shapes}, as by weight_norm: Muon orthogonalises weights "
+                    "themselves; use sgd or adamw, or remove the parametrization"
+                )
     weights, others = split_weights(model)
     layers = [m for m in model.modules() if isinstance(m, DECAYED)]
     paths = getattr(model, "classifiers", None)
@@ -166,10 +181,20 @@ def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramet
     """
     layers = [module for module in model.modules() if isinstance(module, DECAYED)]
     # by identity: `==` of tensors compares values
-    decayed = {id(getattr(layer, name, None)) for layer in layers for name in WEIGHTS}
+    decayed = {id(p) for layer in layers for name in WEIGHTS for p in _sources(layer, name)}
     trainable = [p for p in model.parameters() if p.requires_grad]
     weights = [p for p in trainable if id(p) in decayed]
     return weights, [p for p in trainable if id(p) not in decayed]
+
+
+def _sources(layer: nn.Module, name: str) -> Iterator[nn.Parameter]:
+    """The parameters from which a layer's weight is computed: usually the weight itself."""
+    if parametrize.is_parametrized(layer, name):
+        yield from layer.parametrizations[name].parameters()  # type: ignore[index,union-attr]
+    # torch.nn.utils.prune, and the older weight_norm and spectral_norm
+    for kept in (name, f"{name}_orig", f"{name}_g", f"{name}_v"):
+        if (parameter := layer._parameters.get(kept)) is not None:
+            yield parameter
 
 
 def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:

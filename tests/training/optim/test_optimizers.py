@@ -1,9 +1,11 @@
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import revzoo
 from revzoo.models import create_model
@@ -269,3 +271,41 @@ def test_only_sgd_needs_momentum_for_nesterov() -> None:
     OptimSpec(name="adamw", momentum=0.0)
     with pytest.raises(ValueError, match=r"needs optim\.momentum > 0"):
         OptimSpec(momentum=0.0)
+
+
+def normalised(layer: nn.Module) -> None:
+    parametrizations.weight_norm(layer)
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("compute", "number"),
+    [(normalised, 4), (pruned, 2), (parametrizations.spectral_norm, 2)],
+)
+def test_computed_weights_decay(compute: Callable[[nn.Module], None], number: int) -> None:
+    """Nothing decayed, and with Muon SGD trained all weights, without a word."""
+    model = net()
+    for layer in (model[0], model[3]):
+        compute(layer)
+    weights, others = split_weights(model)
+    assert len(weights) == number
+    assert names(model, {"params": others}) == {
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "3.bias",
+        "4.weight",
+    }
+
+
+def test_muon_refuses_weights_computed_from_several_parameters() -> None:
+    model = net()
+    normalised(model[0])
+    with pytest.raises(ValueError, match=r"0\.weight computed from 2 parameters.*use sgd or adamw"):
+        build_optimizer(model, OptimSpec(name="muon", sgd_lr=0.1))
+    model = net()
+    pruned(model[0])
+    assert names(model, build_optimizer(model, OptimSpec(name="muon", sgd_lr=0.1)).param_groups[0])
