@@ -105,7 +105,9 @@ class ActNorm(Joint):
         if not (scale.isfinite() & mean.isfinite()).all():
             raise ValueError(
                 f"{name_of(self)} got a first training batch with values that are not finite: "
-                "its scale and shift are set from that batch, so give it one that is"
+                "its scale and shift are set from that batch, so give it one that is; after a "
+                "sequence in mode exact, fewer bits allow larger values: "
+                'set_memory(model, "exact", grid=16)'
             )
         self.log_scale.copy_(scale.log())
         self.shift.copy_(-mean * scale)

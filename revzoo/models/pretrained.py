@@ -175,7 +175,11 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> dict[str,
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
     shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
-    if head is not None and head.dim() == 2 and head.numel():
+    if head is not None and head.dim() == 2 and head.shape[1]:
+        if not head.shape[0]:
+            raise StateMismatchError(
+                file.where, misshapen=[f"{network.classifier}.weight (no classes)"]
+            )
         shape["num_classes"] = head.shape[0]
     if first is not None and first.dim() == 4 and first.numel():
         shape["in_chans"] = first.shape[1]

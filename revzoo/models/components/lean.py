@@ -54,16 +54,24 @@ def run(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
             x = layer(x)
         return x
     new = False  # whether nothing else reads the memory of x
-    for layer in layers:
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if not calls_only_forward(layer):
             x, new = layer(x), False
-        elif new and type(layer) in _IN_PLACE and not x._is_view():
+        elif new and _works_in_place(layer, following) and not x._is_view():
             x = _IN_PLACE[type(layer)](layer, x)
             new = False  # kept by the gradient
         else:
             x = _run_one(layer, x)
             new = type(layer) in _MAKERS or (new and type(layer) is nn.Identity)
     return x
+
+
+def _works_in_place(layer: nn.Module, following: nn.Module | None) -> bool:
+    if type(layer) not in _IN_PLACE:
+        return False
+    # out of place, the gradients of these two read the input; in place, the output
+    factor = getattr(layer, "negative_slope", getattr(layer, "alpha", None))
+    return factor is None or (factor >= 0 and not getattr(following, "inplace", False))
 
 
 def avg_pool2d(x: Tensor, size: int) -> Tensor:

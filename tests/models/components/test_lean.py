@@ -225,3 +225,23 @@ def test_where_statistics_are_computed_again(branch):
     found, forward, backward = gradients(chain(branch, "recompute"))
     assert backward == forward
     assert all(map(torch.equal, found, gradients(chain(branch, "store"))[0]))
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        [nn.LeakyReLU(-0.2)],
+        [nn.LeakyReLU(0.2), nn.ReLU(inplace=True)],
+        [nn.ELU(), nn.ReLU(inplace=True)],
+    ],
+    ids=["negative slope", "leaky, then in place", "elu, then in place"],
+)
+def test_activations_whose_gradient_needs_the_input_keep_it(activations):
+    """The backward pass raised; with the plain layers it does not."""
+    x = torch.randn(3, 4)
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    found = [
+        effects(kind(copy.deepcopy(linear), *activations), x) for kind in (Lean, nn.Sequential)
+    ]
+    assert_same(*found)
