@@ -123,6 +123,13 @@ def _why_unsupported(module: nn.Module) -> str | None:
             "keeps running statistics of all samples, which no clipping bounds: set "
             "track_running_stats=False"
         )
+    if isinstance(module, nn.RNNBase) and trainable(module):
+        return (
+            "is a recurrent layer, whose kernel torch cannot run for each sample: write the cell "
+            "with linear layers"
+        )
+    if getattr(module, "max_norm", None) is not None and trainable(module):
+        return "changes its weight in the forward pass: set max_norm=None"
     if getattr(module, "scale_grad_by_freq", False):
         return "divides gradients by counts over the batch: set scale_grad_by_freq=False"
     if isinstance(module, nn.MultiheadAttention) and trainable(module):

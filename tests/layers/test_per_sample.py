@@ -163,6 +163,8 @@ def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
     [
         (nn.InstanceNorm2d(3, affine=True, track_running_stats=True), "track_running_stats=False"),
         (nn.Embedding(3, 3, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
+        (nn.Embedding(3, 3, max_norm=1.0), "set max_norm=None"),  # these raised torch's own errors
+        (nn.GRU(3, 3), "is a recurrent layer"),
         (nn.MultiheadAttention(4, 2), "batch_first=True"),
         (nn.MultiheadAttention(4, 2, 0.1, batch_first=True), "attribute dropout to 0.0"),
         (
