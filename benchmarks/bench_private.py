@@ -33,8 +33,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import revzoo
 from revzoo.integrations.backpack import extend
 from revzoo.integrations.opacus import PrivacyEngine
+from revzoo.per_sample.clipping import ClippedGradients
 from revzoo.profiling.live import LiveMemory
-from revzoo.training.sample_gradients import ClippedGradients
 
 Step = Callable[[], None]
 REGISTERED = (nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)  # by revzoo's integration

@@ -19,6 +19,7 @@ FLOORS = {
     "weights": 0,
     "layers": 1,
     "models": 2,
+    "per_sample": 2,
     "data": 2,
     "interop": 3,
     "compat": 3,
@@ -36,6 +37,8 @@ STRANGERS = {
     frozenset({"compat", "interop"}),
     frozenset({"compat", "profiling"}),
     frozenset({"models", "data"}),
+    frozenset({"models", "per_sample"}),
+    frozenset({"data", "per_sample"}),
     frozenset({"core", "weights"}),
 }
 # where a library may be imported at all

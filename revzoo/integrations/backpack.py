@@ -1,8 +1,8 @@
 """BackPACK 1.7 on reversible networks: per-sample gradients at the memory of one branch.
 
 BackPACK's ``extend`` keeps the input and output of every module until the backward pass. This one
-leaves the inputs to the memory modes (:mod:`revzoo.core.capture`). Extensions, their context and
-their options are BackPACK's.
+leaves the inputs to the memory modes (:mod:`revzoo.per_sample.capture`). Extensions, their context
+and their options are BackPACK's.
 
 BackPACK has no rules for GroupNorm, LayerNorm, convolutions with nonzero padding, other layers with
 parameters, and parameters that are used several times. This module adds them, and the extension
@@ -35,8 +35,8 @@ from backpack.extensions.firstorder.base import (
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.capture import Call, capture, pending_calls
-from revzoo.layers.per_sample import (
+from revzoo.per_sample.capture import Call, capture, pending_calls
+from revzoo.per_sample.gradients import (
     layers,
     mixes_samples,
     own_parameters,

@@ -2,12 +2,12 @@
 
 Opacus keeps the input of every layer in a forward hook. A replay runs that hook a second time, so
 Opacus expects too many uses of each parameter and never finishes: ``grad_sample`` stays None. Here
-the memory modes hold the inputs (:mod:`revzoo.core.capture`), and only uses in the forward pass
-count. Opacus provides samplers, optimisers, accountants and loaders. With
+the memory modes hold the inputs (:mod:`revzoo.per_sample.capture`), and only uses in the forward
+pass count. Opacus provides samplers, optimisers, accountants and loaders. With
 ``grad_sample_mode="ghost"``, per-sample gradients exist for one layer at a time.
 
 Importing this module registers the norms of convolutions, GroupNorm and LayerNorm with Opacus, for
-its ghost clipping (NOTE [ Norms without gradients ] in :mod:`revzoo.layers.per_sample`). Opacus'
+its ghost clipping (NOTE [ Norms without gradients ] in :mod:`revzoo.per_sample.gradients`). Opacus'
 ghost clipping refuses parameters that are used several times; here their gradients are added up
 first.
 
@@ -39,8 +39,8 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.capture import Call
-from revzoo.layers.per_sample import (
+from revzoo.per_sample.capture import Call
+from revzoo.per_sample.gradients import (
     Captures,
     layers,
     own_parameters,
@@ -245,7 +245,7 @@ def _validate(module: nn.Module) -> None:
     """Run Opacus' validators, except the one that refuses nn.MultiheadAttention."""
     if not module.training:
         raise ValueError("the model is in evaluation mode: call train() before make_private")
-    # Opacus wants its own attention layer instead; layers/per_sample.py has rules for torch's
+    # Opacus wants its own attention layer instead; per_sample/gradients.py has rules for torch's
     if errors := [
         error
         for layer in module.modules()

@@ -6,7 +6,7 @@ with the gradients g_n of single samples, the largest norm C, the noise multipli
 expected size E of a batch. Each batch draws each image with the same probability (M. Abadi et al.,
 "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1). Gradients are
 clipped inside the backward pass, in the network's memory mode
-(:mod:`revzoo.training.sample_gradients`); Opacus computes the spent budget.
+(:mod:`revzoo.per_sample.clipping`); Opacus computes the spent budget.
 
 NOTE [ What is private ]
     1. The weights of a run are (epsilon, delta)-private for adding or removing one training image.
@@ -32,10 +32,10 @@ from torch import nn
 from revzoo._checks import check_choice, check_number, package_needed
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
-from revzoo.layers.per_sample import refuse_unsupported
+from revzoo.per_sample.clipping import ClippedGradients
+from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_epoch, data_of
-from revzoo.training.sample_gradients import ClippedGradients
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Two figures from per-sample gradients: the gradient noise scale, and the hardest images.
 
 Both take the norms from an ordinary backward pass, at little cost and without more memory
-(:mod:`revzoo.training.sample_gradients`). Steps without measurement run as usual.
+(:mod:`revzoo.per_sample.clipping`). Steps without measurement run as usual.
 
 The gradient noise scale is the batch size up to which larger batches pay: the trace of the
 covariance of per-sample gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_number
-from revzoo.layers.per_sample import refuse_unsupported
+from revzoo.per_sample.clipping import SampleNorms
+from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit, is_nth_step
 from revzoo.training.callbacks.pictures import (
     COLUMNS,
@@ -39,7 +40,6 @@ from revzoo.training.callbacks.pictures import (
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import true_classes
-from revzoo.training.sample_gradients import SampleNorms
 
 
 class ReadsNorms(RestoresAfterFit, ChecksModel):

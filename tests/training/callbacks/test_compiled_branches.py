@@ -13,8 +13,8 @@ import torch._functorch.config
 from small_task import TINY, Fails, TinyNet, loader, trainer
 
 import revzoo
-from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.models import create_model
+from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training import Classifier, CompiledBranches
 from revzoo.training.callbacks.compiled_branches import BANS, compiled_parts
 from revzoo.training.callbacks.ema import AveragedWeights

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import revzoo
 from revzoo.core.guard.ranges import RangeError
+from revzoo.per_sample.clipping import ClippedGradients, SampleNorms
 from revzoo.profiling.live import LiveMemory
-from revzoo.training.sample_gradients import ClippedGradients, SampleNorms
 
 CLIP = 0.5
 

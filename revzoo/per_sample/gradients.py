@@ -35,8 +35,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.capture import OnGradient, capture, pending_calls
 from revzoo.layers.batchnorm import InvertibleBatchNorm
+from revzoo.per_sample.capture import OnGradient, capture, pending_calls
 
 Gradients = dict[str, Tensor]
 
@@ -180,7 +180,7 @@ def per_sample_gradients(module: nn.Module, inputs: Sequence[Any], gradient: Ten
         ValueError: ``module`` mixes samples, or computes its weight outside its forward.
 
     Example:
-        >>> from revzoo.layers.per_sample import per_sample_gradients
+        >>> from revzoo.per_sample.gradients import per_sample_gradients
         >>> linear = nn.Linear(3, 2)
         >>> g = per_sample_gradients(linear, [torch.ones(5, 3)], torch.ones(5, 2))
         >>> g["weight"].shape, g["bias"].shape

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import revzoo
-from revzoo.layers import per_sample
-from revzoo.layers.per_sample import per_sample_gradients, refuse_unsupported, squared_norms
+from revzoo.per_sample import gradients as per_sample
+from revzoo.per_sample.gradients import per_sample_gradients, refuse_unsupported, squared_norms
 from revzoo.profiling.live import LiveMemory
 
 

@@ -1,7 +1,7 @@
 """Per-sample gradient norms, and gradients clipped by them, at the memory of one branch.
 
 When the backward pass reaches a layer, we compute the norms of its parameters' per-sample gradients
-(:mod:`revzoo.layers.per_sample`). The per-sample gradients themselves are never kept.
+(:mod:`revzoo.per_sample.gradients`). The per-sample gradients themselves are never kept.
 
 NOTE [ Clipping inside the backward pass ]
     If no layer mixes samples, weighting sample n's row of the logits' gradient by w_n gives the
@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from revzoo._checks import check_number
-from revzoo.core.capture import Call
-from revzoo.layers.per_sample import (
+from revzoo.per_sample.capture import Call
+from revzoo.per_sample.gradients import (
     Captures,
     layers,
     own_parameters,
@@ -48,7 +48,7 @@ class SampleNorms:
         ValueError: in a backward pass, if a layer mixes samples or their number differs.
 
     Example:
-        >>> from revzoo.training.sample_gradients import SampleNorms
+        >>> from revzoo.per_sample.clipping import SampleNorms
         >>> model = revzoo.create_model("revnet38", norm="group")
         >>> norms = SampleNorms(model)
         >>> norms.start()
@@ -147,7 +147,7 @@ class ClippedGradients:
             their sum.
 
     Example:
-        >>> from revzoo.training.sample_gradients import ClippedGradients
+        >>> from revzoo.per_sample.clipping import ClippedGradients
         >>> model = revzoo.create_model("revnet38", norm="group")
         >>> clipped = ClippedGradients(model, max_norm=0.1)
         >>> images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)

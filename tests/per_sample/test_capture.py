@@ -9,7 +9,7 @@ from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
-from revzoo.core.capture import capture, pending_calls
+from revzoo.per_sample.capture import capture, pending_calls
 from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")

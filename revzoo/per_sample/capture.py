@@ -59,7 +59,7 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
             gradient reaches the weights that a ``nn.MultiheadAttention`` returns.
 
     Example:
-        >>> from revzoo.core.capture import capture
+        >>> from revzoo.per_sample.capture import capture
         >>> linear = nn.Linear(3, 2)
         >>> handle = capture(linear, lambda call, gradient: print(call.inputs()[0], gradient))
         >>> linear(torch.ones(1, 3)).sum().backward()
