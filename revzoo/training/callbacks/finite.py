@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from revzoo.training.callbacks.run_state import RunState
+from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -198,9 +201,20 @@ def divergence_error(
 
     ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
     """
+    saved = any(
+        callback.best_model_path
+        or callback.last_model_path
+        or has_saved(Path(callback.dirpath or ""))  # by an earlier session
+        for callback in callbacks_of(module.trainer, ModelCheckpoint)
+    )
+    end = (
+        "Earlier checkpoints are intact"
+        if saved
+        else "No checkpoint was written, and a resumed run would end the same way: start a new run"
+    )
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "
-        f"optim.lr{_rate(module)} or raise the precision. Earlier checkpoints are intact"
+        f"optim.lr{_rate(module)} or raise the precision. {end}"
     )
 
 
