@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,6 +22,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from revzoo.training.callbacks.checkpoints import LastCheckpoint
 from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.lightning_compat import callbacks_of
@@ -201,11 +201,10 @@ def divergence_error(
 
     ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
     """
-    saved = any(
-        callback.best_model_path
-        or callback.last_model_path
-        or has_saved(Path(callback.dirpath or ""))  # by an earlier session
-        for callback in callbacks_of(module.trainer, ModelCheckpoint)
+    kept = callbacks_of(module.trainer, ModelCheckpoint)
+    lasts = callbacks_of(module.trainer, LastCheckpoint)  # also from an earlier session
+    saved = any(callback.best_model_path or callback.last_model_path for callback in kept) or any(
+        has_saved(callback.path.parent) for callback in lasts
     )
     end = (
         "Earlier checkpoints are intact"
