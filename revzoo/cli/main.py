@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
 from types import FrameType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
 from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
+from revzoo.cli.terminal import folded
 
 INTERRUPTED = "revzoo: interrupted\n"
 
@@ -165,7 +166,7 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     command: Command = import_module(f"revzoo.cli.{row.module}")
     # the help is the module's docstring, without its notes for developers; python -OO has none
     about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"revzoo {name}",
         description=about,
         formatter_class=_Help,
@@ -177,6 +178,10 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
         add_import_option(parser)
     # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
     args, unknown = parser.parse_known_intermixed_args(arguments[1:])
+    # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
+    if hasattr(args, "overrides") and any(word.startswith("-") for word in unknown):
+        args.overrides += [word for word in unknown if not word.startswith("-")]
+        unknown = [word for word in unknown if word.startswith("-")]
     if unknown:
         # there is no public list; 0.8: --resum, but not --epochs, is near --resume
         hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.8)
@@ -188,6 +193,22 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
             hint = f"; set values as KEY=VALUE, such as {example or 'trainer.max_epochs=3'}"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
+
+
+class _Parser(argparse.ArgumentParser):
+    """Suggests the nearest choice, and folds errors to the terminal."""
+
+    # argparse before Python 3.14 suggests nothing
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(value, action.choices or ())
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, folded(f"{self.prog}: error: {message}", indent=2) + "\n")
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -204,7 +225,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def _command(arguments: list[str]) -> str:
     lines = [f"  {name:10}{row.help}" for name, row in COMMANDS.items()]
-    overview = argparse.ArgumentParser(
+    overview = _Parser(
         prog="revzoo",
         usage="revzoo COMMAND ...",
         epilog="commands:\n" + "\n".join(lines) + "\n\nrevzoo COMMAND --help shows its arguments",

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from revzoo._files import check_regular
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError, one_line
 
 GROUP = "revzoo.plugins"
@@ -46,10 +48,15 @@ def load_plugins(modules: Sequence[str]) -> None:
     """
     # metadata only: nothing is imported if no package has such an entry point
     plugins = entry_points(group=GROUP)
-    for plugin in plugins:
-        _load(plugin.load, f"the plugin {plugin.name} ({plugin.value})")
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as with python -m
+    # a module that does not exist gets a quick answer
+    if (modules or plugins) and all(map(_exists, modules)):
+        # before the plugins: they may print, and the status must be gone then
+        with status_of("loading torch and Lightning"):
+            import_module("revzoo.training.api")
+    for plugin in plugins:
+        _load(plugin.load, f"the plugin {plugin.name} ({plugin.value})")
     for module in modules:
         # `module=module`: a lambda would see the loop's last value
         _load(lambda module=module: import_module(module), f"--import {module}")
@@ -58,6 +65,11 @@ def load_plugins(modules: Sequence[str]) -> None:
     # otherwise do not load the registries, which import torch
     if modules or plugins:
         add_config_nodes()
+
+
+def _exists(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in sys.modules or (bool(top) and find_spec(top) is not None)
 
 
 def _load(load: Any, name: str) -> None:

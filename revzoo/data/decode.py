@@ -42,7 +42,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     Args:
         path: of the file.
         channels: of the result.
-        remedy: the advice in the error about a corrupt file; may be empty.
+        remedy: the advice in the error about a corrupt file.
 
     Raises:
         DataError: the file is corrupt, or a grey image of more than 8 bits.
@@ -56,17 +56,17 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types
-        what = f"cannot decode image {path} ({type(error).__name__}: {error})"
-        raise DataError(f"{what}: {remedy}" if remedy else what) from error
+        fault = f"{type(error).__name__}: {error}"
+        what = f"cannot decode image {path} ({fault})"
+        reason = fault.replace(repr(path), "").rstrip(" :")  # as Pillow and Python quote it
+        raise DataError(f"{what}: {remedy}", reason) from error
 
 
 def check_depth(image: Image.Image, name: str) -> None:
     """Raise a DataError for a grey image of more than 8 bits, which Pillow would clip."""
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
-        raise DataError(
-            f"{name} has more than 8 bits per channel (Pillow mode {image.mode}): convert it to 8 "
-            "bits"
-        )
+        fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
+        raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
 
 
 def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:

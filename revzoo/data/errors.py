@@ -13,9 +13,11 @@ class DataError(UserError, RuntimeError):
 
     Args:
         message: one line for the user.
+        reason: for a file: the fault without its path, equal for equal faults.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
+        self.reason = reason
         # a loader's worker sends its traceback as text, which ends with the message
         message = message.rpartition(f"{__name__}.DataError: ")[2].strip()
         # a path may hold bytes that are not UTF-8, which a log file cannot

@@ -135,12 +135,12 @@ class FolderReport:
 
     Attributes:
         images: number of image files.
-        bad: error messages of the images that cannot be decoded, sorted by path.
+        bad: the paths of the images that cannot be decoded, by reason.
         layout: error in the structure of split and class folders; None for a correct one.
     """
 
     images: int
-    bad: list[str]
+    bad: dict[str, list[str]]
     layout: str | None
 
 
@@ -168,8 +168,11 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         raise no_images(root)
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
-        errors = pool.map(_error_of, paths, chunksize=64)
-        return FolderReport(len(paths), [error for error in errors if error], layout)
+        bad: dict[str, list[str]] = {}
+        for path, reason in zip(paths, pool.map(_reason_of, paths, chunksize=64), strict=True):
+            if reason:
+                bad.setdefault(reason, []).append(path)
+    return FolderReport(len(paths), bad, layout)
 
 
 def no_images(folder: Path) -> DataError:
@@ -208,10 +211,10 @@ def images_below(root: Path) -> Iterator[str]:
             yield f"{folder}/{name}"
 
 
-def _error_of(path: str) -> str | None:
+def _reason_of(path: str) -> str:
+    """Why an image cannot be read; empty if it can."""
     try:
-        # the caller names the remedy once, for all files
-        open_image(path, 3, remedy="")
+        open_image(path, 3)
     except DataError as error:
-        return str(error)
-    return None
+        return error.reason
+    return ""

@@ -68,6 +68,7 @@ class ImageFolder(ImageData):
         self.root = Path(root).expanduser()
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
+        self._counted = 0  # of them, in the last warning
         self.cache_bytes = cache_bytes
         # the base class sets image_size and in_chans once the images are known
         self._wanted_size = image_size
@@ -137,10 +138,11 @@ class ImageFolder(ImageData):
 
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
-        if files := self.skipped_files:
-            # through DataError, which escapes bytes that are not UTF-8
-            names = DataError(", ".join(files))
-            log.warning("skipped %s: %s", number_of(len(files), "image"), names)
+        # each has its own warning
+        count = len(self.skipped_files)
+        if count > self._counted:
+            self._counted = count
+            log.warning("skipped %s in all", number_of(count, "image"))
 
     def _fits(self, size: int) -> bool:
         # all splits, loaded or not: one stage must not change the preparation of others

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config import compose
 from revzoo.cli.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -172,12 +171,28 @@ def test_odd_arguments_are_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_huge_folder_of_configurations_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_files_that_take_no_part_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``--config-dir /`` read the whole disk, twice."""
-    monkeypatch.setattr(compose, "MAX_FILES", 10)
-    for number in range(11):
-        (tmp_path / f"{number}.txt").touch()
-    with pytest.raises(SystemExit, match="has more than 10 files: expected a folder of config"):
-        main(["train", "--config-dir", str(tmp_path)])
+    """A broken file beside the experiment stopped every run; ``--config-dir /`` read the disk."""
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "good.yaml").write_text("# @package _global_\nseed: 7\n")
+    (folder / "broken.yaml").write_text("# @package _global_\noptim:\n\tlr: 0.1\n")
+    (folder / "grows.yaml").write_text(BOMB)
+    os.mkfifo(folder / "pipe.yaml")
+    start = ["train", "--config-dir", str(tmp_path), "--cfg", "job"]
+    main([*start, "experiment=good"])
+    assert "seed: 7" in capsys.readouterr().out
+    for name, message in {
+        "broken": r"broken\.yaml is not YAML \(line 3, column 1: .*: a tab; YAML indents",
+        "grows": r"grows\.yaml has more than 100000 values",
+        "pipe": "no such option",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            main([*start, f"experiment={name}"])
+    (folder / "uses.yaml").write_text(
+        "# @package _global_\ndefaults: [good, grows]\n"  # found by Hydra, not on the command line
+    )
+    with pytest.raises(SystemExit, match=r"^revzoo: [^:]*grows\.yaml has more than 100000 values"):
+        main([*start, "experiment=uses"])

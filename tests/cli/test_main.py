@@ -233,6 +233,8 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
         ),
         (["train", "--resum", "run"], "--resum; did you mean '--resume'?"),
         (["audit", "revnet38", "--xyz"], "--xyz\n"),
+        # all KEY=VALUE were blamed, too
+        (["train", "seed=1", "--resum", "run", "test=false"], "--resum; did you mean '--resume'?"),
     ],
 )
 def test_an_unknown_option_is_answered_with_what_to_do(

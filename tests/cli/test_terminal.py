@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -72,13 +73,63 @@ def test_tables_are_folded(
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 90
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train memory.mode=invrt",
+        "train --resume {run}",
+        "train --import json modle=x",
+        "predict {run}/x.ckpt {run}",
+        "eval ckpt={run}/x.ckpt",
+        "check data {run}",
+        "info revnet38 --image-size 1",
+        "info {run}/x.ckpt",
+        "pack {run}/x.ckpt revnet38.x --license MIT --recipe x",
+        "convert irevnet {run}/x.ckpt {run}",
+        "sweep memory.mode=invrt,invrtt",
+    ],
+)
 def test_a_terminal_shows_that_libraries_load(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nothing happened for ten seconds. The line is gone before an error is printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("revzoo.cli.plugins.imported", [])
+    (tmp_path / "config.yaml").write_text("a: 1")
+    (tmp_path / "x.ckpt").touch()
+    command = arguments.format(run=tmp_path).split()
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with pytest.raises(SystemExit):
-        main(["train", "memory.mode=invrt"])
+        main(command)
     shown = capsys.readouterr().err
-    assert "loading torch and Lightning ..." in shown
+    assert "loading torch" in shown
     assert shown.endswith("\r\033[K")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "\033" not in capsys.readouterr().err
+
+
+def test_a_plugin_prints_on_its_own_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "printing_plugin.py").write_text("import sys; sys.stderr.write('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("revzoo.cli.plugins.imported", [])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    main(["train", "--import", "printing_plugin", "--cfg", "job", "-p", "seed"])
+    assert "loading torch and Lightning ...\r\033[Khello" in capsys.readouterr().err
+
+
+def test_errors_of_arguments_are_folded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit):
+        main(["export", "revnet38", "--format", "onxx"])
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= 70
+    assert " ".join(line.strip() for line in lines).endswith("; did you mean 'onnx'?")

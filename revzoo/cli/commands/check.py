@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from revzoo._checks import check_count
+from revzoo._checks import check_count, number_of
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.terminal import folded
 
 
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a line for each unreadable image and each fault of the folders.
+    """Print the unreadable images by reason, and the fault of the folders.
 
     Raises:
         ValueError: an image cannot be read, or the folders are not a data set; or the arguments are
@@ -36,19 +37,25 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(_usage(args.what, args.folder))
     if args.workers is not None:
         check_count("--workers", args.workers)
-    # only now: it imports torch
-    from revzoo.data.folders import check_folder
+    with status_of("loading torch"):  # only now: it takes seconds
+        from revzoo.data.folders import check_folder
 
-    report = check_folder(args.folder, workers=args.workers)
-    # unreadable images first, then the fault of the folders
-    faults = report.bad + ([report.layout] if report.layout else [])
-    sys.stdout.write("".join(f"{folded(fault, indent=2)}\n" for fault in faults))
-    if report.bad:
+    with status_of(f"reading the images of {args.folder}"):
+        report = check_folder(args.folder, workers=args.workers)
+    for reason, paths in report.bad.items():
+        # a path a line: they are copied
+        listed = "".join(f"  {path}\n" for path in paths)
+        what = f"{number_of(len(paths), 'image')}: {reason}"
+        sys.stdout.write(f"{folded(what, indent=4)}\n{listed}")
+    if report.layout:
+        sys.stdout.write(f"{folded(report.layout, indent=2)}\n")
+    if count := sum(map(len, report.bad.values())):
+        # a run cannot skip all images
+        skip = ", or train with data.on_error=skip" if count < report.images else ""
         raise ValueError(
-            f"{len(report.bad)} of {report.images} images cannot be read: replace or remove them, "
-            "or train with data.on_error=skip"
+            f"{count} of {report.images} images cannot be read: replace or remove them{skip}"
         )
-    if faults:
+    if report.layout:
         raise ValueError(
             f"all {report.images} images can be read, but their folders are not a data set: "
             "see above"

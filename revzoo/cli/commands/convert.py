@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from revzoo.cli.commands._status import status_of
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -37,7 +39,8 @@ def run(args: argparse.Namespace) -> None:
         OSError: the file cannot be read, or the folder cannot be written.
         ValueError: the file is not a checkpoint of the program.
     """
-    from revzoo.interop.published import load_published  # imports torch
+    with status_of("loading torch"):
+        from revzoo.interop.published import load_published
 
     model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
     recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"

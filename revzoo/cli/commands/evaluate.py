@@ -22,6 +22,7 @@ import logging
 import sys
 from collections.abc import Iterable
 
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.terminal import FoldedFormat
 from revzoo.weights.source import resolve_source
@@ -62,10 +63,11 @@ def run(args: argparse.Namespace) -> None:
     # refuse wrong keys and names before importing torch
     check_evaluated(config)
     config["ckpt"] = resolve_source(str(config["ckpt"]))
-    from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.evaluate import evaluate
-    from revzoo.training.distributed import is_first_process
-    from revzoo.training.quiet_lightning import quiet
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.plugins import check_imports
+        from revzoo.cli.run.evaluate import evaluate
+        from revzoo.training.distributed import is_first_process
+        from revzoo.training.quiet_lightning import quiet
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))

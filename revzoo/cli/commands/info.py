@@ -24,7 +24,7 @@ from revzoo.cli.commands._models import (
     check_side,
     side_of,
 )
-from revzoo.cli.commands._status import show_status
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.terminal import folded
 from revzoo.weights.entry import WeightsEntry
@@ -79,10 +79,10 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
         entry = None if name in model_names() else find_entry(name)
     for key, value in entry.plain().items() if entry else ():
         _print(key, value)
-    show_status("loading torch")
-    from revzoo.models import create_model
+    with status_of("loading torch"):
+        from revzoo.models import create_model
 
-    model = create_model(name, table=table, **bits_of(args))
+        model = create_model(name, table=table, **bits_of(args))
     if entry is None:
         _print("architecture", name)
         _print("weights", "none")
@@ -92,13 +92,13 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
 def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     """Print the facts of a checkpoint; return its model and the side of its images."""
     _print("checkpoint", resolve_source(checkpoint))
-    show_status("loading torch")
-    from revzoo.cli.config.yaml_files import run_of
-    from revzoo.cli.plugins import check_imports
-    from revzoo.training.checkpoint.restore import restore
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.config.yaml_files import run_of
+        from revzoo.cli.plugins import check_imports
+        from revzoo.training.checkpoint.restore import restore
 
-    check_imports(run_of(checkpoint))
-    restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
+        check_imports(run_of(checkpoint))
+        restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
     spec = restored.network.spec
     assert spec is not None, "create_model sets it"
     facts = {**spec._asdict(), **restored.facts}
@@ -116,22 +116,21 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
-    show_status("counting operations")
-    yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP per image"
+    with status_of("counting operations"):
+        flops = forward_flops(model, images) / 1e6
+    yield f"forward, {shape}", f"{flops:,.1f} MFLOP per image"
     for mode in DEVICE_MODES:
         try:
             set_memory(model, mode)
         except ValueError:
             continue  # the model has no steps for this mode
-        show_status(f"counting activations of a training step, memory={mode}")
-        peak = audit(model, images.shape, modes=[], real=True).activation_bytes
+        with status_of(f"counting activations of a training step, memory={mode}"):
+            peak = audit(model, images.shape, modes=[], real=True).activation_bytes
         size = peak // len(images) / 1024
         yield f"training, {mode}", f"{size:,.0f} KiB of activations per image at the peak"
 
 
 def _print(key: str, value: object) -> None:
-    # clear the status before the row that it announced appears
-    show_status("")
     sys.stdout.write(f"{folded(f'{key:24}{_text(value)}', indent=24)}\n")
     # counting takes seconds, so show the facts first
     sys.stdout.flush()

@@ -16,6 +16,7 @@ from typing import Any
 
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_image_size, add_output
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.cli.terminal import folded_command
@@ -81,8 +82,9 @@ def publish(
         CheckpointError: it is damaged, lacks its hyperparameters, or holds more than plain values.
         WeightsError: it has NaN or Inf, or a fact is not valid.
     """
-    from revzoo.models.save import json_of, pack
-    from revzoo.training.checkpoint.restore import restore
+    with status_of("loading torch and Lightning"):
+        from revzoo.models.save import json_of, pack
+        from revzoo.training.checkpoint.restore import restore
 
     restored = restore(checkpoint)
     model = restored.network

@@ -23,6 +23,7 @@ from revzoo.cli.commands._models import (
     add_saved_bits_option,
     check_side,
 )
+from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError, message_line
 from revzoo.weights.source import resolve_source
 
@@ -60,14 +61,15 @@ def run(args: argparse.Namespace) -> None:
         if not Path(path).exists():
             raise ConfigError(f"there is no image or folder {path}")
     source = resolve_source(source)
-    import torch
+    with status_of("loading torch and Lightning"):
+        import torch
 
-    from revzoo.cli.config.yaml_files import run_of
-    from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.predict import FORMS, predict
-    from revzoo.data import DataError
-    from revzoo.training.checkpoint.restore import restore
-    from revzoo.training.quiet_lightning import quiet
+        from revzoo.cli.config.yaml_files import run_of
+        from revzoo.cli.plugins import check_imports
+        from revzoo.cli.run.predict import FORMS, predict
+        from revzoo.data import DataError
+        from revzoo.training.checkpoint.restore import restore
+        from revzoo.training.quiet_lightning import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

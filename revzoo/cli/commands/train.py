@@ -130,7 +130,8 @@ def _source(args: argparse.Namespace) -> ConfigFiles:
 
 
 def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
-    from revzoo.cli.run.multirun import multirun
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.run.multirun import multirun
 
     multirun(args.overrides, source)
 
@@ -149,11 +150,12 @@ def _resume(args: argparse.Namespace) -> None:
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "
             "in its folder; leave the option out"
         )
-    check_changes(args.overrides)
+    check_changes(args.overrides, args.resume)
     # `resume` checks again; here a typo gets its answer before torch is imported
     compose_checked(take_root(args.overrides)[0])
     recorded_config(args.resume.absolute())  # only for its errors
-    from revzoo.cli.run.resume import resume
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.run.resume import resume
 
     resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)
 

@@ -31,6 +31,7 @@ from revzoo.cli.config.quick import (
     MANAGED_BY_TRAIN,
     TUNER,
     check_data_quickly,
+    check_precision_of_cpu,
     check_precision_options,
     check_quickly,
     check_trainer_numbers,
@@ -192,8 +193,8 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
     """Check that the device supports the precision, and that its options do not contradict."""
     check_precision_options(precision)
     name, tf32 = precision["trainer"], precision["tf32"]
-    if name == "16-mixed" and device == "cpu":
-        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")
+    if device == "cpu":
+        check_precision_of_cpu(name)
     if name == "64-true" and device == "mps":
         raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
     if tf32 and device != "cuda":

@@ -18,9 +18,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
@@ -47,11 +47,12 @@ from revzoo.cli.config.overrides import (
     check_value_types,
     parse,
 )
+from revzoo.cli.config.signatures import fields, table_rows
 from revzoo.cli.config.yaml_files import check_growth
 
 HYDRA_VERSION = "1.3"
-MAX_FILES = 10_000  # in a folder of configurations
 CONFIGS = Path(str(files("revzoo.configs")))
+SCHEDULE = "optim.schedule"
 GLOBAL_GROUPS = ("experiment", "debug")  # their files set keys of all sections
 SET_BY_HYDRA = (
     "hydra.runtime",
@@ -88,11 +89,11 @@ def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
     """Initialise Hydra with this source, inside the context.
 
     Raises:
-        ConfigError: a folder does not exist, or a user's file is refused.
+        ConfigError: a folder does not exist, or the primary file is refused.
     """
     for folder in (source.folder, source.extra):
-        if folder not in (CONFIGS, None):
-            _check_folder(folder)
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
     # otherwise Hydra warns, and behaves as version 1.1
     version.setbase(HYDRA_VERSION)
     search_path = create_config_search_path(f"file://{source.folder.resolve()}")
@@ -107,25 +108,24 @@ def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
     try:
         # private in Hydra 1.3; the public initialize_config_dir() takes one folder only
         hydra = Hydra.create_main_hydra2("train", search_path)
+        _check_loaded_files(hydra)
         _check_search_path(hydra, source)
         yield hydra
     finally:
         GlobalHydra.instance().clear()
 
 
-def _check_folder(folder: Path) -> None:
-    """Check that a user's folder exists, and that no file in it would fill the memory."""
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
-    # islice: someone may give / as the folder
-    paths = list(islice(folder.rglob("*"), MAX_FILES + 1))
-    if len(paths) > MAX_FILES:
-        raise ConfigError(
-            f"{folder} has more than {MAX_FILES:,} files: expected a folder of configurations"
-        )
-    for path in sorted(paths):
-        if path.suffix in (".yaml", ".yml"):
-            check_growth(path)
+def _check_loaded_files(hydra: Hydra) -> None:
+    """Let Hydra check each file of a user's folder before it loads it: it could fill the memory."""
+
+    def load(place: ConfigSource, config_path: str) -> ConfigResult:
+        check_growth(Path(place.path, place._normalize_file_name(config_path)).resolve())
+        return type(place).load_config(place, config_path)
+
+    # private in Hydra 1.3; other files of the folder may be broken
+    for place in hydra.config_loader.repository.get_sources():  # type: ignore[attr-defined]
+        if place.scheme() == "file" and Path(place.path) != CONFIGS.resolve():
+            place.load_config = partial(load, place)
 
 
 def _check_search_path(hydra: Hydra, source: ConfigFiles) -> None:
@@ -134,6 +134,8 @@ def _check_search_path(hydra: Hydra, source: ConfigFiles) -> None:
     try:
         loaded = repository.load_config(source.name)
         paths = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
+    except ConfigError:
+        raise
     except Exception as error:  # the errors of the libraries have no common base class
         raise ConfigError(f"{source.name}: {one_line(error)}") from None
     if paths is not None:
@@ -166,7 +168,7 @@ def compose_whole(
         source: the files.
         trusted: overrides that the program adds; they are not checked.
     """
-    overrides = with_libraries(overrides)
+    overrides = with_schedule(with_libraries(overrides))
     with hydra_of(source) as hydra:
         parsed, base = _check_overrides(overrides, source, hydra.config_loader)
         groups = hydra.config_loader.list_groups("")
@@ -174,6 +176,7 @@ def compose_whole(
             check_one_value(override, groups)
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
+    _drop_options_of_other_schedules(whole, parsed)
     cfg = whole.copy()
     # Hydra locks the configuration: no key can be added or removed
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
@@ -199,6 +202,43 @@ def with_libraries(overrides: Sequence[str]) -> list[str]:
     return expanded
 
 
+def with_schedule(overrides: Sequence[str]) -> list[str]:
+    """The overrides, with ``++`` before the options of a schedule that one of them names.
+
+    The default's schedule may lack them: ``optim.schedule.name=step optim.schedule.gamma=0.2``.
+    """
+    named = [o.partition("=")[2] for o in overrides if o.startswith(f"{SCHEDULE}.name=")]
+    keys = {f"{SCHEDULE}.{key}" for name in named for key in _schedule_options(name) or ()}
+    return [f"++{o}" if o.partition("=")[0] in keys else o for o in overrides]
+
+
+def _schedule_options(name: str) -> list[str] | None:
+    """The options of a schedule; None for an unknown name."""
+    module = "revzoo.training.optim.schedules"
+    row = table_rows(module, "SCHEDULES").get(name)
+    return None if row is None else [key for key in fields(module, row) if key != "name"]
+
+
+def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """If an override names the schedule, drop the options of files that this one does not have.
+
+    Options on the command line stay, and are refused later.
+    """
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if key == SCHEDULE and isinstance(value, dict):
+            typed |= {str(name): item for name, item in value.items()}
+        elif key.startswith(f"{SCHEDULE}."):
+            typed[key.removeprefix(f"{SCHEDULE}.")] = value
+    options, schedule = _schedule_options(str(typed.get("name"))), OmegaConf.select(cfg, SCHEDULE)
+    if options is None or not isinstance(schedule, DictConfig):
+        return
+    with flag_override(schedule, ["struct", "readonly"], [False, False]):
+        for key in [k for k in schedule if k not in ("name", *options, *typed)]:
+            del schedule[key]
+
+
 @cache  # the jobs of a sweep ask again; each takes 0.2 s
 def _packaged_base(name: str, chosen: tuple[str, ...]) -> DictConfig:
     """The packaged defaults of the chosen options. Callers must not change them."""
@@ -208,6 +248,8 @@ def _packaged_base(name: str, chosen: tuple[str, ...]) -> DictConfig:
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
     try:
         return compose(name, list(overrides), return_hydra_config=with_hydra)
+    except ConfigError:  # from check_growth
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
     except Exception as error:  # Hydra does not validate files, so any error can occur
@@ -285,7 +327,7 @@ def check_multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> lis
         ConfigError: naming the nearest valid key or option.
     """
     with hydra_of(source) as hydra:
-        return _check_overrides(overrides, source, hydra.config_loader)[0]
+        return _check_overrides(with_schedule(overrides), source, hydra.config_loader)[0]
 
 
 def _check_overrides(
@@ -323,6 +365,7 @@ def _check_package(override: Override, source: ConfigFiles) -> None:
     for folder in (source.extra, source.folder):
         path = None if folder is None else folder / group / f"{override.value()}.yaml"
         if path is not None and path.is_file():
+            check_growth(path)
             if not re.search(r"^#\s*@package\s+_global_\s*$", path.read_text(), re.MULTILINE):
                 raise ConfigError(f"{path} needs the first line '# @package _global_'")
             return

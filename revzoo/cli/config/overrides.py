@@ -11,6 +11,7 @@ its name.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,9 @@ from revzoo._checks import either, expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
+from revzoo.cli.invocation import command_line, short_path
+from revzoo.cli.plugins import SESSIONS_FILE
+from revzoo.weights.run_files import CHECKPOINTS, LAST
 
 # arguments of create_model that a run fills in, and their sources
 FITTED = {
@@ -352,18 +356,42 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     return {**data, "root": path}
 
 
-def check_changes(overrides: Sequence[str]) -> None:
+def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
     """Refuse overrides that would change the results of a resumed run.
 
     Raises:
-        ConfigError: naming the override.
+        ConfigError: naming the override, and the command of a new run with it.
     """
+    changeable = ("memory", "memory.bytes", "precision", ROOT)
     for override in overrides:
-        if override.partition("=")[0] not in ("memory", "memory.bytes", "precision", ROOT):
+        if override.partition("=")[0] not in changeable:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
                 "--allow-precision-change, and data.root=DIR, where the data are now. Start a new "
-                "run for the rest; +model.checkpoint_path=RUN/checkpoints/last.ckpt starts it from "
-                "these weights"
+                f"run for the rest: {_new_run(overrides, run_dir)}"
             )
+
+
+def _new_run(overrides: Sequence[str], run_dir: Path) -> str:
+    """The command of a run with other overrides that starts from a run's last weights, if any."""
+    new, weights = list(overrides), run_dir / CHECKPOINTS / LAST
+    names = {_name_of(override) for override in new}  # replaced
+    if weights.exists():
+        new.append(f"+model.checkpoint_path={quoted_if_needed(short_path(weights))}")
+        names |= {"model.checkpoint_path", "model.pretrained"}
+    kept = [o for o in _first_overrides(run_dir) if _name_of(o) not in names]
+    return command_line("train", *kept, *new)
+
+
+def _name_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _first_overrides(run_dir: Path) -> list[str]:
+    """The overrides with which a run started; none without the record."""
+    try:
+        first = (run_dir / SESSIONS_FILE).read_text().splitlines()[0]
+        return list(map(str, json.loads(first)["overrides"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return []

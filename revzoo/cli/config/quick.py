@@ -87,13 +87,16 @@ def check_quickly(config: Mapping[str, Any], *, looks: bool = False) -> ImageNet
         check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
         check_trainer_numbers(config["trainer"])
         check_precision_options(config["precision"])
+        if config["trainer"]["accelerator"] == "cpu":
+            check_precision_of_cpu(config["precision"]["trainer"])
         check_data_quickly(config["data"])
         if config["memory"].get("bytes") == MISSING:
             raise ConfigError(BYTES_NEEDED)
         check_names_by_source(config)
         if looks:
             check_root(config["data"])
-        # here and not above: it imports torch
+        # here and not above: they import torch
+        check_device(config)
         from revzoo.training.optim.optimizers import OptimSpec
 
         OptimSpec.of(config["optim"])
@@ -159,6 +162,21 @@ def check_precision_options(precision: Mapping[str, Any]) -> None:
     check_names(precision, tuple(PRECISION), where="precision")
     check_types(precision, PRECISION, where="precision")
     check_choice("precision.trainer", precision["trainer"], PRECISIONS)
+
+
+def check_precision_of_cpu(name: str) -> None:
+    """Refuse a precision that only GPUs have."""
+    if name == "16-mixed":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
+
+
+def check_device(config: Mapping[str, Any]) -> None:
+    """Check the precision of a run that takes the CPU since this machine has no GPU."""
+    import torch
+
+    has_gpu = torch.cuda.is_available() or torch.backends.mps.is_available()
+    if config["trainer"]["accelerator"] == "auto" and not has_gpu:
+        check_precision_of_cpu(config["precision"]["trainer"])
 
 
 def check_data_quickly(data: Mapping[str, Any]) -> None:

@@ -31,13 +31,16 @@ def table_options(module: str, table: str, *, positional: bool = False) -> dict[
         The names of the options, by the name of the row; empty if the module comes without a source
         file.
     """
+    rows = table_rows(module, table)
+    return {name: options(module, row, positional=positional) for name, row in rows.items()}
+
+
+def table_rows(module: str, table: str) -> dict[str, str]:
+    """The rows of ``table: ... = {"name": row}`` as source text; empty without a source file."""
     for node in _statements(module):
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table:
             assert isinstance(node.value, ast.Dict)
-            return {
-                name: options(module, ast.unparse(row), positional=positional)
-                for name, row in zip(_keys(node.value), node.value.values, strict=True)
-            }
+            return dict(zip(_keys(node.value), map(ast.unparse, node.value.values), strict=True))
     return {}
 
 

@@ -92,9 +92,21 @@ def check_growth(path: Path) -> None:
                         "aliases expanded: expected a configuration"
                     )
     except (yaml.YAMLError, UnicodeError) as error:
-        raise ConfigError(f"{path} is not YAML ({one_line(error)})") from None
+        raise ConfigError(f"{path} is not YAML ({_fault(path, error)})") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def _fault(path: Path, error: yaml.YAMLError | UnicodeError) -> str:
+    """What is wrong in a file, with the line and the column, counted from 1."""
+    mark = getattr(error, "problem_mark", None)
+    if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
+        return one_line(error)
+    # libyaml does not name the character
+    line = "".join(path.read_text(errors="replace").splitlines()[mark.line : mark.line + 1])
+    is_tab = "\t" in line.removesuffix(line.lstrip())
+    hint = ": a tab; YAML indents with spaces" if is_tab else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any]:

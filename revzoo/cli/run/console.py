@@ -132,6 +132,20 @@ def log_opening(
     ]
     for name, text in lines:
         log.info("%-8s %s", name, text)
+    if trainer.strategy.root_device.type == "cpu" and _emulates_bfloat16(config["precision"]):
+        log.warning(
+            "this CPU has no bfloat16 and emulates it, several times slower than float32: use "
+            "precision=fp32"
+        )
+
+
+def _emulates_bfloat16(precision: Mapping[str, Any]) -> bool:
+    """Whether the precision is bfloat16 and this CPU is known not to compute in it."""
+    # not in all versions of torch
+    found = getattr(torch.cpu, "get_capabilities", dict)()
+    names = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")  # the last two of ARM
+    known = [found[name] for name in names if name in found]
+    return precision["trainer"] == "bf16-mixed" and bool(known) and not any(known)
 
 
 def _weights(spec: Mapping[str, Any], module: Classifier) -> str:

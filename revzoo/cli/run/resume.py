@@ -71,7 +71,9 @@ def resume(
         with errors_naming(path):
             check_config(config)
         if overrides:
-            config |= _changes(config, overrides, allow_precision_change=allow_precision_change)
+            config |= _changes(
+                config, overrides, run_dir, allow_precision_change=allow_precision_change
+            )
             check_config(config)
     with locked(run_dir), logged_to(run_dir):
         arguments = ["--resume", str(run_dir), *overrides]
@@ -112,10 +114,14 @@ def check_fits(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Pat
 
 
 def _changes(
-    config: Mapping[str, Any], overrides: Sequence[str], *, allow_precision_change: bool
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    run_dir: Path,
+    *,
+    allow_precision_change: bool,
 ) -> dict[str, Any]:
     """The sections that the overrides replace."""
-    check_changes(overrides)
+    check_changes(overrides, run_dir)
     overrides, root = take_root(overrides)
     sections = {re.split("[.=]", override)[0] for override in overrides}
     composed = to_plain(compose_checked(overrides))

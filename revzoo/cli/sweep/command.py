@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     help_text = "options, overrides, and ranges to search: interval, range, choice, a,b"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    help_text = "a further folder of options, as in revzoo train"
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="DIR", help=help_text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,11 +53,13 @@ def run(args: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-    folder, spec = read_spec(args.overrides, default=Path("outputs", "sweep", now))
+    folder, spec = read_spec(
+        args.overrides, default=Path("outputs", "sweep", now), config_dir=args.config_dir
+    )
     trials = number_of(spec.trials, "trial")
     log.info("%s: %s, to %s %s", folder, trials, spec.direction, spec.metric)
     # before optuna and torch are imported: most mistakes are in the ranges
-    check_space(spec.fixed, spec.space)
+    check_space(spec.fixed, spec.space, spec.source)
     load_optuna()
     from revzoo.cli.config.overrides import quoted_if_needed
     from revzoo.cli.run.lock import locked

@@ -118,4 +118,4 @@ def best_of(trials: Sequence[Any], spec: SweepSpec) -> Any:
 
 def best_command(best: Any, spec: SweepSpec) -> str:
     """The command line that trains with a trial's parameters."""
-    return command_line("train", *spec.overrides(best.params))
+    return command_line("train", *spec.config_arguments, *spec.overrides(best.params))

@@ -156,7 +156,7 @@ class Search:
         if not any(override.startswith("test=") for override in overrides):
             overrides.append("test=false")  # validation chooses; only the best run is tested, later
         folder = f"hydra.run.dir={quoted(run_dir.absolute())}"
-        return [*train_words(), *overrides, folder]
+        return [*train_words(), *self.spec.config_arguments, *overrides, folder]
 
     def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
         """Report the end of a trial to the study, log it, and write the tables."""

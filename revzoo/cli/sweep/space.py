@@ -25,7 +25,8 @@ from hydra.core.override_parser.types import (
     Sweep,
 )
 
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.commands._status import status_of
+from revzoo.cli.config.compose import TRAIN, ConfigFiles, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
 
@@ -110,17 +111,20 @@ def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
     return Parameter(key, low=low, high=high, step=abs(sweep.step))
 
 
-def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
+def check_space(
+    fixed: Sequence[str], space: Sequence[Parameter], source: ConfigFiles = TRAIN
+) -> None:
     """Check a configuration for each choice and each end of a range, one parameter at a time.
 
     Raises:
         ValueError: no trial could run; names the key or the value.
     """
     # one parameter at a time: all combinations would be too many
-    composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _samples(space)]
+    composed = [to_plain(compose_checked([*fixed, *trial], source)) for trial in _samples(space)]
     # import torch after checking the keys
-    from revzoo.cli.config.checks import check_config
-    from revzoo.cli.config.quick import TUNER
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.config.checks import check_config
+        from revzoo.cli.config.quick import TUNER
 
     for config in composed:
         check_config(config)

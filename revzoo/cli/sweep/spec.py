@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._checks import check_choice, check_count, nearest, package_needed
+from revzoo.cli.config.compose import ConfigFiles
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
 from revzoo.cli.config.yaml_files import CONFIG_FILE, read_yaml, write_yaml
@@ -17,6 +18,7 @@ from revzoo.cli.sweep.space import Parameter, split_space
 SPEC_FILE = "sweep.yaml"
 DIRECTIONS = ("maximize", "minimize")
 OPTIONS = ("trials", "metric", "direction", "sampler_seed", "prune")
+RECORDED = (*OPTIONS, "config_dir")
 
 
 def load_optuna() -> Any:
@@ -48,6 +50,7 @@ class SweepSpec:
     direction: str = ""
     sampler_seed: int = 0
     prune: bool = False
+    config_dir: str | None = None
     fixed: list[str] = field(init=False)
     space: list[Parameter] = field(init=False)
 
@@ -76,19 +79,32 @@ class SweepSpec:
 
     def plain(self) -> dict[str, Any]:
         """The values for ``sweep.yaml``."""
-        return {"overrides": self.arguments} | {name: getattr(self, name) for name in OPTIONS}
+        return {"overrides": self.arguments} | {name: getattr(self, name) for name in RECORDED}
+
+    @property
+    def source(self) -> ConfigFiles:
+        """The files of the trials' configurations."""
+        return ConfigFiles(extra=None if self.config_dir is None else Path(self.config_dir))
+
+    @property
+    def config_arguments(self) -> list[str]:
+        """``--config-dir`` for the command of a trial."""
+        return [] if self.config_dir is None else ["--config-dir", self.config_dir]
 
     def write(self, folder: Path) -> None:
         """Record the options in the sweep's folder."""
         write_yaml(self.plain(), folder / SPEC_FILE)
 
 
-def read_spec(words: Sequence[str], *, default: Path) -> tuple[Path, SweepSpec]:
+def read_spec(
+    words: Sequence[str], *, default: Path, config_dir: Path | None = None
+) -> tuple[Path, SweepSpec]:
     """The folder and options of a sweep. In an existing folder, only ``trials`` may change.
 
     Args:
         words: the command line without the program's name.
         default: the folder, if the command line names none.
+        config_dir: a further folder of configurations; None for none, or the recorded one.
 
     Raises:
         ConfigError: an option is out of range, or the folder has another sweep or a run.
@@ -111,6 +127,9 @@ def read_spec(words: Sequence[str], *, default: Path) -> tuple[Path, SweepSpec]:
             )
         else:
             arguments.append(str(override.input_line))
+    if config_dir is not None:
+        # the sweep may continue in another working directory
+        options["config_dir"] = str(config_dir.absolute())
     folder = Path(options.pop("dir", default))
     path = folder / SPEC_FILE
     if not path.exists():
@@ -138,7 +157,8 @@ def _recorded(path: Path) -> dict[str, Any]:
     plain = read_yaml(path)
     overrides = plain.get("overrides")
     is_list = isinstance(overrides, list) and all(isinstance(o, str) for o in overrides)
+    is_path = isinstance(plain.get("config_dir"), str | None)
     # someone may have edited it
-    if not is_list or not set(plain) <= {"overrides", *OPTIONS}:
+    if not (is_list and is_path) or not set(plain) <= {"overrides", *RECORDED}:
         raise ConfigError(f"{path} is damaged: restore it from a copy")
     return plain

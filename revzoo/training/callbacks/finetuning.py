@@ -91,8 +91,9 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         late = [epoch for epoch in self.unfreeze if 0 < (trainer.max_epochs or -1) <= epoch]
         if late:
             log.warning(
-                "the run ends after %s, before unfreeze=%s",
+                "the run ends after %s, before epoch %s (unfreeze=%s, counted from 0)",
                 number_of(trainer.max_epochs or 0, "epoch"),
+                late[0] + 1,
                 late,
             )
         network.requires_grad_(True)

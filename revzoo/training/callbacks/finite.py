@@ -19,9 +19,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from revzoo.training.callbacks.checkpoints import LastCheckpoint
 from revzoo.training.callbacks.run_state import RunState
+from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
@@ -198,9 +201,19 @@ def divergence_error(
 
     ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
     """
+    kept = callbacks_of(module.trainer, ModelCheckpoint)
+    lasts = callbacks_of(module.trainer, LastCheckpoint)  # also from an earlier session
+    saved = any(callback.best_model_path or callback.last_model_path for callback in kept) or any(
+        has_saved(callback.path.parent) for callback in lasts
+    )
+    end = (
+        "Earlier checkpoints are intact"
+        if saved
+        else "No checkpoint was written, and a resumed run would end the same way: start a new run"
+    )
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "
-        f"optim.lr{_rate(module)} or raise the precision. Earlier checkpoints are intact"
+        f"optim.lr{_rate(module)} or raise the precision. {end}"
     )
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
-from revzoo._checks import build_dataclass, check_choice, check_number
+from revzoo._checks import build_dataclass, check_choice, check_number, did_you_mean
 
 
 class Schedule(Protocol):
@@ -43,13 +43,13 @@ class StepSchedule:
 
     def __post_init__(self) -> None:
         for milestone in self.milestones:
-            check_number("schedule.milestones", milestone, low=0, high=1, open_low=True)
+            check_number("optim.schedule.milestones", milestone, low=0, high=1, open_low=True)
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ValueError(
-                f"schedule.milestones={list(self.milestones)}: expected fractions of the run in "
-                "rising order, such as [0.5, 0.75]"
+                f"optim.schedule.milestones={list(self.milestones)}: expected fractions of the "
+                "run in rising order, such as [0.5, 0.75]"
             )
-        check_number("schedule.gamma", self.gamma, low=0, high=1, open_low=True)
+        check_number("optim.schedule.gamma", self.gamma, low=0, high=1, open_low=True)
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         # at least 1: a milestone at step 0 would lower the first rate
@@ -68,10 +68,12 @@ class OneCycleSchedule:
     name: ClassVar[str] = "onecycle"
 
     def __post_init__(self) -> None:
-        check_number("schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True)
-        check_number("schedule.start", self.start, low=0, high=1, open_low=True)
-        check_number("schedule.end", self.end, low=0, high=1, open_low=True)
-        check_choice("schedule.anneal", self.anneal, ("cos", "linear"))
+        check_number(
+            "optim.schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True
+        )
+        check_number("optim.schedule.start", self.start, low=0, high=1, open_low=True)
+        check_number("optim.schedule.end", self.end, low=0, high=1, open_low=True)
+        check_choice("optim.schedule.anneal", self.anneal, ("cos", "linear"))
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         # torch divides by warmup * total_steps - 1, so a warm-up of one step is impossible
@@ -98,8 +100,8 @@ class CosineSchedule:
     name: ClassVar[str] = "cosine"
 
     def __post_init__(self) -> None:
-        check_number("schedule.warmup", self.warmup, low=0, high=1, open_high=True)
-        check_number("schedule.end", self.end, low=0, high=1)
+        check_number("optim.schedule.warmup", self.warmup, low=0, high=1, open_high=True)
+        check_number("optim.schedule.end", self.end, low=0, high=1)
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         rise = round(self.warmup * total_steps)
@@ -129,7 +131,10 @@ class ConstantSchedule:
 
 
 SCHEDULES: dict[str, type[Any]] = {
-    kind.name: kind for kind in (StepSchedule, OneCycleSchedule, CosineSchedule, ConstantSchedule)
+    "step": StepSchedule,
+    "onecycle": OneCycleSchedule,
+    "cosine": CosineSchedule,
+    "constant": ConstantSchedule,
 }
 
 
@@ -140,9 +145,20 @@ def make_schedule(spec: Mapping[str, Any]) -> Schedule:
         ValueError: for an unknown name or option, naming the nearest valid one.
     """
     if not isinstance(spec, Mapping):
-        raise ValueError(f'schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}')
+        raise ValueError(
+            f'optim.schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}'
+        )
     options = dict(spec)
     name = options.pop("name", None)
-    check_choice("schedule.name", name, sorted(SCHEDULES))
-    schedule: Schedule = build_dataclass(SCHEDULES[str(name)], options, where="schedule")
+    check_choice("optim.schedule.name", name, sorted(SCHEDULES))
+    kind = SCHEDULES[str(name)]
+    names = [field.name for field in fields(kind)]
+    for key in options:
+        if key not in names:
+            hint = did_you_mean(key, names) or f"; to remove it: '~optim.schedule.{key}'"
+            raise ValueError(
+                f"optim.schedule.{key}: the schedule {name} has no such option (there is "
+                f"{', '.join(names) or 'none'}){hint}"
+            )
+    schedule: Schedule = build_dataclass(kind, options, where="optim.schedule")
     return schedule

@@ -32,8 +32,22 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
         path.write_bytes(b"no image")
     with pytest.raises(SystemExit, match="2 of 4 images cannot be read: replace or"):
         main(["check", "data", str(root), "--workers", "2"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [str(path) in line for path, line in zip(bad, lines, strict=True)] == [True, True]
+    assert capsys.readouterr().out.splitlines() == [
+        "2 images: UnidentifiedImageError: cannot identify image file",
+        *(f"  {path}" for path in bad),
+    ]
+
+
+def test_images_are_not_to_be_skipped_if_none_can_be_read(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in root.rglob("*.png"):
+        Image.new("I;16", (8, 8)).save(path)
+    with pytest.raises(SystemExit, match=r"4 of 4 images cannot be read: .* or remove them$"):
+        main(["check", "data", str(root), "--workers", "1"])
+    first, *paths = capsys.readouterr().out.splitlines()
+    assert first.startswith("4 images: more than 8 bits per channel (Pillow mode I;16)")
+    assert len(paths) == 4
 
 
 def test_long_lines_are_folded(

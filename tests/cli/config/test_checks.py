@@ -15,6 +15,7 @@ from revzoo.cli.config.checks import (
     device_kind,
 )
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.quick import check_quickly
 from revzoo.data import ImageData
 from revzoo.models import pretrained
 from revzoo.weights.errors import UnknownWeightsError
@@ -56,7 +57,7 @@ def test_pretrained_weights_must_be_known(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["precision=fp16"], "precision=fp16 needs a GPU.*use precision=bf16"),
+        (["precision=fp16"], "precision=fp16 needs a GPU.*use precision=fp32"),
         (["precision=tf32"], "NVIDIA"),
         (["precision.trainer=bf16"], "did you mean 'bf16-mixed'"),
         (["memory=invert", "model=resnet32"], "no invertible step"),
@@ -198,3 +199,18 @@ def test_precision_depends_on_the_device() -> None:
         check_precision({**half, "trainer": "64-true", "tf32": True}, "cuda")
     with pytest.raises(ValueError, match="precision=fp64 is not supported on mps"):
         check_precision({**half, "trainer": "64-true"}, "mps")
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "auto"])
+def test_a_precision_of_gpus_is_refused_before_lightning_is_imported(
+    accelerator: str, compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer took 30 s."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    config = compose("precision=fp16", f"trainer.accelerator={accelerator}")
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        check_quickly(config)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    if accelerator == "auto":
+        check_quickly(config)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.compose import ConfigFiles, check_multirun, compose_checked
+from revzoo.cli.config.compose import ConfigFiles, check_multirun, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 
 
@@ -25,6 +25,39 @@ def test_a_group_choice_adds_its_keys() -> None:
     assert list(cfg.optim.schedule.milestones) == [0.9]
     with pytest.raises(ConfigError, match=r"no key 'optim\.schedule\.milestones'"):
         compose_checked(overrides[:1])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "schedule"),
+    [
+        (["optim.schedule.name=constant"], {"name": "constant"}),
+        (["optim.schedule={name: constant}"], {"name": "constant"}),
+        (
+            ["optim.schedule.name=step", "optim.schedule.gamma=0.2"],
+            {"name": "step", "gamma": 0.2},
+        ),
+        # the command line's own mistake stays, and is refused later
+        (
+            ["optim.schedule.name=constant", "optim.schedule.warmup=0.1"],
+            {"name": "constant", "warmup": 0.1},
+        ),
+        (
+            ["optim.schedule.name=cosine"],
+            {"name": "cosine", "warmup": 0.25, "end": 1e-5},
+        ),
+    ],
+)
+def test_a_schedule_that_is_named_drops_the_options_of_the_default(
+    overrides: list[str], schedule: dict[str, object]
+) -> None:
+    assert to_plain(compose_checked(overrides))["optim"]["schedule"] == schedule
+    check_multirun(overrides)
+
+
+def test_options_of_no_schedule_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'optim\.schedule\.gamma'"):
+        compose_checked(["optim=step", "optim.schedule.name=step", "optim.schedule.gama=0.2"])
+    assert "warmup" in compose_checked(["optim.schedule.name=nope"]).optim.schedule
 
 
 def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import (
     LogFormat,
+    _emulates_bfloat16,
     _few_to_validate,
     _length,
     _weights,
@@ -242,3 +243,21 @@ def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
     assert compose_checked([override], ConfigFiles("eval")).ckpt == path
+
+
+@pytest.mark.parametrize(
+    ("found", "slow"),
+    [
+        ({"avx512_bf16": False, "amx_bf16": False}, True),
+        ({"avx512_bf16": True, "amx_bf16": False}, False),
+        ({"bf16": False}, True),  # ARM
+        ({}, False),  # unknown
+    ],
+)
+def test_bfloat16_that_a_cpu_emulates_is_noticed(
+    found: dict[str, bool], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is about eight times slower than float32 there, and nothing said so."""
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found, raising=False)
+    assert _emulates_bfloat16({"trainer": "bf16-mixed"}) is slow
+    assert not _emulates_bfloat16({"trainer": "32-true"})

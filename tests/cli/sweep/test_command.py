@@ -73,6 +73,20 @@ def test_the_best_trial_is_logged_and_recorded(
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
 
 
+def test_a_folder_of_configurations_is_recorded(tmp_path: Path) -> None:
+    """A user's own experiment could not be searched."""
+    configs, folder = tmp_path / "configs", tmp_path / "sweep"
+    (configs / "experiment").mkdir(parents=True)
+    (configs / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    search(folder, *SPACE, "trials=1", "experiment=mine", "--config-dir", str(configs))
+    words = (folder / "0000" / "config.yaml").read_text().splitlines()
+    assert words[:2] == ["--config-dir", str(configs)]
+    assert len(search(folder, "trials=2")) == 2
+    command = yaml.safe_load((folder / "best.yaml").read_text())["command"]
+    assert f"--config-dir {configs}" in command
+    assert "only trials may change" in refused(folder, "--config-dir", str(tmp_path))
+
+
 def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path: Path) -> None:
     whole = search(tmp_path / "whole", *SPACE, "trials=13")
     search(tmp_path / "parts", *SPACE, "trials=3")

@@ -207,7 +207,7 @@ def test_unfreezing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         trainer(tmp_path, callbacks=[tuning]).fit(tiny(), loader())
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert lines == [
-        "the run ends after 2 epochs, before unfreeze=[7]",
+        "the run ends after 2 epochs, before epoch 8 (unfreeze=[7], counted from 0)",
         "from epoch 1/2, trains fc and all later parts",
         "from epoch 2/2, trains stages.2 and all later parts",
     ]
@@ -217,7 +217,9 @@ def test_a_run_of_one_epoch_is_singular(caplog: pytest.LogCaptureFixture) -> Non
     """It said "1 epochs"."""
     run: Any = SimpleNamespace(max_epochs=1)
     Finetuning(unfreeze=[7]).setup(run, tiny(), "fit")
-    assert caplog.messages == ["the run ends after 1 epoch, before unfreeze=[7]"]
+    assert caplog.messages == [
+        "the run ends after 1 epoch, before epoch 8 (unfreeze=[7], counted from 0)"
+    ]
 
 
 @pytest.mark.parametrize(

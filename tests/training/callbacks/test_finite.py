@@ -48,12 +48,21 @@ def fit(tmp_path: Path, spoil: Spoil) -> None:
 def test_the_error_names_the_step_and_the_last_checkpoint_stays(
     step: int, epoch: int, tmp_path: Path
 ) -> None:
-    message = rf"loss is not finite at step {step}, in epoch {epoch + 1}: .*lower optim\.lr"
+    message = (
+        rf"loss is not finite at step {step}, in epoch {epoch + 1}: .*lower optim\.lr"
+        ".*Earlier checkpoints are intact$"
+    )
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, Spoil(step))
     last = read_checkpoint(tmp_path / "checkpoints" / LAST)
     assert last["global_step"] == 4 * epoch
     assert all(v.isfinite().all() for v in last["state_dict"].values())
+
+
+def test_the_error_says_that_no_checkpoint_was_written(tmp_path: Path) -> None:
+    """It said that earlier ones are intact, and a resumed run ended in the same way."""
+    with pytest.raises(FloatingPointError, match=r"No checkpoint was written, .*: start a new"):
+        fit(tmp_path, Spoil(2))
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.overrides import check_changes
+from revzoo.cli.invocation import command_line
+
+
+def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: Path) -> None:
+    """The message named RUN literally, and not the run's own overrides."""
+    first = ["model=resnet32", "model.pretrained=true", "trainer.max_epochs=3", "seed=2"]
+    sessions = [{"overrides": first}, {"overrides": ["--resume", str(tmp_path)]}]
+    (tmp_path / "sessions.jsonl").write_text("".join(f"{json.dumps(s)}\n" for s in sessions))
+
+    def answer() -> str:
+        with pytest.raises(ConfigError) as refused:
+            check_changes(["trainer.max_epochs=4"], tmp_path)
+        return str(refused.value).partition("Start a new run for the rest: ")[2]
+
+    words = ["model=resnet32", "model.pretrained=true", "seed=2", "trainer.max_epochs=4"]
+    assert answer() == command_line("train", *words)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    last.parent.mkdir()
+    last.touch()
+    words = ["model=resnet32", "seed=2", "trainer.max_epochs=4", f"+model.checkpoint_path={last}"]
+    assert answer() == command_line("train", *words)
+    (tmp_path / "sessions.jsonl").write_text("damaged")
+    assert answer() == command_line("train", *words[2:])
