@@ -21,9 +21,9 @@ from revzoo._checks import check_choice, shortened
 from revzoo.interop import irevnet, memcnn
 from revzoo.interop.foreign import ConversionError, Weights, read_tensors
 from revzoo.models.network import ImageNetwork
-from revzoo.models.pretrained import check_fit, missing_counts
+from revzoo.models.pretrained import missing_counts
 from revzoo.models.registry import create_model
-from revzoo.models.weights_file import check_finite
+from revzoo.models.weights_file import check_finite, check_fit
 from revzoo.weights.errors import StateMismatchError
 
 # the errors that unexpected names or shapes raise

@@ -255,11 +255,11 @@ def _check_description(network: SavableNetwork, spec: Spec) -> None:
     image = torch.randn(1, network.in_chans, side, side, generator=generator).to(like)
     with evaluation_mode(network), evaluation_mode(created), torch.inference_mode():
         here, there = network(image).float(), created(image).float()
-    error = float((here - there).abs().max() / here.abs().max().clamp(min=1e-6))
-    if not error <= TOLERANCE:  # also for NaN
+    off = float((here - there).abs().max() / here.abs().max().clamp(min=1e-6))
+    if not off <= TOLERANCE:  # also for NaN
         raise EntryError(
             f"{where} computes something else with the same weights (an image differs by "
-            f"{error:.2g} of the largest output): layers were replaced or changed after it was "
+            f"{off:.2g} of the largest output): layers were replaced or changed after it was "
             "created. Save model.state_dict(), or register the network with revzoo.register_model"
         )
 

@@ -235,8 +235,8 @@ def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Overri
     if options is None or not isinstance(schedule, DictConfig):
         return
     with flag_override(schedule, ["struct", "readonly"], [False, False]):
-        for key in [k for k in schedule if k not in ("name", *options, *typed)]:
-            del schedule[key]
+        for name in [n for n in schedule if n not in ("name", *options, *typed)]:
+            del schedule[name]
 
 
 @cache  # the jobs of a sweep ask again; each takes 0.2 s

@@ -142,7 +142,7 @@ def log_opening(
 def _emulates_bfloat16(precision: Mapping[str, Any]) -> bool:
     """Whether the precision is bfloat16 and this CPU is known not to compute in it."""
     # not in all versions of torch
-    found = getattr(torch.cpu, "get_capabilities", dict)()
+    found: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     names = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")  # the last two of ARM
     known = [found[name] for name in names if name in found]
     return precision["trainer"] == "bf16-mixed" and bool(known) and not any(known)

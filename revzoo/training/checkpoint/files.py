@@ -30,8 +30,7 @@ from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor, nn
 
 from revzoo._checks import UserError
-from revzoo.models.pretrained import check_fit
-from revzoo.models.weights_file import check_dense, check_finite
+from revzoo.models.weights_file import check_dense, check_finite, check_fit
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.pickles import MAPPINGS, check_nesting
