@@ -295,7 +295,7 @@ def test_byte_images_are_refused() -> None:
     data = Digits()
     data.setup("fit")
     images, _ = next(iter(data.train_dataloader()))
-    with pytest.raises(ValueError, match=r"torch\.uint8; expected normalised .* data\.transform"):
+    with pytest.raises(ValueError, match=r"torch\.uint8: expected normalised .* data\.transform"):
         Classifier({**TINY, "in_chans": 1})(images)
 
 

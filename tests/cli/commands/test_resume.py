@@ -108,6 +108,11 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
         assert all(map(torch.equal, states[0].values(), states[1].values()))
     assert rows(stopped) == rows(whole)
     assert json.loads((stopped / "summary.json").read_text())["stopped"] is None
+    sessions = [json.loads(line) for line in (stopped / "sessions.jsonl").read_text().splitlines()]
+    assert [s["from_step"] for s in sessions] == [0, 6]
+    assert sessions[0]["overrides"] == list(SMALL)
+    assert sessions[0]["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
 @pytest.mark.parametrize("stopped", [("optim.class_weights=balanced",)], indirect=True)
@@ -121,11 +126,6 @@ def test_a_resumed_run_weighs_the_classes_alike(
     states = [read_checkpoint(d / "checkpoints" / LAST)["state_dict"] for d in folders]
     assert all(map(torch.equal, states[0].values(), states[1].values()))
     assert not all(map(torch.equal, states[0].values(), states[2].values()))
-    sessions = [json.loads(line) for line in (stopped / "sessions.jsonl").read_text().splitlines()]
-    assert [s["from_step"] for s in sessions] == [0, 6]
-    assert sessions[0]["overrides"] == list(SMALL)
-    assert sessions[0]["versions"]["torch"] == torch.__version__.split("+")[0]
-    assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
 ANNEALED = ("model=resnet32", "model.reversible_bits=2", "callbacks.side_bits={epochs: 1}")
