@@ -158,6 +158,11 @@ class ImageData(pl.LightningDataModule, ABC):
         return len(self._images("train"))
 
     @property
+    def train_labels(self) -> Tensor:
+        """Their labels, int64 (train_count,)."""
+        return self._images("train").labels
+
+    @property
     def val_count(self) -> int:
         """Number of validation images, after ``setup("fit")``."""
         return len(self._images("val"))

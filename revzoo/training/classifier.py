@@ -4,8 +4,8 @@ The model is a plain specification (the arguments of :func:`revzoo.models.create
 passed as an instance. Checkpoints keep specifications as plain containers, so they load with
 ``weights_only=True`` and without a configuration library.
 
-The training loss may be smoothed (``label_smoothing``); validation and test losses never are, so
-they compare across recipes.
+The training loss may be smoothed (``label_smoothing``) and weighted (``class_weights``); validation
+and test losses never are, so they compare across recipes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from revzoo.training.callbacks.last_step import LastStep
 from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
+from revzoo.training.class_weights import BALANCED, balanced_weights
 from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
 from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
@@ -49,8 +50,11 @@ class Classifier(pl.LightningModule):
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
     labels (B,) or class probabilities (B, num_classes), whose largest counts for the accuracy. Logs
     ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and ``test/acc`` per
-    epoch, accuracies in [0, 1]; ``train/loss_step`` per step; ``val/acc5`` and ``test/acc5`` if
-    there are more than five classes.
+    epoch, accuracies in [0, 1]; ``train/loss_step`` per step; ``val/balanced_acc`` and
+    ``test/balanced_acc``, the mean over the classes; ``val/acc5`` and ``test/acc5`` if there are
+    more than five classes.
+
+    A subclass may override :meth:`loss`.
 
     Args:
         model: a module ``(B, C, H, W) -> (B, num_classes)`` with an attribute ``num_classes``, or
@@ -79,6 +83,7 @@ class Classifier(pl.LightningModule):
         # plain containers: weights_only refuses Hydra's types
         plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
         self.model = model if isinstance(model, nn.Module) else model_from(model)
+        self.class_weights = self._listed_weights()
         if not isinstance(model, nn.Module):
             # a module passed as an instance cannot be created again from a file
             plain["model"] = _without_weights(model, self.model)
@@ -186,18 +191,49 @@ class Classifier(pl.LightningModule):
                     step.bits = bits
 
     def setup(self, stage: str) -> None:
-        """Compare the number of classes with the data's.
+        """Compare the number of classes with the data's, and count the images for the weights.
 
         Raises:
-            ValueError: they differ.
+            ValueError: they differ, or the images of the data cannot be counted.
+            DataError: a class has no training images, and the weights are ``balanced``.
         """
-        classes = getattr(data_of(self.trainer), "num_classes", None)
+        data = data_of(self.trainer)
+        classes = getattr(data, "num_classes", None)
         # otherwise cross-entropy fails on a GPU without a message, or trains idle logits
         if isinstance(classes, int) and classes != class_count(self.model):
             raise ValueError(
                 f"the model has num_classes={class_count(self.model)}, the data have {classes} "
                 f"classes: create the model with num_classes={classes}"
             )
+        if stage == "fit":
+            self.balance(data)
+
+    def balance(self, data: Any) -> None:
+        """Compute the weights ``balanced`` from the training images, after their ``setup``.
+
+        Raises:
+            DataError: a class has no training images.
+            ValueError: ``data`` is not a data module of the package.
+        """
+        if self.optim.class_weights != BALANCED:
+            return
+        if not isinstance(data, ImageData):
+            raise ValueError(
+                f"optim.class_weights={BALANCED} counts the images of a data module of "
+                f"revzoo.data, got {type(data).__name__}: give a list of numbers, one per class"
+            )
+        self.class_weights = balanced_weights(data.train_labels, data.classes)
+
+    def _listed_weights(self) -> Tensor | None:
+        """The weights that the options list; None without a list."""
+        weights = self.optim.class_weights
+        if weights is None or weights == BALANCED:
+            return None
+        if len(weights) != (count := class_count(self.model)):
+            raise ValueError(
+                f"optim.class_weights={list(weights)}: expected {count} numbers, one for each class"
+            )
+        return torch.tensor(weights, dtype=torch.float64)
 
     def on_train_start(self) -> None:
         """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
@@ -215,14 +251,44 @@ class Classifier(pl.LightningModule):
         """Logits (B, num_classes) of images (B, C, H, W)."""
         return self.model(images.contiguous(memory_format=self.memory_format))
 
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss () of a batch: cross-entropy, which a subclass may replace.
+
+        Training, validation and test call it. In training (``self.training``) it is smoothed and
+        weighted as ``optim`` says.
+
+        Args:
+            logits: (B, num_classes), float32 or float64.
+            labels: int64 (B,), or class probabilities (B, num_classes).
+
+        Raises:
+            ValueError: the weights are ``balanced``, and no images were counted.
+        """
+        if not self.training:
+            return functional.cross_entropy(logits, labels)
+        smoothing = self.optim.label_smoothing
+        if self.optim.class_weights is None:
+            return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        if self.class_weights is None:
+            raise ValueError(
+                f"optim.class_weights={BALANCED} needs the training images: call balance(DATA) "
+                "after DATA.setup('fit'), as a Lightning trainer does"
+            )
+        # copied to the device at the first step only
+        weight = self.class_weights = self.class_weights.to(logits)
+        total = functional.cross_entropy(
+            logits, labels, weight, label_smoothing=smoothing, reduction="sum"
+        )
+        # why not reduction="mean": see revzoo.training.class_weights
+        return total / len(labels)
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         # where the guard samples streams: new places in each step, the same ones in a resumed run
         draw_places((self.current_epoch << 32) + batch_idx)
         self.retry.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
-        smoothing = self.optim.label_smoothing
-        loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        loss = self.loss(logits, labels)
         if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         # after a drift the metrics already contain this step; a range error restored them
@@ -298,7 +364,7 @@ class Classifier(pl.LightningModule):
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         # all images of a process may be repeated ones
         if count := count_unrepeated(loaders, batch_idx, len(logits)):
-            loss = functional.cross_entropy(logits[:count], labels[:count])
+            loss = self.loss(logits[:count], labels[:count])
             update_metrics(self.metrics_of(split), loss, logits[:count], labels[:count])
             log_metrics(self, self.metrics_of(split))
         return logits

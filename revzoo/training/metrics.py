@@ -1,4 +1,4 @@
-"""Mean loss and accuracy over all images of a split, batches and processes.
+"""Mean loss and accuracies over all images of a split, batches and processes.
 
 Training metrics are logged once per epoch; Lightning computes them at its end. Logging them at
 every step, as usual, costs small networks about one percent of their time.
@@ -16,21 +16,39 @@ import pytorch_lightning as pl
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
-ORDER = ("loss", "acc", "acc5")
+ORDER = ("loss", "acc", "balanced_acc", "acc5")
+
+
+class BalancedAccuracy(MulticlassStatScores):
+    """The mean over the classes of the share of their images that are classified correctly.
+
+    A class without images does not count, as in scikit-learn's ``balanced_accuracy_score``.
+    ``MulticlassAccuracy(average="macro")`` counts it as 0 if an image is taken for it.
+    """
+
+    def compute(self) -> Tensor:
+        counts = super().compute()  # (classes, 5): true positives first, images last
+        # 0 / 0 for a class without images
+        return (counts[:, 0] / counts[:, -1]).nanmean()
 
 
 def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and top-1 accuracy of each split; top-5 of validation and test above 5 classes."""
+    """Mean loss and accuracy of each split; more accuracies of validation and test.
+
+    These are the balanced one, and above 5 classes the top-5 accuracy.
+    """
 
     def metrics(split: str, *top: int) -> MetricCollection:
         # no checks of values: reading them at every step would make the host wait for the GPU
-        options: dict[str, Any] = {"average": "micro", "validate_args": False}
+        options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
         by_name: dict[str, Any] = {"loss": MeanMetric(nan_strategy="disable")}
         for k in top:
             name = "acc" if k == 1 else f"acc{k}"
-            by_name[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
+            by_name[name] = MulticlassAccuracy(top_k=k, average="micro", **options)
+        if split != "train":
+            by_name["balanced_acc"] = BalancedAccuracy(average=None, **options)
         return MetricCollection(by_name, prefix=f"{split}/", compute_groups=False)
 
     evaluated = (1, 5) if num_classes > 5 else (1,)

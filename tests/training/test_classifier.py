@@ -66,16 +66,20 @@ def test_model_and_data_must_have_the_same_number_of_classes(tmp_path: Path) -> 
             run(module, datamodule=Digits())
 
 
-def test_only_the_training_loss_is_smoothed() -> None:
+def test_only_the_training_loss_is_smoothed_and_weighted() -> None:
     batch = tuple(halves(16).tensors)
-    module = Classifier(TinyNet(), optim={"label_smoothing": 0.5}).eval()
+    module = Classifier(TinyNet(), optim={"label_smoothing": 0.5, "class_weights": [1, 3]})
     logged: dict[str, Any] = {}
     module.log = lambda name, value, **_: logged.__setitem__(name, value)  # type: ignore[method-assign]
     with torch.no_grad():
         smoothed = module.training_step(batch, 0)
-        module.validation_step(batch, 0)
+        # the statistics of the batch in both calls
         logits = module(batch[0])
-    expected = functional.cross_entropy(logits, batch[1], label_smoothing=0.5)
+        module.eval().validation_step(batch, 0)
+    options: Any = {"weight": torch.tensor([1.0, 3.0]), "label_smoothing": 0.5}
+    expected = functional.cross_entropy(logits, batch[1], reduction="sum", **options) / 16
+    with torch.no_grad():
+        logits = module(batch[0])
     torch.testing.assert_close(smoothed, expected)
     val_loss = logged["val/loss"].compute()
     torch.testing.assert_close(val_loss, functional.cross_entropy(logits, batch[1]))
@@ -97,6 +101,25 @@ def test_labels_may_be_class_probabilities(tmp_path: Path) -> None:
     assert {k: float(v) for k, v in shares.items()} == pytest.approx(
         {k: float(v) for k, v in hard.items()}, rel=1e-5
     )
+
+
+def test_an_overridden_loss_is_trained_and_evaluated(tmp_path: Path) -> None:
+    class Squares(Classifier):
+        def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (logits.softmax(1)[:, 1] - labels).square().mean()
+
+    module = Squares(TinyNet(), optim=CONSTANT)
+    runner = trainer(tmp_path, max_epochs=1)
+    runner.fit(module, loader(), loader())
+    figures = {name: float(value) for name, value in runner.callback_metrics.items()}
+    # a mean of squares of differences of probabilities; cross-entropy starts at 0.7
+    assert 0 < figures["train/loss"] < 0.4
+    (tested,) = runner.test(module, loader(), verbose=False)
+    images, labels = halves().tensors
+    with torch.no_grad():
+        expected = float(module.loss(module.eval()(images), labels))
+    assert figures["val/loss"] == pytest.approx(expected)
+    assert tested["test/loss"] == pytest.approx(expected)
 
 
 def test_rate_follows_the_schedule_every_step(tmp_path: Path) -> None:
@@ -272,7 +295,7 @@ def test_byte_images_are_refused() -> None:
     data = Digits()
     data.setup("fit")
     images, _ = next(iter(data.train_dataloader()))
-    with pytest.raises(ValueError, match=r"torch\.uint8; expected normalised .* data\.transform"):
+    with pytest.raises(ValueError, match=r"torch\.uint8: expected normalised .* data\.transform"):
         Classifier({**TINY, "in_chans": 1})(images)
 
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from small_task import TinyNet, loader, trainer
 from torch import Tensor
 from torch.nn import functional
 
 from revzoo.training import Classifier
+from revzoo.training.metrics import BalancedAccuracy
 
 
 class Counting(Classifier):
@@ -58,3 +60,28 @@ def test_metrics_that_a_custom_step_does_not_update_are_not_logged(tmp_path: Pat
     runner.fit(Own(TinyNet()), loader(), loader())
     assert "train/loss" not in runner.callback_metrics
     assert "val/loss" in runner.callback_metrics
+
+
+def test_balanced_accuracy_is_the_mean_of_the_recalls(tmp_path: Path) -> None:
+    """Of 40 and 14 images 36 and 7 are right: 0.9 and 0.5."""
+
+    class Fixed(Classifier):
+        def forward(self, images: Tensor) -> Tensor:
+            return functional.one_hot(images[:, 0, 0, 0].long(), 2).float()
+
+    labels = torch.tensor([0] * 40 + [1] * 14)
+    predicted = torch.tensor([0] * 36 + [1] * 4 + [1] * 7 + [0] * 7)
+    images = predicted.float().view(-1, 1, 1, 1)
+    data = torch.utils.data.TensorDataset(images, labels)
+    batches = torch.utils.data.DataLoader(data, batch_size=16)
+    for split, run in (("val", trainer(tmp_path).validate), ("test", trainer(tmp_path).test)):
+        (figures,) = run(Fixed(TinyNet()), batches, verbose=False)
+        assert figures[f"{split}/balanced_acc"] == pytest.approx(0.7)
+        assert figures[f"{split}/acc"] == pytest.approx(43 / 54)
+
+
+def test_a_class_without_images_does_not_count() -> None:
+    """torchmetrics' macro accuracy is 1/3: the second class counts as 0, taken for one image."""
+    metric = BalancedAccuracy(num_classes=4, average=None, validate_args=False)
+    metric.update(torch.tensor([0, 1, 2]), torch.tensor([0, 0, 2]))
+    assert float(metric.compute()) == pytest.approx(0.75)

@@ -57,11 +57,14 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     """The Lightning module for a data module after ``setup``, tried on one black image.
 
     Raises:
-        ValueError: from the model, if it cannot process images of this size.
+        ValueError: from the model, if it cannot process images of this size, or
+            ``optim.class_weights`` does not fit the classes.
+        DataError: a class has no images, and the weights are ``balanced``.
     """
     spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    module.balance(data)  # now only for its errors: before the run writes files
     remedy = size_remedy(config, data.image_size)
     try_image(module.model, data.image_size, data.in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":

@@ -41,6 +41,7 @@ PRECISION_NAMES = {
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
 COUNTED = 2  # images of the counted step
+UNEQUAL = 2  # largest class over smallest; ImageNet's (732 to 1,300 images) count as equal
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
 
@@ -238,9 +239,11 @@ def log_result(
     seconds: float,
     run_dir: Path,
     best: Path | None,
-    has_test: bool,
+    data: ImageData,
 ) -> None:
     """Log the figures of the best checkpoint, and the commands that a user wants next.
+
+    The balanced accuracy appears only if the classes have unequal numbers of training images.
 
     Args:
         trainer: the run's, after training.
@@ -248,20 +251,30 @@ def log_result(
         seconds: of the training.
         run_dir: the run's folder.
         best: the best checkpoint; None if the figures belong to the last weights.
-        has_test: whether the data have a test split.
+        data: the run's, after ``setup``.
     """
     length = f"{number_of(trainer.current_epoch, 'epoch')}, {trainer.global_step:,} steps"
     log.info("%-8s %s in %s", "trained", length, clock(seconds))
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
+    if not _are_unequal(data):
+        shown = {k: v for k, v in shown.items() if not k.endswith("balanced_acc")}
     for split, is_best in {"val": bool(validated), "test": bool(best)}.items():
         weights = "best checkpoint" if is_best else "last"
         of_split = in_order({k: v for k, v in shown.items() if k.startswith(f"{split}/")})
-        texts = [f"{name.partition('/')[2]} {value:.4f}" for name, value in of_split.items()]
+        # a line has 80 columns: "balanced" for balanced_acc
+        names = [name.partition("/")[2].removesuffix("_acc") for name in of_split]
+        texts = [f"{n} {value:.4f}" for n, value in zip(names, of_split.values(), strict=True)]
         if texts:
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
-    for name, command in _commands(trainer, run_dir, best, has_test=has_test):
+    for name, command in _commands(trainer, run_dir, best, has_test=data.has("test")):
         log.info("%-8s %s", name, command, extra={"command": True})
+
+
+def _are_unequal(data: ImageData) -> bool:
+    """Whether a class has many times the training images of another."""
+    counts = torch.bincount(data.train_labels, minlength=data.num_classes)
+    return bool(counts.max() > UNEQUAL * counts.min())
 
 
 def log_resumed(trainer: pl.Trainer, checkpoint: Path) -> None:

@@ -360,7 +360,7 @@ def fit_and_test(
                     seconds=seconds,
                     run_dir=run_dir,
                     best=best,
-                    has_test=data.has("test"),
+                    data=data,
                 )
         end_together(trainer, ask=by_signal)
     return figures

@@ -35,6 +35,7 @@ from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.per_sample.clipping import ClippedGradients
 from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
+from revzoo.training.class_weights import BALANCED
 from revzoo.training.lightning_compat import batches_of_epoch, data_of
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
 
     Raises:
         ValueError: an argument is out of range. When training starts: Opacus is missing, the model
-            has a batch normalisation, images are mixed, or the trainer has options that do not fit.
+            has a batch normalisation, images are mixed, the weights of classes come from the data,
+            or the trainer has options that do not fit.
     """
 
     def __init__(
@@ -100,6 +102,11 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
             raise ValueError(package_needed("callbacks.private needs", "opacus")) from None
         data = data_of(trainer)
         _check(trainer, data)
+        if pl_module.optim.class_weights == BALANCED:
+            raise ValueError(
+                f"callbacks.private with optim.class_weights={BALANCED}: one image would change "
+                "the weights of all others. Give a list of numbers, which do not come from the data"
+            )
         if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped
             raise ValueError(
                 "callbacks.private: the model is in evaluation mode: call model.train()"

@@ -14,7 +14,7 @@ Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo._checks import build_dataclass, check_choice, check_number, check_registered
 from revzoo.models.network import parts
+from revzoo.training.class_weights import checked_weights
 from revzoo.training.optim.muon import Muon
 from revzoo.training.optim.schedules import make_schedule
 
@@ -37,7 +38,7 @@ WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """The optimiser of a run: rate, decay, label smoothing and schedule.
+    """The optimiser of a run: rate, decay, schedule, and the options of the training loss.
 
     Attributes:
         name: ``sgd``, ``adamw`` (for transformers), ``muon`` (see
@@ -50,6 +51,8 @@ class OptimSpec:
             the hidden weights only, and decoupled (``lr * weight_decay`` per step).
         decay_all: decay norms and biases too, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
+        class_weights: of the training loss: one number > 0 per class, ``"balanced"`` (see
+            :mod:`revzoo.training.class_weights`) or None for equal weights.
         layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
             it twice, and so on to the stem.
         schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
@@ -63,6 +66,7 @@ class OptimSpec:
     weight_decay: float = 2e-4
     decay_all: bool = False
     label_smoothing: float = 0.0
+    class_weights: str | Sequence[float] | None = None
     layer_decay: float = 1.0
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
 
@@ -85,6 +89,9 @@ class OptimSpec:
         check_number("optim.momentum", self.momentum, high=1, open_high=True)
         check_number("optim.weight_decay", self.weight_decay, open_high=True)
         check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
+        if self.class_weights is not None:
+            # plain numbers, which a checkpoint can hold
+            object.__setattr__(self, "class_weights", checked_weights(self.class_weights))
         check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
         # torch's SGD raises for this only when it is built
         if self.name == "sgd" and self.nesterov and not self.momentum:

@@ -35,11 +35,12 @@ class Trial(Classifier):
     """A copy of a classifier, without the callbacks and the schedule of a run."""
 
     def __init__(self, original: Classifier) -> None:
-        if type(original).training_step is not Classifier.training_step:
-            raise TypeError(
-                f"{type(original).__name__} overrides training_step, which trials do not "
-                "run: expected a Classifier"
-            )
+        for name in ("training_step", "loss"):
+            if getattr(type(original), name) is not getattr(Classifier, name):
+                raise TypeError(
+                    f"{type(original).__name__} overrides {name}, which trials do not run: "
+                    "expected a Classifier"
+                )
         channels_last = bool(original.hparams["channels_last"])
         # the copy trains, so the run starts from the original's weights
         network = copy.deepcopy(original.model)

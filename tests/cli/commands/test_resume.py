@@ -115,6 +115,19 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
     assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
+@pytest.mark.parametrize("stopped", [("optim.class_weights=balanced",)], indirect=True)
+def test_a_resumed_run_weighs_the_classes_alike(
+    stopped: Path, compose: Any, tmp_path: Path
+) -> None:
+    go_on(stopped)
+    train(compose(*SMALL, "optim.class_weights=balanced"), run_dir=tmp_path / "whole")
+    train(compose(*SMALL), run_dir=tmp_path / "equal")
+    folders = (stopped, tmp_path / "whole", tmp_path / "equal")
+    states = [read_checkpoint(d / "checkpoints" / LAST)["state_dict"] for d in folders]
+    assert all(map(torch.equal, states[0].values(), states[1].values()))
+    assert not all(map(torch.equal, states[0].values(), states[2].values()))
+
+
 ANNEALED = ("model=resnet32", "model.reversible_bits=2", "callbacks.side_bits={epochs: 1}")
 
 

@@ -160,6 +160,20 @@ def test_batches_larger_than_the_set_leave_no_run(compose: Any, tmp_path: Path) 
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.parametrize("weights", ["[1,2]", "balanced"])
+def test_weights_that_do_not_fit_the_classes_leave_no_run(
+    weights: str, compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_nines(self: Digits) -> torch.Tensor:
+        return torch.arange(9)
+
+    monkeypatch.setattr(Digits, "train_labels", property(without_nines))
+    expected = {"[1,2]": "expected 10 numbers", "balanced": "no training images of 9: add some"}
+    with pytest.raises(SystemExit, match=expected[weights]):
+        train(compose(*SMALL, f"optim.class_weights={weights}"), run_dir=tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
+
+
 def test_images_the_model_cannot_take_end_with_its_message(compose: Any, tmp_path: Path) -> None:
     root = image_folder(tmp_path / "images", side=7)
     config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")

@@ -90,6 +90,8 @@ def test_pretrained_weights_must_be_known(
         (["seed=-1"], "seed=-1"),
         (["~model"], "model is missing"),
         (["callbacks.best_checkpoint.monitor=val_acc"], "did you mean 'val/acc'"),
+        (["optim.class_weights=balance"], "did you mean 'balanced'"),
+        (["optim.class_weights=[1,-1]"], r"class_weights=\[1, -1\]: expected numbers > 0"),
         (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
         (
             ["callbacks.early_stopping={monitor: val/loss, mode: max}"],

@@ -93,6 +93,29 @@ def test_a_run_without_a_test_split_ends_with_a_command_that_works(
     assert summary["best"]["val/acc"] == pytest.approx(float(printed["val/acc"]), abs=1e-4)
 
 
+def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    root = image_folder(tmp_path / "images", splits=("train", "val"))
+    for i in range(7, 20):
+        (root / "train" / "light" / f"{i}.png").unlink()
+    data = ("data=imagefolder", f"data.root={root}", "data.batch_size=8")
+    options = ("optim.class_weights=balanced", "callbacks.best_checkpoint.monitor=val/balanced_acc")
+    run_dir = tmp_path / "run"
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *data, *options), run_dir=run_dir)
+    (line,) = [line for line in caplog.messages if line.startswith("val ")]
+    assert re.fullmatch(r"val +loss [\d.]+, acc [\d.]+, balanced [\d.]+ \(best .*\)", line)
+    assert len(line) <= 71
+    main(["eval", f"ckpt={run_dir}", "split=val", "trainer=cpu"])
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    best = json.loads((run_dir / "summary.json").read_text())["best"]
+    assert best["val/balanced_acc"] == pytest.approx(float(printed["val/balanced_acc"]), abs=1e-4)
+    assert list(printed) == ["val/loss", "val/acc", "val/balanced_acc"]
+    module = Classifier.load_from_checkpoint(run_dir)
+    assert module.optim.class_weights == "balanced"
+
+
 @pytest.mark.parametrize(
     ("size", "told"),
     [(24, ["each epoch leaves out 16 (40 %), an incomplete batch; a smaller "]), (8, [])],

@@ -44,6 +44,7 @@ def fit(
     data: Digits | None = None,
     net: dict[str, Any] = NET,
     private: dict[str, Any] | None = None,
+    optim: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Classifier, PrivateTraining, dict[str, float]]:
     pl.seed_everything(5 if resume else 0, workers=True, verbose=False)
@@ -58,7 +59,8 @@ def fit(
         **options,
     )
     module = Classifier(
-        {**net, "memory": memory}, optim={"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0}
+        {**net, "memory": memory},
+        optim={"lr": 0.5, "momentum": 0.9, "weight_decay": 0.0, **(optim or {})},
     )
     path = folder / "checkpoints" / LAST if resume else None
     data = data or Digits(batch_size=32)
@@ -173,6 +175,7 @@ def test_an_empty_batch_takes_a_step_of_noise_alone(tmp_path: Path, monkeypatch:
     [
         ({"net": {**NET, "norm": "batch"}}, 'norm="group"'),
         ({"data": Digits(batch_size=32, augment={"mixup": 0.2})}, "mixup"),
+        ({"optim": {"class_weights": "balanced"}}, "Give a list of numbers"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({"precision": "bf16-mixed"}, "bf16-mixed"),
         ({"max_epochs": -1, "max_steps": -1}, "schedule|without an end"),

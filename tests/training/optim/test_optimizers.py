@@ -121,6 +121,12 @@ def test_spec_from_plain_and_back() -> None:
         ({"layer_decay": 0.0}, "optim.layer_decay=0"),
         ({"layer_decay": 1.5}, "optim.layer_decay=1.5"),
         ({"label_smoothing": 1.0}, "optim.label_smoothing=1"),
+        ({"class_weights": "balancd"}, "expected null, .* did you mean 'balanced'"),
+        ({"class_weights": 2}, "optim.class_weights=2: expected a string or a list or null"),
+        ({"class_weights": [1, -1]}, r"class_weights=\[1, -1\]: expected numbers > 0"),
+        ({"class_weights": [0, 1]}, "expected numbers > 0"),
+        ({"class_weights": [1, float("nan")]}, "expected numbers > 0"),
+        ({"class_weights": [1, "a"]}, "expected numbers > 0"),
         ({"schedule": {"name": "x"}}, "schedule.name=x"),
     ],
 )

@@ -1,0 +1,64 @@
+"""Weights of classes in the training loss, for sets whose classes have unequal numbers of images.
+
+The loss of an image is multiplied by the weight of its class. ``balanced`` computes the weights
+from the n training images of C classes as scikit-learn's ``class_weight="balanced"`` does
+(G. King and L. Zeng, "Logistic Regression in Rare Events Data", Political Analysis 2001):
+
+    w_c = n / (C n_c)
+
+so all classes have the same sum of weights, and the mean weight of the training images is 1.
+
+The sum over a batch is divided by the number of its images. Torch's ``cross_entropy(weight=...)``
+divides by the sum of their weights if labels are indices, and by their number if labels are
+probabilities. The number makes both kinds of labels agree, the mean over batches and processes
+equal the mean over all images, and the gradient of an image independent of the others in its batch,
+which private training needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from revzoo._checks import did_you_mean, is_number, shortened
+from revzoo.data import DataError
+
+BALANCED = "balanced"
+
+
+def checked_weights(weights: str | Sequence[float]) -> str | tuple[float, ...]:
+    """``"balanced"``, or the weights as floats.
+
+    Raises:
+        ValueError: another word, or not a list of finite numbers > 0.
+    """
+    if isinstance(weights, str):
+        if weights != BALANCED:
+            raise ValueError(
+                f"optim.class_weights={weights}: expected null, {BALANCED} or a list of numbers"
+                + did_you_mean(weights, [BALANCED])
+            )
+        return weights
+    if not all(is_number(w) and 0 < w < torch.inf for w in weights):
+        raise ValueError(
+            f"optim.class_weights={list(weights)}: expected numbers > 0, one for each class"
+        )
+    return tuple(map(float, weights))
+
+
+def balanced_weights(labels: Tensor, classes: Sequence[str]) -> Tensor:
+    """The weights (C,) in float64 for training images with ``labels`` (n,).
+
+    Raises:
+        DataError: a class has no images.
+    """
+    counts = torch.bincount(labels, minlength=len(classes)).double()
+    if empty := [name for name, n in zip(classes, counts.tolist(), strict=True) if not n]:
+        raise DataError(
+            f"optim.class_weights={BALANCED} divides by the number of images of each class, but "
+            f"there are no training images of {shortened(empty)}: add some, or give a list of "
+            "numbers, one for each class"
+        )
+    return counts.sum() / (len(classes) * counts)
