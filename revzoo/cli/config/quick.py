@@ -64,7 +64,7 @@ def check_quickly(config: Mapping[str, Any], *, looks: bool = False) -> ImageNet
 
     Args:
         config: plain containers.
-        looks: whether to look for the folder of images, too.
+        looks: whether to look at this machine, too: for the folder of images, and for a GPU.
 
     Returns:
         The model, on ``meta``.
@@ -95,8 +95,8 @@ def check_quickly(config: Mapping[str, Any], *, looks: bool = False) -> ImageNet
         check_names_by_source(config)
         if looks:
             check_root(config["data"])
-        # here and not above: they import torch
-        check_device(config)
+            check_device(config)
+        # here and not above: it imports torch
         from revzoo.training.optim.optimizers import OptimSpec
 
         OptimSpec.of(config["optim"])
