@@ -308,7 +308,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     if not fit.option:
         return sentence
     images, _, side, _ = fit.batch_shape(value)
-    options = {"batch": images, "image": side}
+    options = {"batch-size": images, "image-size": side}
     options |= {name: getattr(args, name) for name in ("channels", "classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
     command = f"its plan: revzoo plan {args.name} --budget {args.budget} {typed}"
