@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.compose import Source, compose_checked
+from revzoo.cli.config.compose import ConfigFiles, compose_checked
 from revzoo.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,7 @@ def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     """Nothing is run: the arguments are parsed, and a run's configuration is composed."""
     _, args = parse(words)
     if words[0] in PRIMARY and page != OWN and not getattr(args, "resume", None):
-        compose_checked(args.overrides, Source(PRIMARY[words[0]]))
+        compose_checked(args.overrides, ConfigFiles(PRIMARY[words[0]]))
 
 
 def test_make_has_the_targets_that_pages_name() -> None:

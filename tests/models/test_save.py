@@ -9,6 +9,8 @@ import torch
 from small_weights import FACTS, OPTIONS, small, undescribed, write_entry
 from torch.nn.utils import prune
 
+import revzoo
+from revzoo.core.invertible import all_steps
 from revzoo.layers.make_reversible import make_reversible
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
@@ -102,6 +104,14 @@ def other_epsilon(model):
             m.eps = 0.3
 
 
+def hidden_by_the_classifier(model):
+    torch.nn.init.zeros_(model.fc.weight)
+    for m in list(model.modules()):
+        for name, child in list(m.named_children()):
+            if isinstance(child, torch.nn.ReLU):
+                setattr(m, name, torch.nn.GELU())
+
+
 def not_finite(model):
     with torch.no_grad():
         model.fc.weight[0] = float("nan")
@@ -112,6 +122,8 @@ def not_finite(model):
     [
         (pruned, "has other tensors; undo weight_norm, pruning(.|\n)*missing: fc.weight"),
         (other_epsilon, "computes something else with the same weights"),
+        (hidden_by_the_classifier, "computes something else with the same weights"),
+        (lambda model: model.to("meta"), "lies on the meta device"),
         (not_finite, r"NaN or Inf in fc\.weight"),
     ],
 )
@@ -124,6 +136,18 @@ def test_a_network_that_its_description_would_not_restore_is_refused(change, mes
         model.save_pretrained(tmp_path / "net", **FACTS)
     assert not (tmp_path / "net").exists()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_network_of_any_memory_mode_is_saved(tmp_path):
+    """The comparison ran in the modes of the two networks, with other grids: one left its range."""
+    model = create_model("revnet38", **OPTIONS)
+    for m in model.modules():
+        if isinstance(m, torch.nn.BatchNorm2d):
+            m.running_var.mul_(0.35)
+    revzoo.set_memory(model, "exact", grid=4)
+    model.save_pretrained(tmp_path, **FACTS)
+    assert {step.memory for step in all_steps(model).values()} >= {"exact"}
+    assert torch.equal(from_pretrained(tmp_path).fc.weight, model.fc.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
