@@ -232,7 +232,6 @@ def test_a_state_with_wrong_parts_is_damaged(
         ("hyper_parameters/model/units", [1, 1, 2], "differ in model"),
         ("CIFAR10", {}, "differ in data: Digits and Digits, CIFAR10"),
         ("Digits/classes", list("abcdefghij"), "only in the data: 0, 1, 2"),
-        ("Digits/in_chans", 3, "trained on images of 3 channels, these have 1"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_and_stays(
@@ -241,6 +240,15 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
     change(stopped / "checkpoints" / LAST, key, value)
     before = files(stopped)
     assert message in refused(stopped, "memory=store")
+    assert files(stopped) == before
+
+
+def test_a_checkpoint_of_images_of_other_channels_is_refused_and_stays(stopped: Path) -> None:
+    last = stopped / "checkpoints" / LAST
+    change(last, "Digits/in_chans", 3)
+    change(last, "Digits/normalisation", {"mean": [0.0] * 3, "std": [1.0] * 3})
+    before = files(stopped)
+    assert "trained on images of 3 channels, these have 1" in refused(stopped, "memory=store")
     assert files(stopped) == before
 
 
