@@ -4,7 +4,7 @@
 
 The figures are counted, not timed or sampled, so they are the same on every machine. torch counts
 the FLOPs. Memory is the peak of all tensors alive during one training step in float32
-(revzoo.profiling.costs), without weights and their gradients, which exist before the step.
+(revzoo.audit), without weights and their gradients, which exist before the step.
 """
 
 from __future__ import annotations

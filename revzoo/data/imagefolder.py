@@ -68,7 +68,7 @@ class ImageFolder(ImageData):
         self.root = Path(root).expanduser()
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
-        self._counted = 0  # of them, in the last warning
+        self._counted = 0  # skipped files at the last warning
         self.cache_bytes = cache_bytes
         # the base class sets image_size and in_chans once the images are known
         self._wanted_size = image_size

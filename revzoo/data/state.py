@@ -67,7 +67,7 @@ def _rules(
     yield "image_size", size is None or sized, f"a side in pixels, 1 to {MAX_SIDE}"
     crop: Any = state.get("crop_pct")
     share = crop is None or is_crop(crop, size if sized else 1)
-    yield "crop_pct", share, "a share above 0, up to 1"
+    yield "crop_pct", share, f"a share above 0, up to 1, and at least side / {MAX_SIDE}"
     seed = state.get("order_seed")
     yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
 

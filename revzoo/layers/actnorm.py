@@ -79,7 +79,7 @@ class ActNorm(Joint):
         return self.at_each_position(self.log_scale.sum(), x)
 
     def _was_initialised(self) -> bool:
-        # Reading the buffer stalls a GPU, so it notes the version at which it was true. A load
+        # Reading the buffer stalls a GPU, so we note on it the version at which it was true. A load
         # or a rollback in place changes the version; torch.func.functional_call has another buffer.
         buffer: Any = self.initialised
         version = version_of(buffer)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
-from revzoo.core.invertible import NotInvertibleError, State
+from revzoo.core.invertible import NotInvertibleError
 from revzoo.core.set_memory import set_memory
 from revzoo.models.adapt import adapt_channels
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
@@ -331,16 +331,6 @@ class LibraryNetwork(ImageNetwork):
             return net.forward_intermediates(x, indices=taken, **options)
         except AssertionError as error:  # timm's check of formats
             raise ValueError(f"output_fmt={output_fmt!r}: {error}") from error
-
-    def stage_states(self, x: Tensor) -> Iterator[State]:
-        """The feature maps in order, each ``(B, C, H, W)``, computed in one pass.
-
-        Raises:
-            ValueError: as :meth:`forward_intermediates`.
-        """
-        for z in self.forward_intermediates(x, intermediates_only=True):
-            assert isinstance(z, Tensor)
-            yield (z,)
 
     def keep_stages(self, count: int) -> None:
         """Remove the head and all layers after the first ``count`` feature maps."""

@@ -138,7 +138,7 @@ class ImageNetwork(SavableNetwork, ABC):
     @property
     @abstractmethod
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The available feature maps, one for each state of :meth:`stage_states`."""
+        """The available feature maps, one for each stage."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:

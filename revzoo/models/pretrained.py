@@ -87,7 +87,7 @@ def find_model(
             if not pretrained:
                 return NamedModel(text)
             weights_address(text)  # raises if the library has none
-            return NamedModel(text, options={"pretrained": True})  # it loads them itself
+            return NamedModel(text, options={"pretrained": True})  # the library loads its weights
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)

@@ -1,4 +1,4 @@
-"""Pictures of the memory of a step. They need matplotlib (the extra ``plot``)."""
+"""Figures of matplotlib (the extra ``plot``), and the picture of the memory of a step."""
 
 from __future__ import annotations
 

@@ -237,8 +237,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
                 self._leave_module(outputs)
             return outputs
 
-        # not hooks: hooked layers keep more (see lean.py); and not __call__: its identity
-        # tells which steps are containers
+        # not hooks: hooked layers keep more (revzoo.models.components.lean); and not __call__: its
+        # identity tells which steps are containers
         _calls.acquire()
         self._call = _Module._call_impl
         _Module._call_impl = call

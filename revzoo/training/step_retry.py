@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.callbacks.run_state import RunState, can_drift, set_grid, set_states, states_of
 from revzoo.training.callbacks.sample_norms import ReadsNorms
@@ -88,7 +88,7 @@ class StepRetry:
         if self.running:
             return
         self._attempt = self.loss = None
-        steps = _steps(self.module).values()  # each time: modes may change between two steps
+        steps = all_steps(self.module).values()  # each time: modes may change between two steps
         self.may_widen = any(step.grid is not None for step in steps)
         if any(mode_of(step.memory).inverts for step in steps):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
@@ -135,7 +135,7 @@ class StepRetry:
         Raises:
             RangeError: no grid fits.
         """
-        steps = [step for step in _steps(self.module).values() if step.grid is not None]
+        steps = [step for step in all_steps(self.module).values() if step.grid is not None]
         before = [step.grid for step in steps]
         try:
             while True:  # ends: each error coarsens the grid, until error.grid is None
@@ -160,7 +160,7 @@ class StepRetry:
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
         """The failure of all processes; None after a good backward pass."""
-        trainer, steps = self.module.trainer, _steps(self.module)
+        trainer, steps = self.module.trainer, all_steps(self.module)
         error: DriftError | RangeError | None = None
         drifted: list[str] = []
         try:
@@ -185,7 +185,7 @@ class StepRetry:
 
     def _switch(self, failure: Failure) -> None:
         """Recompute the drifted steps from now on."""
-        steps = _steps(self.module)
+        steps = all_steps(self.module)
         switched = [name for name in failure.drifted if can_drift(steps[name])]
         if not switched:
             assert isinstance(failure.error, DriftError)
@@ -247,10 +247,6 @@ class StepRetry:
         return DriftError(
             f"{error}. To continue with stored activations: --resume {folder} memory=store"
         )
-
-
-def _steps(module: nn.Module) -> dict[str, Step]:
-    return {name: step for name, step in module.named_modules() if isinstance(step, Step)}
 
 
 def _drifted(step: Step) -> bool:

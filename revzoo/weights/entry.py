@@ -154,7 +154,10 @@ class WeightsEntry:
                 yield f"{name}={values}, expected {what}, at most {MAX_VALUE:g}"
         crop = self.crop_pct
         if crop is not None and not is_crop(crop, max(sides)):
-            yield f"crop_pct={crop!r}, expected a share above 0, up to 1"
+            yield (
+                f"crop_pct={crop!r}, expected a share above 0, up to 1, and at least side / "
+                f"{MAX_SIDE}"
+            )
 
 
 def read_entry(path: Path) -> WeightsEntry:

@@ -1,4 +1,4 @@
-"""Limits of the facts about images, which untrusted files state: entries and checkpoints."""
+"""Limits of mean, deviation, side and crop in files that may be untrusted: entries, checkpoints."""
 
 from __future__ import annotations
 

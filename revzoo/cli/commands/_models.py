@@ -32,19 +32,19 @@ def add_batch_size(
     default: int | None = None,
     type: Callable[[str], int | None] = int,
 ) -> None:
-    """Declare ``--batch-size``, short ``--batch``."""
+    """Declare ``--batch-size``; the short ``--batch`` works, too."""
     names = ("--batch-size", "--batch")
     parser.add_argument(*names, type=type, default=default, metavar="N", help=help)
 
 
 def add_image_size(parser: argparse.ArgumentParser, *, help: str) -> None:
-    """Declare ``--image-size``, short ``--size``."""
+    """Declare ``--image-size``; ``--size`` and ``--image`` work, too."""
     names = ("--image-size", "--size", "--image")
     parser.add_argument(*names, type=int, metavar="N", help=help)
 
 
 def add_output(parser: argparse.ArgumentParser, *, help: str, default: Path | None = None) -> None:
-    """Declare ``--output``, short ``--out``."""
+    """Declare ``--output``; the short ``--out`` works, too."""
     names = ("--output", "--out")
     parser.add_argument(*names, type=Path, default=default, metavar="PATH", help=help)
 

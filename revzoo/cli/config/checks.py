@@ -50,9 +50,9 @@ from revzoo.training.callbacks.registry import (
 )
 from revzoo.training.loggers import LOGGERS
 
-OF_SPLITS = {"val": ("loss", "acc", "balanced_acc", "acc5"), "train": ("loss", "acc")}
+_FIGURES = {"val": ("loss", "acc", "balanced_acc", "acc5"), "train": ("loss", "acc")}
 MONITORED = {
-    f"{split}/{name}": direction(name) for split, names in OF_SPLITS.items() for name in names
+    f"{split}/{name}": direction(name) for split, names in _FIGURES.items() for name in names
 }  # logged figures -> whether the best is the smallest or the largest
 
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks

@@ -369,7 +369,8 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
                 "--allow-precision-change, and data.root=DIR, where the data are now. Start a new "
-                f"run for the rest: {_new_run(overrides, run_dir)}"
+                "run for the rest (with its --config-dir, if it had one): "
+                f"{_new_run(overrides, run_dir)}"
             )
 
 

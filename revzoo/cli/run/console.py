@@ -41,7 +41,7 @@ PRECISION_NAMES = {
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
 COUNTED = 2  # images of the counted step
-UNEQUAL = 2  # largest class over smallest; ImageNet's (732 to 1,300 images) count as equal
+UNEQUAL = 2  # images of the largest class over the smallest; ImageNet (1,300 / 732) counts as equal
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
 
@@ -243,7 +243,8 @@ def log_result(
 ) -> None:
     """Log the figures of the best checkpoint, and the commands that a user wants next.
 
-    The balanced accuracy appears only if the classes have unequal numbers of training images.
+    The balanced accuracy appears only if a class has more than twice the training images of
+    another.
 
     Args:
         trainer: the run's, after training.
@@ -272,7 +273,7 @@ def log_result(
 
 
 def _are_unequal(data: ImageData) -> bool:
-    """Whether a class has many times the training images of another."""
+    """Whether a class has more than :data:`UNEQUAL` times the training images of another."""
     counts = torch.bincount(data.train_labels, minlength=data.num_classes)
     return bool(counts.max() > UNEQUAL * counts.min())
 

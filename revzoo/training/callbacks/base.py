@@ -19,7 +19,7 @@ class ChecksModel(pl.Callback, ABC):
 
 
 def is_nth_step(trainer: pl.Trainer, every_n_steps: int) -> bool:
-    """Whether the next optimiser step completes ``every_n_steps`` steps: the n-th, 2n-th, ..."""
+    """Whether the next optimiser step is the n-th, the 2n-th and so on (``every_n_steps``)."""
     return (trainer.global_step + 1) % every_n_steps == 0
 
 

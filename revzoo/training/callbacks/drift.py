@@ -15,10 +15,11 @@ class DriftLogger(pl.Callback):
 
     The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
     is relative to the largest sampled value (see :mod:`revzoo.core.guard.drift`). Stored steps have
-    none. Optimiser steps count from 0, as in Lightning.
+    none.
 
     Args:
-        every_n_steps: log at every n-th optimiser step.
+        every_n_steps: log at the n-th optimiser step, the 2n-th and so on; Lightning counts from 0,
+            so the rows have the numbers n - 1, 2n - 1.
 
     Raises:
         ValueError: ``every_n_steps`` is not a positive whole number.

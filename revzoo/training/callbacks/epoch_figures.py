@@ -11,7 +11,7 @@ from revzoo.training.metrics import log_metrics
 
 
 class EpochFigures(pl.Callback):
-    """Logs the module's ``training_metrics`` as ``train/NAME``, if its steps update them."""
+    """Logs ``metrics_of("train")`` as ``train/NAME``, if its steps update them."""
 
     def __init__(self) -> None:
         self._logged = False

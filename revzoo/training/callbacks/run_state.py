@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
@@ -151,9 +151,9 @@ class RunState(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore here, not earlier: the setup of a run may draw random numbers, too."""
-        for name, step in pl_module.named_modules():
+        for name, step in all_steps(pl_module).items():
             # the resumed run may use a different memory mode
-            if name in self.recomputed and isinstance(step, Step) and can_drift(step):
+            if name in self.recomputed and can_drift(step):
                 step.memory = "recompute"
         if self.grid is not None:
             set_grid(pl_module, self.grid)
@@ -229,6 +229,6 @@ def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None
 
 def set_grid(module: torch.nn.Module, grid: int) -> None:
     """Give the fixed-point streams of all steps multiples of ``2**-grid``."""
-    for step in module.modules():
-        if isinstance(step, Step) and step.grid is not None:
+    for step in all_steps(module).values():
+        if step.grid is not None:
             step.grid = grid

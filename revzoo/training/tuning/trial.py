@@ -39,7 +39,7 @@ class Trial(Classifier):
             if getattr(type(original), name) is not getattr(Classifier, name):
                 raise TypeError(
                     f"{type(original).__name__} overrides {name}, which trials do not run: "
-                    "expected a Classifier"
+                    f"expected Classifier's own {name}; set optim.lr and data.batch_size by hand"
                 )
         channels_last = bool(original.hparams["channels_last"])
         # the copy trains, so the run starts from the original's weights

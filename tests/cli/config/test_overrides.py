@@ -19,7 +19,7 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
     def answer() -> str:
         with pytest.raises(ConfigError) as refused:
             check_changes(["trainer.max_epochs=4"], tmp_path)
-        return str(refused.value).partition("Start a new run for the rest: ")[2]
+        return str(refused.value).partition("(with its --config-dir, if it had one): ")[2]
 
     words = ["model=resnet32", "model.pretrained=true", "seed=2", "trainer.max_epochs=4"]
     assert answer() == command_line("train", *words)
