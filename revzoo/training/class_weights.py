@@ -10,9 +10,9 @@ so all classes have the same sum of weights, and the mean weight of the training
 
 The sum over a batch is divided by the number of its images. Torch's ``cross_entropy(weight=...)``
 divides by the sum of their weights if labels are indices, and by their number if labels are
-probabilities. The number makes both kinds of labels agree, the mean over batches and processes
-equal the mean over all images, and the gradient of an image independent of the others in its batch,
-which private training needs.
+probabilities. Division by the number has three effects: both kinds of labels give the same loss;
+the mean over batches and processes is the mean over all images; and the gradient of an image does
+not depend on the others in its batch, as private training needs.
 """
 
 from __future__ import annotations
@@ -22,30 +22,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from revzoo._checks import did_you_mean, is_number, shortened
+from revzoo._checks import shortened
 from revzoo.data import DataError
-
-BALANCED = "balanced"
-
-
-def checked_weights(weights: str | Sequence[float]) -> str | tuple[float, ...]:
-    """``"balanced"``, or the weights as floats.
-
-    Raises:
-        ValueError: another word, or not a list of finite numbers > 0.
-    """
-    if isinstance(weights, str):
-        if weights != BALANCED:
-            raise ValueError(
-                f"optim.class_weights={weights}: expected null, {BALANCED} or a list of numbers"
-                + did_you_mean(weights, [BALANCED])
-            )
-        return weights
-    if not all(is_number(w) and 0 < w < torch.inf for w in weights):
-        raise ValueError(
-            f"optim.class_weights={list(weights)}: expected numbers > 0, one for each class"
-        )
-    return tuple(map(float, weights))
+from revzoo.training.optim.optimizers import BALANCED
 
 
 def balanced_weights(labels: Tensor, classes: Sequence[str]) -> Tensor:

@@ -35,10 +35,15 @@ from revzoo.training.callbacks.last_step import LastStep
 from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.class_weights import BALANCED, balanced_weights
+from revzoo.training.class_weights import balanced_weights
 from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
 from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.optim.optimizers import (
+    BALANCED,
+    OptimSpec,
+    build_optimizer,
+    build_schedule,
+)
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry
 from revzoo.weights.source import resolve_source

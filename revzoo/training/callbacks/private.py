@@ -35,8 +35,8 @@ from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.per_sample.clipping import ClippedGradients
 from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
-from revzoo.training.class_weights import BALANCED
 from revzoo.training.lightning_compat import batches_of_epoch, data_of
+from revzoo.training.optim.optimizers import BALANCED
 
 log = logging.getLogger(__name__)
 

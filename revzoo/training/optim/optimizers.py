@@ -14,6 +14,7 @@ Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,9 +25,15 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from revzoo._checks import build_dataclass, check_choice, check_number, check_registered
+from revzoo._checks import (
+    build_dataclass,
+    check_choice,
+    check_number,
+    check_registered,
+    did_you_mean,
+    is_number,
+)
 from revzoo.models.network import parts
-from revzoo.training.class_weights import checked_weights
 from revzoo.training.optim.muon import Muon
 from revzoo.training.optim.schedules import make_schedule
 
@@ -34,6 +41,9 @@ Group = dict[str, Any]  # a parameter group of torch
 # _ConvNd is private in torch 2.15, but the one base of all convolutions
 DECAYED = (_ConvNd, nn.Linear, nn.MultiheadAttention)
 WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+BALANCED = "balanced"  # of class_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +101,7 @@ class OptimSpec:
         check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
         if self.class_weights is not None:
             # plain numbers, which a checkpoint can hold
-            object.__setattr__(self, "class_weights", checked_weights(self.class_weights))
+            object.__setattr__(self, "class_weights", _checked_weights(self.class_weights))
         check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
         # torch's SGD raises for this only when it is built
         if self.name == "sgd" and self.nesterov and not self.momentum:
@@ -113,6 +123,26 @@ class OptimSpec:
         """This spec as plain containers, which a checkpoint can hold."""
         # a configuration's mapping may be of Hydra's type
         return {**asdict(self), "schedule": dict(self.schedule)}
+
+
+def _checked_weights(weights: str | Sequence[float]) -> str | tuple[float, ...]:
+    """``"balanced"``, or the weights as floats.
+
+    Raises:
+        ValueError: another word, or not a list of finite numbers > 0.
+    """
+    if isinstance(weights, str):
+        if weights != BALANCED:
+            raise ValueError(
+                f"optim.class_weights={weights}: expected null, {BALANCED} or a list of numbers"
+                + did_you_mean(weights, [BALANCED])
+            )
+        return weights
+    if not all(is_number(w) and 0 < w < math.inf for w in weights):
+        raise ValueError(
+            f"optim.class_weights={list(weights)}: expected numbers > 0, one for each class"
+        )
+    return tuple(map(float, weights))
 
 
 def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
