@@ -212,7 +212,7 @@ def test_a_precision_of_gpus_is_refused_before_lightning_is_imported(
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     config = compose("precision=fp16", f"trainer.accelerator={accelerator}")
     with pytest.raises(ConfigError, match="needs a GPU"):
-        check_quickly(config)
+        check_quickly(config, looks=True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     if accelerator == "auto":
-        check_quickly(config)
+        check_quickly(config, looks=True)
