@@ -98,7 +98,7 @@ def check_growth(path: Path) -> None:
 
 
 def _fault(path: Path, error: yaml.YAMLError | UnicodeError) -> str:
-    """What is wrong in a file, with the line and the column, counted from 1."""
+    """The fault in a file, with its line and column, counted from 1."""
     mark = getattr(error, "problem_mark", None)
     if not isinstance(error, yaml.MarkedYAMLError) or mark is None:
         return one_line(error)

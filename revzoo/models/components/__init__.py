@@ -1,1 +1,1 @@
-"""What the networks are made of, without an inverse: residual functions and their layers."""
+"""Residual functions and the layers inside them, which have no inverse."""
