@@ -104,10 +104,13 @@ def add_config_nodes() -> None:
     store = ConfigStore.instance()
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
-            options = {**_keywords(entry.network), "pretrained": False}
-            # the run sets these from the data and the memory mode
-            plain = {k: v for k, v in options.items() if k not in ("variant", *FITTED)}
-            store.store(group="model", name=name, node={"name": name, **plain})
+            row = {key: getattr(entry.variant, key) for key in entry.variant_keywords}
+            options = _keywords(entry.network) | {k: v for k, v in row.items() if _is_plain(v)}
+            # the run sets FITTED from the data and the memory mode
+            taken = {k: v for k, v in options.items() if k in entry.keywords and k not in FITTED}
+            bits = {"reversible_bits": None} if entry.network.convertible else {}
+            node = {"name": name, **taken, **bits, "pretrained": False}
+            store.store(group="model", name=name, node=node)
     for name, kind in DATA.items():
         # our data sets have files; their keys in the table are import paths
         if not name.startswith("revzoo.data."):

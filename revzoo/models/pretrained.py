@@ -74,7 +74,7 @@ def find_model(
     if text.endswith(".py"):
         raise ValueError(
             f"{text} is a Python file, not a model: expected a name. Call revzoo.register_model("
-            "NAME, NETWORK, VARIANT) in that file, import it, and use NAME; on the command line: "
+            "NAME, NETWORK) in that file, import it, and use NAME; on the command line: "
             f"--import {Path(text).stem} NAME"
         )
     is_known = text.partition(".")[0] in known

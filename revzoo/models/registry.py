@@ -8,10 +8,12 @@ import fnmatch
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
+
+from torch import nn
 
 from revzoo._checks import UserError, check_new_name, did_you_mean
 from revzoo._libraries import library_hint, matching_names
@@ -40,6 +42,7 @@ from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
+from revzoo.models.wrapped import OwnNetwork, keywords_of
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -67,6 +70,11 @@ class Architecture(NamedTuple):
         names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         return (*names, "reversible_bits") if self.network.convertible else names
 
+    @property
+    def keywords(self) -> tuple[str, ...]:
+        """What ``create_model`` takes for it."""
+        return (*self.network_keywords, *self.variant_keywords)
+
 
 class _Models(dict[str, Architecture]):
     """The zoo's networks, and networks of libraries by name (``torchvision:resnet50``)."""
@@ -93,22 +101,39 @@ MODELS: dict[str, Architecture] = _Models(
 )
 
 
-def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None:
-    """Add a model to the zoo: ``create_model(name)`` then builds ``network(variant, ...)``.
+def register_model(name: str, network: Callable[..., nn.Module], variant: Any = None) -> None:
+    """Add a model to the zoo: ``create_model(name)``, commands and configurations then take it.
 
     Args:
         name: letters, digits and underscores; a dot separates the tag of weights.
-        network: a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes
-            a row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
-        variant: the row, a dataclass, such as :class:`~revzoo.models.variant.Variant`.
+        network: your own class or function that returns a classifier: a module that maps images
+            ``(B, in_chans, H, W)`` to logits ``(B, num_classes)`` and ends with an ``nn.Linear``.
+            It takes ``num_classes`` and ``in_chans``; the model's other keywords are its other
+            parameters, which need defaults. A module for one image size only has an attribute
+            ``image_size``, in pixels.
+
+            Or a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes a
+            row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
+        variant: the row of an ``ImageNetwork``, a dataclass, such as
+            :class:`~revzoo.models.variant.Variant`.
 
     Raises:
-        ValueError: the name is taken, or has invalid characters.
-        TypeError: ``network`` or ``variant`` has the wrong type.
+        ValueError: the name is taken, or has invalid characters; a parameter has the name of a
+            keyword of :func:`create_model`.
+        TypeError: ``network`` or ``variant`` has the wrong type, or ``network`` needs other
+            arguments.
 
     Example:
-        >>> from revzoo.models.revnet import RevNet
-        >>> from revzoo.models.variant import Variant
+        >>> def mynet(num_classes, in_chans, width=16):
+        ...     layers = [nn.Conv2d(in_chans, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        ...     return nn.Sequential(*layers, nn.Linear(width, num_classes))
+        >>> revzoo.register_model("mynet", mynet)
+        >>> revzoo.create_model("mynet", width=32)(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
+
+        A row of the zoo's RevNet:
+
+        >>> from revzoo.models import RevNet, Variant
         >>> row = Variant(stem_width=32, widths=(32, 64, 112), units=(5, 5, 5))
         >>> revzoo.register_model("revnet62", RevNet, row)
         >>> revzoo.create_model("revnet62")(torch.zeros(1, 3, 32, 32)).shape
@@ -117,13 +142,32 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     check_new_name("model", name, MODELS)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
-    if not (isinstance(network, type) and issubclass(network, ImageNetwork)):
-        raise TypeError(f"model {name!r}: expected a subclass of ImageNetwork, got {network!r}")
-    if not is_dataclass(variant) or isinstance(variant, type):
+    kind = network if isinstance(network, type) else None
+    if kind is not None and issubclass(kind, ImageNetwork):
+        if not is_dataclass(variant) or isinstance(variant, type):
+            raise TypeError(
+                f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
+            )
+        MODELS[name] = Architecture(kind, variant)
+        return
+    if not callable(network) or isinstance(network, nn.Module):
         raise TypeError(
-            f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
+            f"model {name!r}: expected a class, or a function that returns a new module, got "
+            f"{network!r:.80}"
         )
-    MODELS[name] = Architecture(network, variant)
+    if variant is not None:
+        raise TypeError(
+            f"model {name!r}: a variant is for subclasses of ImageNetwork; the keywords of "
+            f"{network!r:.80} are its parameters"
+        )
+    row = keywords_of(network)
+    reserved = {*inspect.signature(create_model).parameters, "memory", "build", "called"}
+    if taken := reserved & vars(row).keys():
+        raise ValueError(
+            f"model {name!r}: {', '.join(sorted(taken))} is a keyword of create_model itself: give "
+            "the parameter another name"
+        )
+    MODELS[name] = Architecture(OwnNetwork, row)
 
 
 # arguments of create_model that choose the weights to load
@@ -387,7 +431,7 @@ def _architecture_of(name: str) -> Architecture:
 
 def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     entry = MODELS[name]
-    known = (*entry.network_keywords, *entry.variant_keywords)
+    known = entry.keywords
     for keyword in keywords:
         if keyword in known:
             continue

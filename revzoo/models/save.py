@@ -255,7 +255,8 @@ def _check_description(network: SavableNetwork, spec: Spec) -> None:
         ) from None
     like = next(network.parameters())
     created.to(like.device, like.dtype).load_state_dict(state)
-    side, generator = network.image_size, torch.Generator().manual_seed(0)
+    side = network.facts.get("input_size", (network.image_size,))[-1]
+    generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, network.in_chans, side, side, generator=generator).to(like)
     both = zip(_outputs(network, image), _outputs(created, image), strict=True)
     off = [float((a - b).abs().max() / a.abs().max().clamp(1e-6)) for a, b in both]

@@ -34,7 +34,7 @@ from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.last_step import LastStep
 from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
-from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
 from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
 from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
@@ -69,7 +69,8 @@ class Classifier(pl.LightningModule):
             changes the speed of convolutions, and values by rounding only.
 
     Raises:
-        ValueError: for an unknown model, option or value in a specification.
+        ValueError: a specification has an unknown model, option or value, or a value that a
+            checkpoint cannot hold.
 
     Example:
         >>> from revzoo.training.classifier import Classifier
@@ -92,6 +93,7 @@ class Classifier(pl.LightningModule):
         if not isinstance(model, nn.Module):
             # a module passed as an instance cannot be created again from a file
             plain["model"] = _without_weights(model, self.model)
+            _check_storable(plain["model"])
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         # a submodule: Lightning moves its states to the device
@@ -404,6 +406,17 @@ def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
         kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
     return kept
+
+
+def _check_storable(options: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a checkpoint with these options of the model could not be loaded."""
+    try:
+        check_model_options(options)
+    except CheckpointError as error:
+        raise ValueError(
+            f"{error}; a run's checkpoints could not be loaded: choose a number, a word, or a "
+            "list of them"
+        ) from error
 
 
 def class_count(model: nn.Module) -> int:

@@ -27,6 +27,18 @@ class MyDigits(Digits):
 
 row = Variant(stem_width=8, widths=(8, 8, 8), units=(1, 1, 1))
 revzoo.register_model("mynet", RevNet, row)
+
+class Block(torch.nn.Conv2d):
+    def forward(self, x):
+        return x + super().forward(x).relu()
+
+def plain(num_classes, in_chans, width=4):
+    blocks = torch.nn.Sequential(*(Block(width, width, 3, padding=1) for _ in range(3)))
+    first, pool = torch.nn.Conv2d(in_chans, width, 3), torch.nn.AdaptiveAvgPool2d(1)
+    classifier = torch.nn.Linear(width, num_classes)
+    return torch.nn.Sequential(first, blocks, pool, torch.nn.Flatten(), classifier)
+
+revzoo.register_model("plain", plain)
 revzoo.register_data("mydata", MyDigits)
 revzoo.register_optimizer("nadam", torch.optim.NAdam)
 revzoo.register_callback("grad_norm", lambda *, every: None)
@@ -64,12 +76,17 @@ def test_a_users_model_and_data_are_trained_resumed_evaluated(tmp_path: Path) ->
     (tmp_path / "mymodels.py").write_text(MODULE)
     given = ("--import", "mymodels")
     chosen = ("model=mynet", "data=mydata", "data.level=2", "memory=exact")
-    (unknown, _), (misspelt, _), (trained, _) = start(
+    module = ("model=plain", "model.width=8", "model.reversible_bits=4", "data.batch_size=8")
+    (unknown, _), (misspelt, _), (trained, _), (plain, _), (evaluated, shown) = start(
         tmp_path,
         ("train", *chosen),
         ("train", *given, "model=mynett"),
         ("train", *given, *chosen, *SMALL),
+        ("train", *given, *module, *SMALL[:-1], "hydra.run.dir=plain"),
+        ("eval", *given, "ckpt=plain", "trainer=cpu"),
     )
+    assert (plain, evaluated) == (None, None)
+    assert "test/loss " in shown
     assert "mynet: no such option" in unknown
     assert "did you mean 'mynet'" in misspelt
     assert trained is None

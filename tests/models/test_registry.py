@@ -139,7 +139,17 @@ def test_a_registered_model_is_one_of_the_zoo(models):
     [
         ("revnet38", RevNet, MODELS["revnet38"].variant, "'revnet38' is already registered"),
         ("tiny.revnet", RevNet, MODELS["revnet38"].variant, "letters, digits and underscores"),
-        ("tiny", torch.nn.Linear, MODELS["revnet38"].variant, "subclass of ImageNetwork"),
+        ("tiny", torch.nn.Linear, MODELS["revnet38"].variant, "variant is for subclasses of Imag"),
+        ("tiny", torch.nn.Linear, None, r"^Linear\(.*expected the keywords num_classes and in_"),
+        ("tiny", torch.nn.Linear(2, 2), None, "a function that returns a new module, got Linear"),
+        ("tiny", lambda num_classes: None, None, "expected the keywords num_classes and in_chans"),
+        ("tiny", lambda num_classes, in_chans, depth: None, None, "and defaults for all others"),
+        (
+            "tiny",
+            lambda num_classes, in_chans, memory="store", pretrained=False: None,
+            None,
+            "memory, pretrained is a keyword of create_model itself",
+        ),
         ("tiny", RevNet, {"units": (1, 1, 1)}, "a dataclass instance"),
         ("tiny", RevNet, Variant, "a dataclass instance"),
     ],
