@@ -74,7 +74,8 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
 def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     """Nothing is run: the arguments are parsed, and a run's configuration is composed."""
     _, args = parse(words)
-    if words[0] in PRIMARY and page != OWN and not getattr(args, "resume", None):
+    unknown = page == OWN or getattr(args, "imports", []) or getattr(args, "resume", None)
+    if words[0] in PRIMARY and not unknown:
         compose_checked(args.overrides, ConfigFiles(PRIMARY[words[0]]))
 
 
