@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import check_regular
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.status import status_of
 
 GROUP = "revzoo.plugins"
 SESSIONS_FILE = "sessions.jsonl"  # in a run's folder; each line records the imports of a session

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count, number_of
-from revzoo.cli.commands._status import status_of
+from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
 
 

@@ -22,8 +22,8 @@ import logging
 import sys
 from collections.abc import Iterable
 
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.status import status_of
 from revzoo.cli.terminal import FoldedFormat
 from revzoo.weights.source import resolve_source
 
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> None:
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
     from revzoo.cli.config.compose import ConfigFiles, compose_checked, to_plain
-    from revzoo.cli.config.overrides import take_root
     from revzoo.cli.config.quick import check_evaluated
     from revzoo.cli.config.yaml_files import run_of
+    from revzoo.cli.run.changes import take_root
 
     # on standard error: standard output has only the figures
     handler = logging.StreamHandler()

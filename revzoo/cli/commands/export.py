@@ -24,8 +24,8 @@ from revzoo.cli.commands._models import (
     add_saved_bits_option,
     check_side,
 )
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.cli.status import status_of
 from revzoo.profiling.units import in_units
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED

@@ -24,8 +24,8 @@ from revzoo.cli.commands._models import (
     check_side,
     side_of,
 )
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
+from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError

@@ -16,9 +16,9 @@ from typing import Any
 
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_image_size, add_output
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE
+from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded_command
 from revzoo.weights.run_files import CHECKPOINTS
 from revzoo.weights.source import resolve_source

@@ -23,8 +23,8 @@ from revzoo.cli.commands._models import (
     add_saved_bits_option,
     check_side,
 )
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.errors import ConfigError, message_line
+from revzoo.cli.status import status_of
 from revzoo.weights.source import resolve_source
 
 

@@ -30,9 +30,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.status import status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
@@ -138,8 +138,8 @@ def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config.compose import compose_checked
-    from revzoo.cli.config.overrides import check_changes, take_root
     from revzoo.cli.config.yaml_files import recorded_config
+    from revzoo.cli.run.changes import check_changes, take_root
 
     new_runs = (
         *("multirun", "cfg", "resolve", "package", "info", "hydra_help"),

@@ -11,10 +11,9 @@ its name.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,6 @@ from revzoo._checks import either, expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
-from revzoo.cli.invocation import command_line, short_path
-from revzoo.cli.plugins import SESSIONS_FILE
-from revzoo.weights.run_files import CHECKPOINTS, LAST
 
 # arguments of create_model that a run fills in, and their sources
 FITTED = {
@@ -45,7 +41,6 @@ FITTED = {
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
 }
-ROOT = "data.root"  # a place, which may change without changing a run
 MAX_VALUES = 10_000  # of one key in a multirun
 # key -> the reason why some options of its group lack it
 REASONS = {
@@ -323,76 +318,3 @@ def _meant(key: str, known: Sequence[str]) -> str:
         leaves = {name.rpartition(".")[2]: name for name in known}
         near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved.
-
-    Raises:
-        ConfigError: the value is not a path.
-    """
-    others = [override for override in overrides if not override.startswith(f"{ROOT}=")]
-    root: str | None = None
-    for override in parse([override for override in overrides if override not in others]):
-        value: Any = override.value()
-        root = value.text if isinstance(value, QuotedString) else value
-        if not isinstance(root, str) or not root or "${" in root:
-            raise ConfigError(f"{override.input_line}: expected the path of a folder")
-    return others, root
-
-
-def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """The section ``data`` with another root, an absolute path; None: with the same.
-
-    Raises:
-        ConfigError: such data have no root.
-    """
-    if root is None:
-        return dict(data)
-    if "root" not in data:
-        raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
-    # a user's data set may read from an address
-    path = root if "://" in root else str(Path(root).expanduser().absolute())
-    return {**data, "root": path}
-
-
-def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
-    """Refuse overrides that would change the results of a resumed run.
-
-    Raises:
-        ConfigError: naming the override, and the command of a new run with it.
-    """
-    changeable = ("memory", "memory.bytes", "precision", ROOT)
-    for override in overrides:
-        if override.partition("=")[0] not in changeable:
-            raise ConfigError(
-                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
-                "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
-                "--allow-precision-change, and data.root=DIR, where the data are now. Start a new "
-                "run for the rest (with its --config-dir, if it had one): "
-                f"{_new_run(overrides, run_dir)}"
-            )
-
-
-def _new_run(overrides: Sequence[str], run_dir: Path) -> str:
-    """The command of a run with other overrides that starts from a run's last weights, if any."""
-    new, weights = list(overrides), run_dir / CHECKPOINTS / LAST
-    names = {_name_of(override) for override in new}  # replaced
-    if weights.exists():
-        new.append(f"+model.checkpoint_path={quoted_if_needed(short_path(weights))}")
-        names |= {"model.checkpoint_path", "model.pretrained"}
-    kept = [o for o in _first_overrides(run_dir) if _name_of(o) not in names]
-    return command_line("train", *kept, *new)
-
-
-def _name_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
-
-
-def _first_overrides(run_dir: Path) -> list[str]:
-    """The overrides with which a run started; none without the record."""
-    try:
-        first = (run_dir / SESSIONS_FILE).read_text().splitlines()[0]
-        return list(map(str, json.loads(first)["overrides"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return []

@@ -11,9 +11,9 @@ from typing import Any
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import moved
 from revzoo.cli.config.quick import check_evaluated
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
+from revzoo.cli.run.changes import moved
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
 from revzoo.layers.side_bits import MAX_BITS

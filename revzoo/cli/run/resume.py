@@ -20,10 +20,10 @@ from revzoo.cli.config.build import data_name
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError, user_errors
-from revzoo.cli.config.overrides import check_changes, moved, take_root
 from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
+from revzoo.cli.run.changes import check_changes, moved, take_root
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked

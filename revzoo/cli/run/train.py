@@ -32,9 +32,9 @@ from revzoo.cli.config.build import (
 )
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
-from revzoo.cli.config.overrides import moved
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
+from revzoo.cli.run.changes import moved
 from revzoo.cli.run.console import (
     log_finished,
     log_opening,

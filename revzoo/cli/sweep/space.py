@@ -25,10 +25,10 @@ from hydra.core.override_parser.types import (
     Sweep,
 )
 
-from revzoo.cli.commands._status import status_of
 from revzoo.cli.config.compose import TRAIN, ConfigFiles, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
+from revzoo.cli.status import status_of
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import moved, take_root
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
+from revzoo.cli.run.changes import moved, take_root
 from revzoo.cli.run.folder import check_unused
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.resume import check_same_run, resume
