@@ -82,6 +82,15 @@ def test_feature_maps_of_timm(name, options, channels):
     assert all(map(torch.equal, net(images), theirs(images)))
 
 
+def test_a_convolution_that_reads_no_image_does_not_change():
+    """It was replaced by one for the image's channels, and the network could not run."""
+    pytest.importorskip("timm")
+    with torch.device("meta"):
+        assert revzoo.create_model("timm:csatv2").input_layer is None
+        with pytest.raises(ValueError, match=r"in_chans=1: timm:csatv2 takes images of 3 channels"):
+            revzoo.create_model("timm:csatv2", in_chans=1)
+
+
 def test_the_last_feature_maps_are_cut_off():
     pytest.importorskip("timm")
     whole = revzoo.create_model("timm:resnet18", reversible_bits=8)
