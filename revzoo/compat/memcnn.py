@@ -269,8 +269,8 @@ class InvertibleModuleWrapper(nn.Module):
 class WrappedForward(InvertibleCheckpoint):
     """The module in a wrapper; messages about its inverse name the wrapper's option."""
 
-    instead = "set disable=True on the InvertibleModuleWrapper of this module"
-    instead_of_inverse = (
+    remedy = "set disable=True on the InvertibleModuleWrapper of this module"
+    drift_remedy = (
         "set keep_input=True on the InvertibleModuleWrapper of this module, or correct its inverse"
     )
 
@@ -278,8 +278,8 @@ class WrappedForward(InvertibleCheckpoint):
 class WrappedInverse(InvertibleCheckpoint):
     """The same for :meth:`InvertibleModuleWrapper.inverse`."""
 
-    instead = WrappedForward.instead
-    instead_of_inverse = (
+    remedy = WrappedForward.remedy
+    drift_remedy = (
         "set keep_input_inverse=True on the InvertibleModuleWrapper of this module, or correct its "
         "forward, the inverse of its inverse"
     )

@@ -1,4 +1,4 @@
-"""Calls of a step and its inverse, and checks that the two agree.
+"""Calls a step or its inverse.
 
 On a grid, the integer words of the streams move with the float values. A hook that changes a
 stream, or a change in place, raises: the inverse would not undo it.
@@ -25,7 +25,7 @@ from revzoo.core.fixedpoint.words import (
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
 from revzoo.core.restore.reach import has_global_hooks
-from revzoo.core.tensors import address, as_dense, version_of
+from revzoo.core.tensors import as_dense, storage_id, version_of
 
 
 def call_on_grid(
@@ -208,7 +208,7 @@ def calls_only_forward(layer: nn.Module) -> bool:
 def _identity(state: tuple[Any, ...]) -> list[Any]:
     """Memory, geometry and version of each stream; equal for an alias."""
     return [
-        (address(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
+        (storage_id(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
         if isinstance(t, Tensor)
         else t
         for t in state
@@ -230,7 +230,7 @@ class explain_transforms:
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
             raise RuntimeError(
                 f"{name_of(self._step)} runs a torch.func transform inside its forward, which "
-                f"torch refuses while activations are recomputed or offloaded: {self._step.instead}"
+                f"torch refuses while activations are recomputed or offloaded: {self._step.remedy}"
             ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -164,9 +165,7 @@ def is_invertible(
         return False
     if not inputs:
         return True
-    net = _in(torch.float64, module)
-    cast_context = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
-    state = tuple(_cast(x, torch.float64) for x in inputs)
+    net, state, cast_context = _copies_in(torch.float64, module, inputs, context)
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
         try:
             net(*state, **cast_context)  # raises its own errors
@@ -197,12 +196,8 @@ def _rows(
     module: nn.Module, inputs: State, context: Mapping[str, Any], dtype: torch.dtype
 ) -> list[StepError]:
     # a copy for each dtype: a cast back from bfloat16 would not restore the weights
-    net = _in(dtype, module)
-    state = tuple(_cast(x, dtype) for x in inputs)
-    cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)
+    net, state, cast_context = _copies_in(dtype, module, inputs, context)
     if _has_inverse(net):
-        # streams of integers, such as torch.arange(8), become floating-point
-        state = tuple(x if x.is_complex() else x.to(dtype) for x in state)
         if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
             with torch.no_grad(), torch.random.fork_rng(_devices(state)):
                 net(*state, **cast_context)  # creates the weights of lazy layers
@@ -227,11 +222,12 @@ def _calls_of(
 ) -> dict[str, tuple[State, Mapping[str, Any]]]:
     """What each of ``parts`` gets in its first call while ``net`` runs."""
     calls: dict[str, tuple[State, Mapping[str, Any]]] = {}
+
+    def keep_first(path: str, _: nn.Module, args: Any, keywords: Any) -> None:
+        calls.setdefault(path, (args, keywords))
+
     handles = [
-        part.register_forward_pre_hook(
-            lambda _, args, keywords, path=path: calls.setdefault(path, (args, keywords)) and None,
-            with_kwargs=True,
-        )
+        part.register_forward_pre_hook(partial(keep_first, path), with_kwargs=True)
         for path, part in parts.items()
     ]
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
@@ -260,6 +256,17 @@ def _round_trips(net: Invertible, state: State, cast_context: Mapping[str, Any])
             row, state = _round_trip(name, step, state, cast_context)
             rows.append(row)
     return rows
+
+
+def _copies_in(
+    dtype: torch.dtype, module: Module, inputs: State, context: Mapping[str, Any]
+) -> tuple[Module, State, Mapping[str, Any]]:
+    """Copies of the module, its inputs and its keyword arguments in ``dtype``."""
+    state = tuple(_cast(x, dtype) for x in inputs)
+    if _has_inverse(module):  # streams of integers, such as torch.arange(8), become floating-point
+        state = tuple(x if x.is_complex() else x.to(dtype) for x in state)
+    cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)
+    return _in(dtype, module), state, cast_context
 
 
 def _in(dtype: torch.dtype, module: Module) -> Module:

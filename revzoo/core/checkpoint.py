@@ -159,7 +159,7 @@ class Checkpoint(Step):
     """``fn`` as a step of the tensors among its arguments; holds the other arguments."""
 
     memory = "recompute"
-    instead = (
+    remedy = (
         "call it without checkpoint(); determinism_check='none' turns the comparison of values off"
     )
     contexts: _Contexts = (contextlib.nullcontext(), contextlib.nullcontext())

@@ -29,8 +29,8 @@ class Recorder(Protocol):
     def complete(self) -> bool:
         """Whether every tensor that the forward pass saved has been recorded again."""
 
-    aside: Sequence[Tensor]
-    """The tensors of :func:`revzoo.core.replay.slots.put_aside` in the forward pass, in order."""
+    for_replay: Sequence[Tensor]
+    """What :func:`revzoo.core.replay.slots.save_for_replay` saved in the forward pass, in order."""
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 
 class Step(nn.Module):
-    """One stage of computation: ``forward(*state)`` maps a state (a tuple of streams) to the next.
+    """A part of a network: ``forward(*state)`` maps a state (a tuple of streams) to the next.
 
     A step of one stream takes and returns a tensor, like any module; several streams are a tuple. A
     sequence passes its keyword arguments to ``forward`` and ``inverse`` of each of its steps. The
@@ -102,7 +102,8 @@ class Step(nn.Module):
     only moving values."""
 
     needs_words: bool = False
-    """Whether the inverse works only in fixed point; in floating point the step is recomputed."""
+    """Whether the inverse works only in fixed point. Mode ``invert`` without a grid refuses the
+    step; streams that cannot have words are recomputed."""
 
     delegates: bool = False
     """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
@@ -129,14 +130,14 @@ class Step(nn.Module):
     """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no
     other use."""
 
-    instead: str = "use memory='store' for this step"
+    remedy: str = "use memory='store' for this step"
     """How to run the step without replays, for error messages."""
 
-    instead_of_inverse: str = (
+    drift_remedy: str = (
         "revzoo.set_memory(model, 'exact'), or set_memory(step, 'recompute') or 'store' for some "
         "steps; revzoo.set_drift_limit(model, LIMIT) changes the limit"
     )
-    """The same, for a step without an inverse in floating point."""
+    """What to do if a reconstruction of the step drifts, for error messages."""
 
     guarded: bool = True
     """Whether the guard compares recomputed values. False for a step that only moves values, if the
@@ -254,7 +255,7 @@ class Invertible(Step):
         forward pass. Override it only if inverting and recording share work, as in a coupling.
         """
         inputs = record.inverted(self.inverse, outputs, context)
-        check_inputs(self, inputs, len(record.needs))
+        check_stream_count(self, inputs, len(record.needs))
         inputs = record.with_strides(inputs)
         record(self.forward, inputs, record.needs, context, last=True)
         return inputs
@@ -352,7 +353,7 @@ def streams_of(outputs: Any, step: Step) -> State:
     return state[: len(state) - step.extras] if step.extras else state
 
 
-def check_inputs(step: Step, inputs: Sequence[Any], count: int) -> None:
+def check_stream_count(step: Step, inputs: Sequence[Any], count: int) -> None:
     """Raise a ValueError unless an inverse returned ``count`` streams; names ``step``."""
     if len(inputs) != count:
         raise ValueError(

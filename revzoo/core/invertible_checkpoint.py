@@ -59,8 +59,8 @@ def run_checkpoint(
 class InvertibleCheckpoint(Invertible):
     """``fn`` and ``inverse`` as a step of the tensors among ``args``; holds the other arguments."""
 
-    instead = "call the function without invertible_checkpoint()"
-    instead_of_inverse = "call the function by checkpoint(), which keeps its inputs, or directly"
+    remedy = "call the function without invertible_checkpoint()"
+    drift_remedy = "call the function by checkpoint(), which keeps its inputs, or directly"
 
     def __init__(
         self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]

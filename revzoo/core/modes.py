@@ -50,9 +50,9 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.replay.slots import replays_are_rounded
+from revzoo.core.replay.slots import replays_are_approximate
 from revzoo.core.replay.tape import differentiates, record
-from revzoo.core.restore.conditions import alone_in, beside_replays
+from revzoo.core.restore.conditions import buffers_locked, buffers_locked_in_training
 from revzoo.core.restore.reach import reached
 from revzoo.core.sums import put_on_grid
 
@@ -72,7 +72,7 @@ class Mode:
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         """Call ``step`` so that its backward pass finds its activations, kept or recomputed."""
-        with beside_replays(step):
+        with buffers_locked_in_training(step.subject):
             return call_on_grid(plain_call, step, state, context)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
@@ -92,7 +92,8 @@ class _Offload(Mode):
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         if reached(step.subject)[0].leaves_unfilled:  # a copy would come before its kernel
             return super().run(step, state, context)
-        with beside_replays(step), offloaded(step), explain_transforms(step):
+        part = step.subject
+        with buffers_locked_in_training(part), offloaded(part), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)
 
 
@@ -104,7 +105,7 @@ class _Recompute(Mode):
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         inverts = self.inverts and step.invertible
         # buffers are captured before the forward pass begins
-        with alone_in(step.subject):
+        with buffers_locked(step.subject):
             return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
 
 
@@ -129,7 +130,7 @@ class _Exact(_Invert):
 
     def drift_limit(self, step: Step) -> float | None:
         # inside a step that is inverted in floating point, replays get inputs with rounding errors
-        return step.drift_limit if step.drift_limit is None or replays_are_rounded() else 0.0
+        return step.drift_limit if step.drift_limit is None or replays_are_approximate() else 0.0
 
 
 MODES: Mapping[str, Mode] = {
@@ -199,7 +200,7 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
     if step.needs_words and mode.inverts and step.grid is None:
-        raise ValueError(needs_words(step, mode.name))
+        raise ValueError(no_float_inverse_message(step, mode.name))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     # a branch that changes its input in place would make the streams disagree
     versions = versions_of(watched)
@@ -232,7 +233,7 @@ def on_grid_of(step: Step, state: State) -> State:
         return (*put_on_grid(state[:cut], step.grid), *state[cut:])
 
 
-def needs_words(step: Step, mode: str) -> str:
+def no_float_inverse_message(step: Step, mode: str) -> str:
     """The message for a step whose inverse works only in fixed point, in another mode."""
     return (
         f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from revzoo.core.replay.slots import Recording, Resident, unpack_resident
-from revzoo.core.tensors import address
+from revzoo.core.replay.slots import TensorHooks, Versioned, unpack_versioned
+from revzoo.core.tensors import storage_id
 
 _STAYS = ("cpu", "meta")  # on the host already, or without data to move
 
@@ -24,21 +24,21 @@ class _Moved(NamedTuple):
     device: torch.device
 
 
-def offloaded(module: nn.Module) -> Recording:
+def offloaded(module: nn.Module) -> TensorHooks:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
-    resident = {address(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
+    resident = {storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
-    def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type in _STAYS or address(t) in resident:
-            return Resident.of(t)
+    def pack(t: Tensor) -> Versioned | _Moved:
+        if t.device.type in _STAYS or storage_id(t) in resident:
+            return Versioned.of(t)
         # pinned: otherwise the copy back (non_blocking) waits for the GPU
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
 
-    return Recording(pack, _unpack)
+    return TensorHooks(pack, _unpack)
 
 
-def _unpack(packed: Resident | _Moved) -> Tensor:
+def _unpack(packed: Versioned | _Moved) -> Tensor:
     if isinstance(packed, _Moved):
         return packed.copy.to(packed.device, non_blocking=True)
-    return unpack_resident(packed)
+    return unpack_versioned(packed)

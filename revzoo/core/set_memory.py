@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from revzoo._checks import check_module, did_you_mean
-from revzoo.core.fixedpoint.words import Grid, check_bits
+from revzoo.core.fixedpoint.words import Grid, check_grid
 from revzoo.core.invertible import Step, all_steps, is_container, kind_of, name_of, steps_in
-from revzoo.core.modes import MODES, Mode, mode_of, needs_words
+from revzoo.core.modes import MODES, Mode, mode_of, no_float_inverse_message
 
 _SETTINGS = ("memory", "grid")  # what set_memory sets on a step
 
@@ -62,7 +62,7 @@ def set_memory(
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
         for container in filter(is_container, module.modules()):
-            # the container splits and merges its streams in the mode of its first step
+            # a step appended later takes the container's mode; a delegating step runs on its grid
             if first := next(iter(steps_in(container).values()), None):
                 container.memory, container.grid = first.memory, first.grid
 
@@ -176,11 +176,11 @@ def _check_fit(mode: Mode, grid: Grid | None, steps: Sequence[Step]) -> None:
     elif mode.inverts:
         for step in steps:
             if step.needs_words:
-                raise ValueError(needs_words(step, mode.name))
+                raise ValueError(no_float_inverse_message(step, mode.name))
 
 
 def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
-    check_bits(grid)
+    check_grid(grid)
     for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
             raise ValueError(
@@ -196,5 +196,4 @@ def _inexact(step: Step) -> str:
             "is not marked as exact on fixed-point streams (if it only moves values, and works on "
             "integers, too, set exact = True on its class)"
         )
-    begin = "is not exact on fixed-point streams, since "
-    return begin + step.inexact.removeprefix(begin)  # a class may give the whole sentence
+    return f"is not exact on fixed-point streams, since {step.inexact}"

@@ -61,7 +61,7 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     bits = grid if isinstance(grid, int) else None
     down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
     scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
-    return tuple(_rounded_to(t, scale, word_type) for t in state)
+    return tuple(_rounded_to(t, scale) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
@@ -103,8 +103,8 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
-    words = torch.empty_like(x, dtype=kind)
+def _rounded_to(x: Tensor, scale: Scale) -> Tensor:
+    words = torch.empty_like(x, dtype=scale.word_type)
     in_chunks(quantise, (x.detach(), words), scale.up)
     amax = amax_of(largest(x), scale, x) if x.numel() else None
     rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, amax))
@@ -226,4 +226,4 @@ def undo_second_difference(
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
+    return _rounded_to(x.to(fixed.dtype), fixed.scale)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 
-def address(t: Tensor) -> int:
+def storage_id(t: Tensor) -> int:
     """Identifies the storage of ``t`` while it lives, even an empty one."""
     try:
         return t.untyped_storage()._cdata
@@ -27,10 +27,10 @@ def address(t: Tensor) -> int:
 
 def _address_without_storage(t: Tensor) -> int:
     if t.layout == torch.sparse_coo:
-        return address(t._values())
+        return storage_id(t._values())
     if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return address(t.values())
-    return -id(t)  # no storage has a negative address
+        return storage_id(t.values())
+    return -id(t)  # no storage has a negative storage_id
 
 
 def bytes_of(t: Tensor) -> int:
@@ -65,7 +65,7 @@ def values_of(t: Tensor) -> Tensor:
 
 
 def detached(t: Tensor) -> Tensor:
-    """A detached alias; a tensor of integers itself, by which a nested tensor knows its sizes."""
+    """A detached alias; integers themselves: a nested tensor knows its sizes by their identity."""
     return t.detach() if t.is_floating_point() or t.is_complex() else t
 
 

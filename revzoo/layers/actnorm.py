@@ -95,7 +95,8 @@ class ActNorm(Joint):
         if x.numel() == self.size:
             raise ValueError(
                 f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
-                "scale is set from the spread of each channel's values, so give it several"
+                "scale is set from the spread of each channel's values, so pass a batch with at "
+                "least two values per channel"
             )
         # as in BatchNorm: a variance in bfloat16 has an error of percents
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -105,7 +106,7 @@ class ActNorm(Joint):
         if not (scale.isfinite() & mean.isfinite()).all():
             raise ValueError(
                 f"{name_of(self)} got a first training batch with values that are not finite: "
-                "its scale and shift are set from that batch, so give it one that is; after a "
+                "its scale and shift are set from that batch, so pass finite values; after a "
                 "sequence in mode exact, fewer bits allow larger values: "
                 'set_memory(model, "exact", grid=16)'
             )

@@ -23,11 +23,11 @@ from revzoo.layers.streams import log_det_dtype
 
 
 class _Scaling(Coupling):
-    """``x1 * s + t``; :meth:`_scale_and_shift` computes ``s`` and ``t`` from the branch's value."""
+    """``x1 * s + t``; :meth:`_coefficients` computes ``s`` and ``t`` from the branch's value."""
 
     inexact = "products with its scales leave the grid"
 
-    def _scale_and_shift(self, value: Tensor, stream: Tensor) -> State:
+    def _coefficients(self, value: Tensor, stream: Tensor) -> State:
         raise NotImplementedError
 
     def _scaled(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -40,11 +40,11 @@ class _Scaling(Coupling):
         return scale.abs().log()
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
-        scale, shift = self._scale_and_shift(value, x1)
+        scale, shift = self._coefficients(value, x1)
         return self._scaled(x1, scale) + shift
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
-        scale, shift = self._scale_and_shift(value, y2)
+        scale, shift = self._coefficients(value, y2)
         return self._unscaled(y2 - shift, scale)
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
@@ -56,7 +56,7 @@ class _Scaling(Coupling):
         return (x2, self.combine(x1, value), *extras), self._log_det_of(value, x1)
 
     def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
-        log_abs = self._log_abs(self._scale_and_shift(value, x1)[0])
+        log_abs = self._log_abs(self._coefficients(value, x1)[0])
         return log_abs.flatten(1).sum(1, dtype=log_det_dtype(log_abs))
 
 
@@ -86,7 +86,7 @@ class AffineCoupling(_Scaling):
         check_number("clamp", clamp, open_low=True)
         self.clamp = clamp
 
-    def _scale_and_shift(self, value: Tensor, stream: Tensor) -> State:
+    def _coefficients(self, value: Tensor, stream: Tensor) -> State:
         expected = (stream.shape[0], 2 * stream.shape[1], *stream.shape[2:])
         if value.shape != expected:
             raise ValueError(
@@ -97,8 +97,6 @@ class AffineCoupling(_Scaling):
         raw, shift = value.to(stream.dtype).chunk(2, dim=1)
         # atan, since it approaches the bounds slowly: a tanh saturates and its gradients vanish
         return self.clamp * (2 / math.pi) * torch.atan(raw / self.clamp), shift
-
-    # _scale_and_shift returns the logarithm of the scale
 
     def _scaled(self, x: Tensor, log_scale: Tensor) -> Tensor:
         return x * log_scale.exp()
@@ -140,7 +138,7 @@ class ScaledCoupling(_Scaling):
             )
         return values
 
-    def _scale_and_shift(self, value: Tensor, stream: Tensor) -> State:
+    def _coefficients(self, value: Tensor, stream: Tensor) -> State:
         if value.shape[1:] != stream.shape:
             raise ValueError(
                 f"scale and shift have shape {tuple(value.shape[1:])} for a stream of shape "

@@ -139,7 +139,7 @@ class InvertibleBatchNorm(Joint):
         if values < 2:
             raise ValueError(
                 f"{name_of(self)} got a training batch of shape {tuple(x.shape)}: one value per "
-                "channel has no variance, so give it several"
+                "channel has no variance, so pass at least two"
             )
         return values / (values - 1)
 

@@ -22,9 +22,9 @@ from revzoo.core.fixedpoint.words import Fixed, as_floats, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.sums import add
 from revzoo.core.tensors import unshared
-from revzoo.layers.streams import no_change_of_volume
+from revzoo.layers.streams import zero_log_det
 
-# attribute of a coupling: the methods that it describes, and its value if one of them changes
+# attribute: the methods that make its inherited value wrong if they change, and the value then
 _FACTS: Mapping[str, tuple[frozenset[str], Any]] = {
     "replay": (frozenset(("forward",)), Invertible.replay),
     "log_det": (frozenset(("forward", "combine")), Invertible.log_det),
@@ -144,7 +144,7 @@ class AdditiveCoupling(Coupling):
     reads_words = True
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return no_change_of_volume(x1)
+        return zero_log_det(x1)
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, x1)

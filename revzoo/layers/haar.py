@@ -16,12 +16,10 @@ integer transform would stay on the grid, but is not orthonormal.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from revzoo.layers.squeeze import Squeeze
+from revzoo.layers.squeeze import Order, Squeeze
 
 FACTOR = 2  # side of a block
 
@@ -47,7 +45,7 @@ class HaarSqueeze(Squeeze):
     exact = False
     inexact = "it halves sums, which leaves the grid"
 
-    def __init__(self, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2) -> None:
+    def __init__(self, *, order: Order = "torch", streams: int = 2) -> None:
         super().__init__(FACTOR, order=order, streams=streams)
 
     def transform(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import State, bare, name_of
 from revzoo.layers.matrix import MATRICES, MatrixKind, mix
-from revzoo.layers.precision import unnarrowed
+from revzoo.layers.precision import without_autocast
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.squeeze import Squeeze
 from revzoo.layers.streams import Joint
@@ -71,7 +71,7 @@ class InjectiveLinear(Joint):
         if in_features % streams or out_features % streams:
             raise ValueError(
                 f"in_features={in_features}, out_features={out_features}: expected multiples of "
-                f"streams={streams}, which are alike in size"
+                f"streams={streams}, since all streams have the same size"
             )
         check_choice("matrix", matrix, MATRICES)
         self.out_features = out_features
@@ -87,13 +87,13 @@ class InjectiveLinear(Joint):
         return bare(x.chunk(len(state), dim=self.dim))
 
     def transform(self, x: Tensor) -> Tensor:
-        with unnarrowed(x):
+        with without_autocast(x):
             # the first n columns: as if x were padded by zeros
             y = mix(self.matrix()[:, : self.size], x, self.dim)
             return y if self.bias is None else y + self.per_channel(self.bias, y)
 
     def restore(self, y: Tensor) -> Tensor:
-        with unnarrowed(y):
+        with without_autocast(y):
             y = y if self.bias is None else y - self.per_channel(self.bias, y)
             # the other rows would recover the zeros
             return mix(self.matrix.inverse()[: self.size], y, self.dim)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from revzoo._checks import check_choice
 from revzoo.layers.matrix import MATRICES, MatrixKind, mix
-from revzoo.layers.precision import unnarrowed
+from revzoo.layers.precision import without_autocast
 from revzoo.layers.streams import Joint
 
 
@@ -50,11 +50,11 @@ class InvertibleLinear(Joint):
         self.matrix = MATRICES[matrix](features)
 
     def transform(self, x: Tensor) -> Tensor:
-        with unnarrowed(x):
+        with without_autocast(x):
             return mix(self.matrix(), x, self.dim)
 
     def restore(self, y: Tensor) -> Tensor:
-        with unnarrowed(y):
+        with without_autocast(y):
             return mix(self.matrix.inverse(), y, self.dim)
 
     def log_det_of(self, x: Tensor) -> Tensor:

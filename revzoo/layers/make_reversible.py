@@ -33,12 +33,12 @@ def make_reversible(
 
     A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
     ``nn.ModuleList``, or numbered attributes (``b1``, ``b2``) with parameters of equal shapes. If
-    the modules of a run contain runs, as stages contain blocks, we use the run whose modules have
-    equal shapes. Blocks that contain :class:`revzoo.Residual` modules are split into these.
-    Training keeps ``bits`` bits per element and block, and the last state of each run;
-    :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and shapes, so
-    weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list the
-    reversible blocks.
+    the modules of a run contain runs (stages of blocks), we use the inner runs if their modules
+    have equal shapes and the outer ones do not. Blocks that contain :class:`revzoo.Residual`
+    modules are split into these. Training keeps ``bits`` bits per element and block, and the last
+    state of each run; :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its
+    keys and shapes, so weights load before or after. :func:`reversible_blocks` and
+    :func:`revzoo.audit` list the reversible blocks.
 
     Args:
         model: from torchvision, timm, Hugging Face, or your own; its interface does not change.
@@ -276,7 +276,7 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
     return [_row(path.rpartition(".")[0], step) for path, step in steps.items()]
 
 
-def one_number_converts(model: nn.Module) -> bool:
+def has_uniform_bits(model: nn.Module) -> bool:
     """Whether ``make_reversible(plain, bits)`` makes this network for some ``bits`` or None."""
     steps = {block: _step_of(block) for block in model.modules()}
     bits = {block: step.bits for block, step in steps.items() if step is not None}

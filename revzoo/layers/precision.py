@@ -32,7 +32,7 @@ def narrowed(x: Tensor) -> Tensor:
     return x.to(narrow) if narrow and x.dtype == torch.float32 else x
 
 
-def unnarrowed(x: Tensor) -> contextlib.AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context without autocast for ``x``, for maps of whole streams."""
     return (
         contextlib.nullcontext()

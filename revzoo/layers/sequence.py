@@ -524,7 +524,7 @@ def _advance(
 
 
 def _settings_at_end(step: Step, index: int) -> Settings:
-    """The settings beside the first (``index`` 0) or last (-1) step of nested sequences."""
+    """The settings of a split (``index`` 0) or merge (-1) beside the first or last step."""
     while isinstance(step, ReversibleSequence) and len(step):
         step = list(step)[index]
     memory = step.memory if mode_of(step.memory).inverts else "store"

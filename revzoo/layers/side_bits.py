@@ -8,13 +8,13 @@ With ``B(x) = x + F(x)`` this is ``x + F(x) + b (F(x) - the previous step)``: a 
 size b, which hardly changes the output of a trained network. The blocks are black boxes. In
 floating point the inverse ``x[k-1] = (x[k+1] - (1 + b) B[k](x[k]) + 2 b x[k]) / b`` would multiply
 errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.fixedpoint.words`) ``b x[k-1]``
-is a shift. We pack and keep the bits that it drops: for 4 bits, 4 per element and block instead of
-32, and no activation inside the block.
+is a shift. We pack and keep the bits that it drops: ``bits=4`` keeps 4 bits per element and block
+instead of 32, and no activation inside the block.
 
-Kin: BDIA-transformers (Zhang et al. 2024, arXiv 2407.09093) with b = 1/2, a random sign and one
-side bit; Dr2Net (Zhao et al., CVPR 2024), floating point, coefficients annealed in fine-tuning;
-Momentum ResNets (Sander et al. 2021, arXiv 2102.07870); the buffer of bits is from Maclaurin et al.
-2015 (arXiv 1502.03492).
+Related work: BDIA-transformers (Zhang et al. 2024, arXiv 2407.09093) with b = 1/2, a random sign
+and one side bit; Dr2Net (Zhao et al., CVPR 2024), floating point, coefficients annealed in
+fine-tuning; Momentum ResNets (Sander et al. 2021, arXiv 2102.07870); the buffer of bits is from
+Maclaurin et al. 2015 (arXiv 1502.03492).
 
 NOTE [ Blocks in place ]
     :func:`revzoo.make_reversible` puts a step beside each block, and the block's ``forward`` calls
@@ -69,7 +69,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
-from revzoo.core.replay.slots import put_aside, without_asides
+from revzoo.core.replay.slots import save_for_replay, saving_nothing_for_replay
 from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
 from revzoo.core.tensors import has_values, version_of
 
@@ -158,13 +158,14 @@ class SideBits(Invertible):
     needs_words = True
     memory = "exact"
     grid = AUTO
-    fits: bool | None = None
-    """Whether the last output was within the range of the run's grid."""
 
     def __init__(self, block: nn.Module, bits: int, *, last: bool) -> None:
         super().__init__()
         self.bits = bits
         self.last = last
+        # now, since a step with new attributes is searched again (core/restore/reach.py)
+        self.streams, self.extras = 1, 0
+        self.fits: bool | None = None  # whether the last output was within the range of its grid
         # not through nn.Module, which would register the block inside itself
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
@@ -200,8 +201,8 @@ class SideBits(Invertible):
         outer = _running.returned, _running.evaluated
         _running.returned, _running.evaluated = returned, None
         try:
-            # its own recording collects the tensors put aside; in mode store nobody may
-            with without_asides():
+            # its own recording collects the tensors for the replay; in mode store nobody may
+            with saving_nothing_for_replay():
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
             _running.returned, _running.evaluated = outer
@@ -226,19 +227,14 @@ class SideBits(Invertible):
             y = self._following(before, x, value, known)
             if self._fits(y):
                 if known is not None:
-                    put_aside(pack_bits(known.words, self.bits))
-                self._set_extras(len(rest))
+                    save_for_replay(pack_bits(known.words, self.bits))
+                self.extras = len(rest)
                 return x, y, *rest
         if before:  # the run ends here: keep its last state
-            put_aside(before[0].detach() if known is None else known.words)
+            save_for_replay(before[0].detach() if known is None else known.words)
         # the replay needs x alone, so the tape does not keep the value
-        self._set_extras(1 + len(rest))
+        self.extras = 1 + len(rest)
         return x, value, *rest
-
-    def _set_extras(self, count: int) -> None:
-        # only if it differs: a step with new attributes is searched again (core/restore/reach.py)
-        if self.extras != count:
-            self.extras = count
 
     def _following(
         self, before: Sequence[Tensor], x: Tensor, value: Tensor, known: Fixed | None
@@ -279,13 +275,13 @@ class SideBits(Invertible):
         # the start of a run returns its input as the first output
         if len(record.needs) == 1:
             return (x,)
-        (aside,) = record.aside
-        if aside.dtype != torch.uint8:  # the run ended: its state instead of bits
-            before = x.with_words(aside) if isinstance(x, Fixed) else aside
+        (saved,) = record.for_replay
+        if saved.dtype != torch.uint8:  # the run ended: its state instead of bits
+            before = x.with_words(saved) if isinstance(x, Fixed) else saved
         else:
             (y,) = following
             with torch.no_grad():
-                before = undo_second_difference(y, read, value, aside, self.bits)
+                before = undo_second_difference(y, read, value, saved, self.bits)
         return before, x
 
     def _evaluate(self, x: Tensor, *, _args: tuple[Any, ...] = (), **kwargs: Any) -> State:

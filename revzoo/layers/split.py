@@ -18,7 +18,7 @@ from torch import Tensor
 
 from revzoo._checks import counts_of, is_count
 from revzoo.core.invertible import Invertible, State
-from revzoo.layers.streams import no_change_of_volume
+from revzoo.layers.streams import zero_log_det
 
 Parts = tuple[int, int]
 HALVES: Parts = (1, 1)
@@ -97,7 +97,7 @@ class Split(Invertible):
         return torch.cat((x1, x2), dim=self.dim)
 
     def log_det(self, x: Tensor, **context: Any) -> Tensor:
-        return no_change_of_volume(x)
+        return zero_log_det(x)
 
 
 class Merge(Invertible):
@@ -138,4 +138,4 @@ class Merge(Invertible):
         return halves(y, self.dim, self.parts)
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return no_change_of_volume(x1)
+        return zero_log_det(x1)

@@ -18,7 +18,7 @@ from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import Invertible, State, bare, name_of
 
 
-def no_change_of_volume(x: Tensor) -> Tensor:
+def zero_log_det(x: Tensor) -> Tensor:
     """Log-determinants of a map that only moves values: zeros ``(B,)``."""
     return x.new_zeros(len(x))
 
@@ -39,7 +39,7 @@ class _OfOneTensor(Invertible):
 
     def log_det_of(self, x: Tensor) -> Tensor:
         """Log-determinants ``(B,)`` of :meth:`transform` at ``x``; zeros by default."""
-        return no_change_of_volume(x)
+        return zero_log_det(x)
 
 
 class Streamwise(_OfOneTensor):

@@ -19,7 +19,7 @@ from revzoo._files import json_bytes, write_together
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.invertible import steps_in
 from revzoo.core.set_memory import memory
-from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
+from revzoo.layers.make_reversible import has_uniform_bits, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes
 from revzoo.weights.card import model_card
@@ -203,7 +203,7 @@ def pack(
             f"the name of this {type(network).__name__}'s architecture is unknown: make it with "
             "create_model"
         )
-    if not one_number_converts(network):
+    if not has_uniform_bits(network):
         rows = [f"{row.path} with {row.bits} bits" for row in reversible_blocks(network)]
         raise EntryError(
             f"these blocks are reversible: {shortened(rows)}; an entry has one number of bits for "

@@ -205,6 +205,12 @@ def test_beyond_the_range_of_its_grid_a_module_is_not_invertible():
     assert not is_invertible(net, torch.full((1, 2), 2000.0))
 
 
+def test_is_invertible_takes_integers():
+    """It raised an error about dtypes, while check_inverse made them floats."""
+    block = ReversibleBlock(nn.Linear(4, 4))
+    assert is_invertible(block, torch.arange(16).view(2, 8))
+
+
 def test_is_invertible_without_inputs_asks_the_steps():
     assert is_invertible(ReversibleSequence([OffBy()]))
     assert not is_invertible(ReversibleSequence([OffBy(), Step()]))

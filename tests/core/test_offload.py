@@ -5,6 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import revzoo
+from revzoo.core import offload
 from revzoo.core.offload import offloaded
 
 
@@ -47,3 +49,22 @@ def test_activations_of_another_device_move_and_weights_stay():
         assert weight.tensor.device.type == "cuda"
         assert moved.copy.device.type == "cpu"
         assert hooks.unpack_hook(moved).device.type == "cuda"
+
+
+def test_weights_of_a_reversible_block_stay(monkeypatch):
+    """The step of a block does not own it, so the block's weights were copied in every pass."""
+    copied = []
+
+    def moved(copy, device):
+        copied.append(tuple(copy.shape))
+        return offload.Versioned.of(copy)
+
+    monkeypatch.setattr(offload, "_STAYS", ("meta",))  # as if the CPU were a GPU
+    monkeypatch.setattr(offload, "_Moved", moved)
+    monkeypatch.setattr(offload, "_unpack", offload.unpack_versioned)
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
+    net = revzoo.make_reversible(nn.TransformerEncoder(layer, 2))
+    revzoo.set_memory(net, "offload")
+    net(torch.randn(3, 5, 16)).sum().backward()
+    assert copied
+    assert not {tuple(p.shape) for p in net.parameters() if p.dim() > 1} & {*copied}

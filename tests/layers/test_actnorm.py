@@ -154,7 +154,7 @@ def test_narrow_streams():
 
 
 def test_a_single_value_per_channel_has_no_spread():
-    with pytest.raises(ValueError, match=r"shape \(1, 4, 1, 1\).*give it several"):
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 1, 1\).*at least two"):
         ActNorm(4, streams=1)(torch.randn(1, 4, 1, 1))
 
 

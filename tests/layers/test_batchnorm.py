@@ -177,7 +177,7 @@ def test_statistics_of_the_batch_with_several_passes_before_a_backward_pass():
 
 
 def test_one_value_per_channel_has_no_statistics():
-    with pytest.raises(ValueError, match=r"batch of shape \(1, 4\).*give it several"):
+    with pytest.raises(ValueError, match=r"batch of shape \(1, 4\).*at least two"):
         InvertibleBatchNorm(4, statistics="batch", streams=1)(torch.zeros(1, 4))
     with pytest.raises(ValueError, match="expected one of running, batch"):
         InvertibleBatchNorm(4, statistics="moving")

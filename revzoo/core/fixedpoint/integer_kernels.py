@@ -16,7 +16,7 @@ from torch import Tensor
 from revzoo.core.tensors import has_values, in_memory_order
 
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
-_CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
+_CHUNK_OF_DEVICES = 2**22  # values; a temporary tensor then has 16 MB, not the size of a stream
 
 backend: str | None = None
 """The backend of ``torch.compile`` that fuses the operations of a sum; None runs them eagerly."""
@@ -43,7 +43,8 @@ def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> None:
     """The words of ``floats`` that changed since they were read."""
     new = torch.empty_like(words)
     quantise(floats, new, up)
-    # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
+    # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3
+    # of NOTE [ Words and floats ] in words.py)
     known = torch.empty_like(floats)
     read(words, known, down)
     # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow

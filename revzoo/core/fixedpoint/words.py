@@ -79,12 +79,14 @@ class Scale:
         down: the value of one unit, a power of two, as a scalar tensor on the streams' device.
         up: ``1 / down``.
         end: sums are exact below it.
+        word_type: the dtype of the words.
     """
 
-    __slots__ = ("_nan", "bits", "down", "end", "up")
+    __slots__ = ("_nan", "bits", "down", "end", "up", "word_type")
 
     def __init__(self, down: Tensor, word_type: torch.dtype, bits: int | None = None) -> None:
         self.bits = bits
+        self.word_type = word_type
         self.down = down
         self.up = down.reciprocal()
         # two bits less than the word: the sum of two such values still fits, with the sign
@@ -99,8 +101,8 @@ class Scale:
 
 def fraction_bits(scale: Scale) -> int:
     """The fractional bits of a grid as users give them, without ``EXTRA_BITS`` (host sync)."""
-    down, end = float(scale.down), float(scale.end)
-    return round(-math.log2(down)) - (EXTRA_BITS if end / down > 2.0**32 else 0)
+    extra = EXTRA_BITS if scale.word_type == torch.int64 else 0
+    return round(-math.log2(float(scale.down))) - extra
 
 
 class _Running(threading.local):
@@ -243,7 +245,7 @@ def counting_changes() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def check_bits(grid: Grid) -> None:
+def check_grid(grid: Grid) -> None:
     """Raise a ValueError unless ``grid`` is valid."""
     whole = isinstance(grid, int) and not isinstance(grid, bool)
     if grid != AUTO and not (whole and 0 <= int(grid) <= MAX_BITS):

@@ -61,7 +61,7 @@ from revzoo.core.fixedpoint.words import (
     largest,
 )
 from revzoo.core.guard.ranges import (
-    first_beyond_limit,
+    first_beyond_range,
     magnitudes_of,
     name_of_amax,
     range_error,
@@ -78,7 +78,7 @@ from revzoo.core.guard.samples import (
 )
 from revzoo.core.invertible import State, Step, all_steps
 from revzoo.core.restore.conditions import is_replaying
-from revzoo.core.tensors import address, has_values, values_of
+from revzoo.core.tensors import has_values, storage_id, values_of
 
 # compare at most this many steps of a chain; of a longer one every second, fourth, ...
 COMPARED = 256
@@ -144,7 +144,7 @@ class Guard:
         self._task = -1
         self._start: list[Tensor] = []
         self._comparisons: list[_Comparison] = []
-        self._waiting: list[tuple[int, _Comparison]] = []  # not yet used, by address
+        self._waiting: list[tuple[int, _Comparison]] = []  # not yet used, by storage_id
 
     def begin(self, state: Streams) -> None:
         """Record the state that a backward pass starts from; no effect later in the same pass."""
@@ -170,7 +170,7 @@ class Guard:
             comparison = _Comparison(replayed, sampled, t)
             self._comparisons.append(comparison)
             if isinstance(t, Tensor):
-                self._waiting.append((address(t), comparison))
+                self._waiting.append((storage_id(t), comparison))
 
     def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
         """Record the streams that a replay read; the next replay starts from ``state``.
@@ -179,11 +179,11 @@ class Guard:
         """
         if not self._waiting:
             return
-        addresses = {address(t) for t in used}
-        # by address: the next replay reads the reconstructed stream itself or an alias
+        addresses = {storage_id(t) for t in used}
+        # by storage_id: the next replay reads the reconstructed stream itself or an alias
         for at, comparison in self._waiting:
             comparison.used |= at in addresses
-        addresses = {address(t) for t in state if isinstance(t, Tensor)}
+        addresses = {storage_id(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, c) for at, c in self._waiting if at in addresses and not c.used]
 
     def pop_figures(self) -> tuple[list[Tensor], list[_Comparison]]:
@@ -232,7 +232,7 @@ class _Pass:
         if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.amaxes)):
             return
         magnitudes = magnitudes_of(self.amaxes)
-        first = first_beyond_limit(magnitudes)
+        first = first_beyond_range(magnitudes)
         beyond = first if first is not None and _is_checked(first[0]) else None
         if beyond is not None and math.isfinite(beyond[1]):
             raise range_error(*beyond)
@@ -312,7 +312,7 @@ class ForwardRange:
             register_multi_grad_hook(computed, lambda _: note_amaxes(amaxes), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
-        first = first_beyond_limit(magnitudes_of(amaxes))
+        first = first_beyond_range(magnitudes_of(amaxes))
         if first is not None and math.isfinite(first[1]):
             raise range_error(*first)
 
@@ -450,12 +450,12 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, 
     if not inverts:
         remedy = (
             "It was computed again from the same inputs, so it is not deterministic, or reads "
-            f"values that changed since: {step.instead}"
+            f"values that changed since: {step.remedy}"
         )
     elif limit == 0:
         remedy = (
             "On a grid it must be equal, so the step is not deterministic, or its output was "
-            f"changed around autograd (y.data, y.numpy()): {step.instead}"
+            f"changed around autograd (y.data, y.numpy()): {step.remedy}"
         )
     else:
         remedy = (
@@ -463,13 +463,13 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, 
             "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
             "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
             "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
-            f"Remedy: {step.instead_of_inverse}"
+            f"Remedy: {step.drift_remedy}"
         )
     return reason, f", so the gradients are wrong. {remedy}"
 
 
 def _explain_lost(comparison: _Comparison, ratio: float) -> tuple[str, str]:
-    """The reason and the advice of an error."""
+    """The reason and the advice for a channel that is lost in rounding."""
     replayed = comparison.replayed
     reason = (
         f"{replayed.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
@@ -478,7 +478,7 @@ def _explain_lost(comparison: _Comparison, ratio: float) -> tuple[str, str]:
     return reason, (
         ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "
         "If a normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
-        f"channels, streams of zeros. Remedy: {replayed.step.instead_of_inverse}"
+        f"channels, streams of zeros. Remedy: {replayed.step.drift_remedy}"
     )
 
 

@@ -41,7 +41,7 @@ class RangeError(RuntimeError):
 
 def check_range(state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    beyond = first_beyond_limit(magnitudes_of(amaxes_of(state)))
+    beyond = first_beyond_range(magnitudes_of(amaxes_of(state)))
     if beyond is not None:
         raise range_error(*beyond)
 
@@ -71,10 +71,10 @@ def magnitudes_of(amaxes: list[Amax]) -> list[_Magnitude]:
     return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(amaxes, values, strict=True)]
 
 
-def first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Amax, float] | None:
-    """The first stream at its limit, and its magnitude.
+def first_beyond_range(magnitudes: list[_Magnitude]) -> tuple[Amax, float] | None:
+    """The first stream beyond its range, and its magnitude.
 
-    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
+    Finite magnitudes go first: a stream beyond its range turns later streams into NaN.
     """
     beyond = [
         # a NaN in one stream makes the scale of all streams NaN

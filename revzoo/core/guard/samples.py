@@ -123,7 +123,8 @@ def _comparable(t: Tensor | Fixed) -> bool:
 
 def _count(t: Tensor | Fixed) -> int:
     """Number of values; a complex one counts as two, as view_as_real shows it."""
-    return t.shape.numel() << (isinstance(t, Tensor) and t.is_complex())
+    count = t.shape.numel()
+    return 2 * count if isinstance(t, Tensor) and t.is_complex() else count
 
 
 def figures_of(t: Tensor | Fixed, plan: SamplePlan, scale: Scale | None = None) -> Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,26 +33,26 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
-    check_inputs,
+    check_stream_count,
     name_of,
     plain_call,
 )
 from revzoo.core.replay.slots import (
     Memos,
-    Recording,
-    Resident,
     SavedState,
     Slot,
     SlotTape,
+    TensorHooks,
+    Versioned,
     in_replay,
 )
 from revzoo.core.restore.conditions import Conditions
 from revzoo.core.restore.global_state import autocast_dtypes
 from revzoo.core.tensors import (
-    address,
     bytes_of,
     detached,
     overrides_functions,
+    storage_id,
     version_of,
     with_strides,
 )
@@ -72,7 +72,8 @@ class TapeEntry:
     """One executed step with the data for its replay, but no activation and no graph."""
 
     __slots__ = (
-        "_aside",
+        "_for_replay",
+        "approximate",
         "conditions",
         "context",
         "dtypes",
@@ -82,7 +83,6 @@ class TapeEntry:
         "memos",
         "name",
         "needs",
-        "rounded",
         "samples",
         "saved",
         "small",
@@ -100,7 +100,7 @@ class TapeEntry:
         drift_limit: float | None,
         *,
         inverts: bool,
-        rounded: bool,
+        approximate: bool,
         stops: bool,
     ) -> None:
         """Capture before the forward pass.
@@ -111,7 +111,7 @@ class TapeEntry:
             context: its keyword arguments.
             drift_limit: largest relative error of recomputed values; None: not compared.
             inverts: whether the tape recovers the inputs from the outputs.
-            rounded: whether a replay starts from values with rounding errors.
+            approximate: whether a replay starts from values with rounding errors.
             stops: whether a replay may stop after the last tensor that it records.
         """
         self.step = step
@@ -127,26 +127,27 @@ class TapeEntry:
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
         self.inverts = inverts
-        self.rounded = rounded
+        self.approximate = approximate
         # weak (rule 1): the graph decides how long slots live; None for resident tensors
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
-        self._aside: SavedState | None = None
+        self._for_replay: SavedState | None = None
         # if code may read running statistics, the batch norm must update them in the replay, too
         self.memos: Memos | None = None if self.conditions.restores_buffers else {}
         self.may_stop = step.early_stop and self.conditions.may_stop
         self.stops = stops and self.may_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 
-    def keep_aside(self, tensors: list[Tensor]) -> None:
-        """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
+    def keep_saved(self, tensors: list[Tensor]) -> None:
+        """Keep what :func:`save_for_replay` saved; inside another step, as its activations."""
         if tensors:
-            self._aside = SavedState(tuple(tensors))
+            self._for_replay = SavedState(tuple(tensors))
 
     @property
-    def aside(self) -> Sequence[Tensor]:
-        """The tensors that the step has put aside."""
-        return () if self._aside is None else backing_tensors(self._aside.state(self.name))
+    def for_replay(self) -> Sequence[Tensor]:
+        """What the step has saved for its replay."""
+        saved = self._for_replay
+        return () if saved is None else backing_tensors(saved.state(self.name))
 
     def observe(self, taken: Streams, returned: Streams) -> None:
         """Sample the streams that a replay will recompute, for the guard."""
@@ -165,11 +166,11 @@ class TapeEntry:
         if self.samples and computed:
             assert self.limit is not None
             half = torch.float16 in (*self.dtypes, *self.conditions.autocast_dtypes)
-            inverts = self.inverts or self.rounded
+            inverts = self.inverts or self.approximate
             replayed = Replayed(self.step, self.name, self.limit, half, inverts)
             guard.compare(replayed, self.samples, computed)
 
-    def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
+    def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Versioned]:
         """The pack hook for the step's forward pass."""
         # tensors that stay in memory anyway need no slot: parameters, buffers, and views of them
         resident, known = self.conditions.storages()
@@ -186,11 +187,11 @@ class TapeEntry:
             alive.small_bytes += size
             return True
 
-        def pack(t: Tensor) -> Slot | Resident:
+        def pack(t: Tensor) -> Slot | Versioned:
             # most calls: a parameter itself, found without asking for its storage
             if id(t) in known:
                 saved.append(None)
-                return Resident(t, t._version)
+                return Versioned(t, t._version)
             try:
                 storage = t.untyped_storage()
                 stays = storage._cdata in resident
@@ -198,10 +199,10 @@ class TapeEntry:
                     size = storage.nbytes()
                     stays = 0 < size <= small and reserve(size)
             except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
-                stays = address(t) in resident
+                stays = storage_id(t) in resident
             if stays:
                 saved.append(None)
-                return Resident.of(t)
+                return Versioned.of(t)
             # the last tensors that live only in the graph are the last that the replay will record
             if witness is not None:
                 witness.note(len(saved), t)
@@ -229,7 +230,8 @@ class TapeEntry:
         """The step's inputs, without recording."""
         versions, step = versions_of(outputs), self.step
         assert isinstance(step, Invertible)
-        with torch.no_grad(), self._forward_conditions(inverting=not step.reads_words):
+        restored = self.conditions.restored(inverting=not step.reads_words)
+        with torch.no_grad(), restored, in_replay(self.memos):
             # by its replay if it has integers, which must come out to the bit
             if step.reads_words:
                 inputs: Streams = step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[arg-type]
@@ -247,7 +249,7 @@ class TapeEntry:
             inputs: Streams = apply_to_words(inverse, fixed, self.dtypes)
         else:
             inputs = as_fixed(as_state(inverse(*as_floats(outputs)), self.step, inverse=True))
-        check_inputs(self.step, inputs, len(self.needs))
+        check_stream_count(self.step, inputs, len(self.needs))
         return inputs
 
     def inverts_words(self, outputs: Streams) -> bool:
@@ -270,16 +272,10 @@ class TapeEntry:
         # an early stop leaves no outputs: then the guard compares the witness (rule 10)
         replayed = SlotRecorder(self, stops=self.stops)
         outputs: State = ()
-        with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
+        with self.conditions.restored(), in_replay(self.memos), _early_stop:
             outputs = replayed(self._forward, as_floats(inputs), self.needs, self.context)
         replayed.check()
         return replayed.sampled(as_fixed(outputs)), replayed
-
-    @contextlib.contextmanager
-    def _forward_conditions(self, *, inverting: bool = False) -> Iterator[None]:
-        """The conditions and memos of the forward pass."""
-        with self.conditions.restored(inverting=inverting), in_replay(self.memos):
-            yield
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:
         return call_on_grid(plain_call, self.step, state, context)
@@ -296,7 +292,7 @@ class TapeEntry:
         replayed = SlotRecorder(self, stops=self.stops)
         versions = versions_of(outputs)
         inputs: Streams | None = None
-        with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
+        with self.conditions.restored(), in_replay(self.memos), _early_stop:
             if step.reads_words:
                 inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
             # a step that moves values is inverted on words alone; we make floats only if it saved
@@ -362,6 +358,9 @@ class _AllRecordedError(BaseException):
     """
 
 
+_early_stop = contextlib.suppress(_AllRecordedError)
+
+
 def _with_strides(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
     held = t.words if isinstance(t, Fixed) else t
     if held.dim() != len(stride):
@@ -385,7 +384,7 @@ class _NoRecorder:
 
     def __init__(self, entry: TapeEntry) -> None:
         self.needs = entry.needs
-        self.aside = entry.aside
+        self.for_replay = entry.for_replay
         self.with_strides = entry.with_strides
 
     def __call__(
@@ -405,13 +404,14 @@ class SlotRecorder:
 
     def __init__(self, entry: TapeEntry, *, stops: bool = False) -> None:
         self.needs = entry.needs
-        self.aside: Sequence[Tensor] = entry.aside
+        self.for_replay: Sequence[Tensor] = entry.for_replay
+        self.with_strides: Any = entry.with_strides
         self._entry = entry
         self._count = 0
         self._last = entry.last_wanted()
         self._stops = stops
         self._stopped = False
-        self._values: list[tuple[Slot, Resident]] = []
+        self._values: list[tuple[Slot, Versioned]] = []
         self.used: list[Tensor] = []  # inputs of parts that saved something
 
     @property
@@ -434,10 +434,6 @@ class SlotRecorder:
         """See :class:`revzoo.core.invertible.Recorder`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
             return as_state(inverse(*outputs, **context), self._entry.step, inverse=True)
-
-    def with_strides(self, inputs: Streams) -> Any:
-        """See :class:`revzoo.core.invertible.Recorder`."""
-        return self._entry.with_strides(inputs)
 
     def __call__(
         self,
@@ -488,7 +484,7 @@ class SlotRecorder:
                         f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
                         f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
                     )
-                self._values.append((slot, Resident.of(t)))
+                self._values.append((slot, Versioned.of(t)))
             # rule 4 of NOTE [ Threads ] compares the random state at the end of a replay, so draw
             # also what the forward pass drew after this tensor
             if self._stops and 0 <= last <= k and self._entry.conditions.drawn():
@@ -518,7 +514,7 @@ class SlotRecorder:
         return ReplayMismatchError(
             f"{self._entry.name} did not repeat its forward pass: {what}. A step must be a "
             "function of its inputs, parameters, buffers and torch's random state. For one that is "
-            f"not, {self._entry.step.instead}{self._entry.step.difference()}"
+            f"not, {self._entry.step.remedy}{self._entry.step.difference()}"
         )
 
 
@@ -547,7 +543,7 @@ def _recorded(
     pack: Callable[[Tensor], None],
 ) -> State:
     """``fn(*leaves, **context)`` as autograd runs it; ``pack`` gets the tensors that it saves."""
-    with torch.enable_grad(), Recording(pack, _refuse):
+    with torch.enable_grad(), TensorHooks(pack, _refuse):
         return as_state(fn(*leaves, **context))
 
 

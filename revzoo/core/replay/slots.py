@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
 from revzoo.core.restore.global_state import runs_eagerly
-from revzoo.core.tensors import address, version_of
+from revzoo.core.tensors import storage_id, version_of
 
 
 class SlotTape(Protocol):
@@ -42,16 +42,16 @@ class Slot:
         self.value: Tensor | None = None
 
 
-class Resident(NamedTuple):
+class Versioned(NamedTuple):
     """A tensor that the graph saves itself, such as a parameter or a buffer."""
 
     tensor: Tensor
     version: int
 
     @staticmethod
-    def of(t: Tensor) -> Resident:
+    def of(t: Tensor) -> Versioned:
         """Save ``t``; detached, since an output saved by its own node would hold that node."""
-        return Resident(t if t.is_leaf else t.detach(), t._version)
+        return Versioned(t if t.is_leaf else t.detach(), t._version)
 
     def check(self) -> None:
         """Raise if the tensor was changed in place: hooks switch off autograd's own check."""
@@ -70,7 +70,7 @@ graph_is_kept: Callable[[], bool] = getattr(
 )
 
 
-def unpack(packed: Slot | Resident) -> Tensor:
+def unpack(packed: Slot | Versioned) -> Tensor:
     """Return a saved tensor to the graph; replay the step if its slot is empty."""
     if type(packed) is Slot:
         if packed.value is None:
@@ -81,11 +81,11 @@ def unpack(packed: Slot | Resident) -> Tensor:
         if torch._C._current_graph_task_id() >= 0 and graph_is_kept():
             packed.value = None  # rule 5; otherwise the graph drops the slot
         return value
-    assert isinstance(packed, Resident)
-    return unpack_resident(packed)
+    assert isinstance(packed, Versioned)
+    return unpack_versioned(packed)
 
 
-def unpack_resident(packed: Resident) -> Tensor:
+def unpack_versioned(packed: Versioned) -> Tensor:
     """Return a saved tensor to the graph; raise if it was changed in place."""
     tensor, version = packed
     if tensor._version != version:
@@ -101,11 +101,11 @@ Memos = dict[nn.Module, tuple[Tensor, ...]]
 class _Thread(threading.local):
     """How the running step saves tensors. Outside of its context a field is None or False."""
 
-    hooks: tuple[_Pack, _Unpack] | None = None  # of the innermost Recording
-    aside: list[Tensor] | None = None  # see put_aside
+    hooks: tuple[_Pack, _Unpack] | None = None  # of the innermost TensorHooks
+    for_replay: list[Tensor] | None = None  # see save_for_replay
     memos: Memos | None = None  # see remember
     recalls = False  # whether a replay reads the memos
-    rounded = False  # see replays_are_rounded
+    approximate = False  # see replays_are_approximate
 
 
 _thread = _Thread()
@@ -127,7 +127,7 @@ class _ThreadFields:
         vars(_thread).update(self._outer)
 
 
-class Recording(saved_tensors_hooks):
+class TensorHooks(saved_tensors_hooks):
     """``saved_tensors_hooks(pack, unpack)`` that the tapes of inner steps can use, too."""
 
     def __enter__(self) -> None:
@@ -142,8 +142,8 @@ class Recording(saved_tensors_hooks):
 
 
 def _hooks() -> tuple[_Pack, _Unpack]:
-    """The hooks of the innermost Recording; outside, hooks that keep a tensor and its version."""
-    return _thread.hooks or (Resident.of, unpack_resident)
+    """The hooks of the innermost TensorHooks; outside, hooks that keep a tensor and its version."""
+    return _thread.hooks or (Versioned.of, unpack_versioned)
 
 
 class _Shape(NamedTuple):
@@ -164,10 +164,10 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     # nested hooks replace the outer ones in torch, so other tensors are passed on by hand
     pack, unpack = _hooks()
-    at = address(x)
+    at = storage_id(x)
 
     def pack_others(t: Tensor) -> Any:
-        if address(t) == at:
+        if storage_id(t) == at:
             return _Shape(t.shape, t.stride(), t.dtype, t.device)
         return pack(t)
 
@@ -176,12 +176,12 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
             return torch.empty_strided(*packed[:2], dtype=packed.dtype, device=packed.device)
         return unpack(packed)
 
-    return Recording(pack_others, unpack_others)
+    return TensorHooks(pack_others, unpack_others)
 
 
-def outside_recordings() -> _ThreadFields:
+def without_outer_hooks() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _ThreadFields(hooks=None, aside=None, memos=None, rounded=False)
+    return _ThreadFields(hooks=None, for_replay=None, memos=None, approximate=False)
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
@@ -235,32 +235,34 @@ class SavedState:
         return self._state
 
 
-def put_aside(t: Tensor) -> None:
+def save_for_replay(t: Tensor) -> None:
     """Keep ``t`` for the replay of the running step, if its mode inverts it."""
-    aside = _thread.aside
-    if aside is not None:
-        aside.append(t)
+    for_replay = _thread.for_replay
+    if for_replay is not None:
+        for_replay.append(t)
 
 
-def without_asides() -> _ThreadFields:
-    """A context in which :func:`put_aside` does nothing."""
-    return _ThreadFields(aside=None)
+def saving_nothing_for_replay() -> _ThreadFields:
+    """A context in which :func:`save_for_replay` does nothing."""
+    return _ThreadFields(for_replay=None)
 
 
-def in_forward(aside: list[Tensor] | None, memos: Memos | None, *, rounded: bool) -> _ThreadFields:
+def in_forward(
+    for_replay: list[Tensor] | None, memos: Memos | None, *, approximate: bool
+) -> _ThreadFields:
     """A context for the forward pass of a step.
 
     Args:
-        aside: :func:`put_aside` appends to it; with None it does nothing.
+        for_replay: :func:`save_for_replay` appends to it; with None it does nothing.
         memos: :func:`remember` writes to it.
-        rounded: whether replays start from inputs with rounding errors.
+        approximate: whether replays start from inputs with rounding errors.
     """
-    return _ThreadFields(aside=aside, memos=memos, recalls=False, rounded=rounded)
+    return _ThreadFields(for_replay=for_replay, memos=memos, recalls=False, approximate=approximate)
 
 
-def replays_are_rounded() -> bool:
+def replays_are_approximate() -> bool:
     """Whether replays compute the running code from inputs with rounding errors."""
-    return _thread.rounded
+    return _thread.approximate
 
 
 def remember(layer: nn.Module, *packed: object) -> None:
@@ -273,7 +275,7 @@ def remember(layer: nn.Module, *packed: object) -> None:
     memos = _thread.memos
     if memos is not None and not _thread.recalls:
         # () for a layer that runs twice: a replay could not say which call it repeats
-        kept = tuple(p.tensor for p in packed if isinstance(p, Resident))
+        kept = tuple(p.tensor for p in packed if isinstance(p, Versioned))
         memos[layer] = kept if layer not in memos and len(kept) == len(packed) else ()
 
 

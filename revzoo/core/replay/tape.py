@@ -48,10 +48,10 @@ NOTE [ Slots and the tape ]
        fills that slot. So memory does not grow with the number of outer steps.
    10. The first entry of a chain needs no recomputed input, since no step comes before it. Its
        replay stops once the last slot is filled. The guard then has no stream to compare, so it
-       compares the last three saved values, and the last three masks or indices. Exception: a
-       guarded replay that starts from rounded values runs to the end, and the guard compares the
-       stream. There the last saved tensors may be pure rounding error (the mean that a second norm
-       saves).
+       compares the *witness*: the last three saved values, and the last three masks or indices.
+       Exception: a guarded replay that starts from approximate values runs to the end, and the
+       guard compares the stream, since the last saved tensors may be pure rounding error (the mean
+       that a second norm saves).
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -86,14 +86,14 @@ from revzoo.core.guard.drift import COMPARED, Guard, note_amaxes
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.replay.entry import DIFFERENTIATES_INSIDE, TapeEntry
 from revzoo.core.replay.slots import (
-    Recording,
     SavedState,
     Slot,
+    TensorHooks,
     graph_is_kept,
     in_forward,
-    outside_recordings,
-    replays_are_rounded,
+    replays_are_approximate,
     unpack,
+    without_outer_hooks,
 )
 from revzoo.core.restore.conditions import is_replaying, parameters_of
 from revzoo.core.restore.global_state import capturing_cuda_graph, runs_eagerly
@@ -135,7 +135,7 @@ def record(
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     # even with a grid, a step is inverted in floating point if its streams cannot have words
-    rounded = replays_are_rounded() or (
+    approximate = replays_are_approximate() or (
         inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     )
     entry = TapeEntry(
@@ -144,16 +144,16 @@ def record(
         context,
         drift_limit,
         inverts=inverts,
-        rounded=rounded,
-        stops=not tape.entries and not (rounded and drift_limit),  # rule 10
+        approximate=approximate,
+        stops=not tape.entries and not (approximate and drift_limit),  # rule 10
     )
     if entry.conditions.has_lazy_layers:
         warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)
         return call_on_grid(plain_call, step, state, context)
     tape.close()  # steps inside this one must not join this chain
     # the index that append() below gives the entry
-    packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
-    aside: list[Tensor] = []
+    packed = TensorHooks(entry.packer(tape, len(tape.entries)), unpack)
+    for_replay: list[Tensor] = []
     # a recomputed step repeats a hook's change; an inverse would not undo it
     call = call_without_changing_hooks if inverts else plain_call
     try:
@@ -161,7 +161,7 @@ def record(
             entry.conditions,
             packed,
             explain_transforms(step),
-            in_forward(aside if inverts else None, entry.memos, rounded=rounded),
+            in_forward(for_replay if inverts else None, entry.memos, approximate=approximate),
         ):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
@@ -169,7 +169,7 @@ def record(
             entry.witness.take()  # empty it: its tensors' graph holds the hook that holds it
         raise
     # after the call, outside its hooks: the outer step saves these, if there is one (rule 9)
-    entry.keep_aside(aside)
+    entry.keep_saved(for_replay)
     outputs = streams_of(returned, step)
     streams = as_fixed(outputs)
     entry.observe(as_fixed(state), streams)
@@ -309,7 +309,7 @@ class Tape:
         # entries are appended after their forward pass, and cut after their backward pass
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]), outside_recordings():
+        with _in_profiles(self.entries[index]), without_outer_hooks():
             self._replay(index)
 
     def _replay(self, index: int) -> None:
@@ -317,7 +317,7 @@ class Tape:
         # without a guard, nothing is read from the device
         if any(entry.limit is not None for entry in self.entries[index : max(position, index + 1)]):
             # a kept input (rule 7) has no error, unless the replay of an outer step computed it
-            has_error = self._position or self.entries[index].rounded
+            has_error = self._position or self.entries[index].approximate
             self._guard.begin(state if has_error else ())
             note_amaxes(amaxes_of(state))
         if position > index + 1:

@@ -6,10 +6,11 @@ BatchNorm count the batch twice, and it uses flags and parameters as they are in
 
 NOTE [ What a replay restores ]
     1. Random state: of the CPU, of the inputs' devices, and of each ``torch.Generator`` that the
-       step reaches or receives as a keyword argument, if the step drew from it, or sets states
-       (``Reach.resets_states``), which hides that it drew. Afterwards the caller's state is
-       restored, so a replay does not change the caller's random numbers. Steps of layers that draw
-       no random numbers are left out (``Reach.draws_nothing``). For threads see NOTE [ Threads ] in
+       step reaches or receives as a keyword argument. We keep the states that the forward pass
+       changed; all of them if the step may set states (``Reach.resets_states``), which hides that
+       it drew. Afterwards the caller's state is restored, so a replay does not change the caller's
+       random numbers. Steps of layers that draw no random numbers are left out
+       (``Reach.draws_nothing``). For threads see NOTE [ Threads ] in
        :mod:`revzoo.core.restore.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
        device and dtype, the allowed attention kernels, and deterministic algorithms.
@@ -29,11 +30,11 @@ NOTE [ What a replay restores ]
        replay registers its own. Afterwards the first one is put back. While torch's lazy layers may
        still create theirs, a pass is not replayed: it keeps its activations.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output if
-       the step consists of layers of torch and this package, so the replay updates temporary
-       copies. If other code runs, the replay starts from the statistics and all other small buffers
-       as they were before the forward pass. Every other buffer that the forward pass changed
-       (spectral norm's vectors, a large table) also starts from its earlier value. During an
-       inversion, ``Invertible.carried`` buffers have the values that the forward pass left. If
+       the step consists of layers of torch and this package, so the replay updates scratch
+       tensors. If other code runs, the replay starts from the statistics and all other small
+       buffers as they were before the forward pass. Every other buffer that the forward pass
+       changed (spectral norm's vectors, a large table) also starts from its earlier value. During
+       an inversion, ``Invertible.carried`` buffers have the values that the forward pass left. If
        another buffer or a keyword argument was changed after the forward pass, the replay raises.
        Buffers that share memory share it in the replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
@@ -317,9 +318,7 @@ class _Restored:
             if self._inverting:
                 c._tensors.restore_carried(self._undo)
             self._altered = c._tensors.swap_altered(self._undo)
-            for context in c._surroundings.restored():
-                context.__enter__()
-                self._undo.append((context.__exit__, (None, None, None)))
+            c._surroundings.restore(self._undo)
         except BaseException:
             self._leave()
             raise
@@ -358,12 +357,12 @@ class _Restored:
             ) from failed
 
 
-def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:
+def buffers_locked_in_training(step: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context for a forward pass without recording: no other thread may swap its buffers."""
-    return alone_in(step) if step.training else contextlib.nullcontext()
+    return buffers_locked(step) if step.training else contextlib.nullcontext()
 
 
-def alone_in(step: nn.Module) -> contextlib.AbstractContextManager[None]:
+def buffers_locked(step: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context in which no other thread may swap or update the buffers of ``step``."""
     if torch.compiler.is_compiling() or threading.active_count() == 1:
         return contextlib.nullcontext()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from revzoo.core.restore import threads
+from revzoo.core.restore.places import Undo
 
 CPU = torch.device("cpu")
 HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none
@@ -208,21 +209,6 @@ def _default_device() -> torch.device | None:
     return None
 
 
-@contextlib.contextmanager
-def set_ambient(wanted: Ambient) -> Iterator[None]:
-    """Set what :func:`ambient` returned; a context that restores the caller's."""
-    device, values = wanted
-    with contextlib.ExitStack() as stack:
-        for (read, write), value in zip(_SWITCHES, values, strict=True):
-            if (now := read()) != value:
-                stack.callback(write, now)
-                write(value)
-        if _default_device() != device:
-            # no default device means the CPU
-            stack.enter_context(device or CPU)
-        yield
-
-
 AutocastState = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 
 
@@ -246,16 +232,6 @@ def autocast_dtypes(*devices: torch.device) -> list[torch.dtype]:
     return [torch.get_autocast_dtype(d) for d in kinds if torch.is_autocast_enabled(d)]
 
 
-@contextlib.contextmanager
-def autocast(wanted: AutocastState) -> Iterator[None]:
-    """Set what :func:`autocast_state` returned; a context that restores the caller's."""
-    cache, states = wanted
-    with contextlib.ExitStack() as stack:
-        for d, on, dtype in states:
-            stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache))
-        yield
-
-
 class Surroundings:
     """Autocast, default device and dtype, and global switches of a forward pass (rule 2)."""
 
@@ -267,11 +243,21 @@ class Surroundings:
         self._autocast = autocast_state(self._kinds)
         self._ambient = ambient()
 
-    def restored(self) -> list[contextlib.AbstractContextManager[None]]:
-        """Contexts for the settings that differ now; usually none, since entering takes time."""
-        contexts: list[contextlib.AbstractContextManager[None]] = []
-        if ambient() != self._ambient:
-            contexts.append(set_ambient(self._ambient))
+    def restore(self, undo: Undo) -> None:
+        """Set what differs now until ``undo`` runs; usually nothing, since entering takes time."""
+        device, values = self._ambient
+        for (read, write), value in zip(_SWITCHES, values, strict=True):
+            if (now := read()) != value:
+                undo.append((write, (now,)))
+                write(value)
+        if _default_device() != device:
+            _enter(undo, device or CPU)  # no default device means the CPU
+        cache, states = self._autocast
         if autocast_state(self._kinds) != self._autocast:
-            contexts.append(autocast(self._autocast))
-        return contexts
+            for d, on, dtype in states:
+                _enter(undo, torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache))
+
+
+def _enter(undo: Undo, context: contextlib.AbstractContextManager[Any]) -> None:
+    context.__enter__()
+    undo.append((context.__exit__, (None, None, None)))

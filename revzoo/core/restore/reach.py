@@ -38,7 +38,7 @@ from revzoo.core.restore.search import (
     modules_in,
 )
 from revzoo.core.restore.threads import locks_of
-from revzoo.core.tensors import address
+from revzoo.core.tensors import storage_id
 
 # ours: the result of the search, the forward that calls.py wraps, and the guard's figure
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
@@ -329,7 +329,7 @@ class Reach:
 
 def _share_memory(tensors: Iterable[Any]) -> bool:
     """Whether some of the tensors share memory, so that an update of one changes others."""
-    addresses = [address(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
+    addresses = [storage_id(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
     return len({*addresses}) < len(addresses)
 
 

@@ -38,7 +38,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from revzoo.core.invertible import Invertible
 from revzoo.core.restore.places import Constant, Place, Undo, refill, swap
 from revzoo.core.restore.reach import Reach, has_global_hooks
-from revzoo.core.tensors import address, has_values, tensors_of, version_of
+from revzoo.core.tensors import has_values, storage_id, tensors_of, version_of
 
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 _NORMS = frozenset(
@@ -331,7 +331,7 @@ class Owned:
         pointers = [t.data_ptr() for t in tensors]
         if pointers != self._pointers:
             self._pointers = pointers
-            self._addresses = frozenset(map(address, tensors))
+            self._addresses = frozenset(map(storage_id, tensors))
         return self._addresses
 
 
@@ -360,7 +360,7 @@ def sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]
     copies = {key: copy for key, (_, copy) in pairs.items()}
     groups: dict[int, list[int]] = {}
     for key, (t, _) in pairs.items():
-        groups.setdefault(address(t), []).append(key)
+        groups.setdefault(storage_id(t), []).append(key)
     for keys in groups.values():
         if len(keys) > 1 and all(pairs[key][0].layout == torch.strided for key in keys):
             # separate copies would not see each other's changes
@@ -566,15 +566,15 @@ class StepTensors:
     def storages(self) -> tuple[Set[int], Set[int]]:
         """Tensors that stay in memory anyway: addresses of all, and ids of those known by id.
 
-        An id is found faster than the address of a storage.
+        An id is found faster than the storage_id of a storage.
         """
         held = [h.tensor for h in self._held]
         held += [s.held.tensor for s in self._snapshots]
         if self._owned is None:
             held += [s.owner[s.name] for s in self._statistics]
-            return set(map(address, held)), set()
+            return set(map(storage_id, held)), set()
         known = self._owned.addresses(self._tensors)
-        found = known.union(map(address, held)) if held else known
+        found = known.union(map(storage_id, held)) if held else known
         # a forward pass may replace the storage of a parameter (weight.data = ...)
         return found, set() if self._changes_unseen else set(map(id, self._tensors))
 
@@ -599,9 +599,9 @@ class StepTensors:
         """Keep the snapshots of tensors that the forward pass changed; check the others later."""
         snapshots, self._snapshots = self._snapshots, []
         # by storage: a change through one tensor changes others that share its memory
-        written = {address(s.held.tensor) for s in snapshots if s.written}
+        written = {storage_id(s.held.tensor) for s in snapshots if s.written}
         for s in snapshots:
-            overwritten = bool(written) and address(s.held.tensor) in written
+            overwritten = bool(written) and storage_id(s.held.tensor) in written
             changed = overwritten or not s.held.still_there()
             if not changed:
                 self._held.append(s.held)
@@ -659,9 +659,9 @@ class StepTensors:
                 tensor.requires_grad_(held.requires_grad)
 
     def _swap_statistics(self, undo: Undo) -> None:
-        """Replace statistics by their earlier values, or by scratch tensors if no code reads them.
+        """Give statistics their earlier values, or replace them if no code reads them.
 
-        Further statistics get copies.
+        Scratch tensors replace those that were captured at once, copies those captured one by one.
         """
         if self.restores_buffers:
             known = list(map(_copy, self._before))

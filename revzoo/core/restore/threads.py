@@ -138,7 +138,7 @@ def release(locks: list[ModuleLock]) -> None:
 
 @contextlib.contextmanager
 def exclusive(locks: list[ModuleLock]) -> Iterator[None]:
-    """Hold the locks during a forward pass that is not recorded."""
+    """Hold the locks inside a ``with`` block."""
     acquire(locks)
     try:
         yield

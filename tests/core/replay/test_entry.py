@@ -14,7 +14,7 @@ from revzoo import (
     ReversibleSequence,
     is_replaying,
 )
-from revzoo.core.replay.slots import Resident, Slot, unpack
+from revzoo.core.replay.slots import Slot, Versioned, unpack
 from revzoo.core.tensors import unshared
 
 
@@ -134,7 +134,7 @@ def test_an_empty_slot_asks_its_tape_once():
 
 def test_a_resident_tensor_that_was_changed_is_an_error():
     t = torch.ones(3)
-    held = Resident.of(t)
+    held = Versioned.of(t)
     assert unpack(held) is t
     t.add_(1)
     with pytest.raises(RuntimeError, match=r"shape \(3,\) is at version 1; expected version 0"):
@@ -144,10 +144,10 @@ def test_a_resident_tensor_that_was_changed_is_an_error():
 def test_a_resident_result_does_not_hold_its_graph():
     x = torch.ones(3, requires_grad=True)
     y = x.exp()
-    held = Resident.of(y)
+    held = Versioned.of(y)
     assert held.tensor.grad_fn is None
     assert held.tensor.data_ptr() == y.data_ptr()
-    assert Resident.of(x).tensor is x
+    assert Versioned.of(x).tensor is x
 
 
 def test_a_tensor_may_be_overwritten_only_if_nobody_else_sees_its_values():
