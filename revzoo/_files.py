@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -113,14 +114,13 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = None
     try:
         # in the same folder: a rename is atomic only within one file system
-        file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-        os.close(file)
-        temporary = Path(name)
+        name = path.with_name(f".{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+        os.close(os.open(name, os.O_CREAT | os.O_EXCL, 0o666))  # less the umask, like any file
+        temporary = name
         yield temporary
         # without fsync a power cut after the rename may leave an empty file
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # mkstemp lets only the owner read
         temporary.replace(path)
     except OSError as error:
         # the caller knows `path`, not the temporary file

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,16 @@ def test_writing_replaces_at_once_or_not_at_all(
     assert path.read_bytes() == b"one"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_new_files_have_the_rights_that_the_user_gives_to_files(tmp_path: Path) -> None:
+    """They could be read by everyone, whatever the umask."""
+    earlier = os.umask(0o077)
+    try:
+        write_atomically(tmp_path / "f", b"secret")
+    finally:
+        os.umask(earlier)
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # By default OpenMP threads wait for each other in a busy loop: with other programs on the same
     # cores, a training step took 7.0 s instead of 2.0 s (docs/experiments.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it at import
+    sys.stdout = sys.stdout or io.StringIO()  # closed by the shell: revzoo list >&-
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

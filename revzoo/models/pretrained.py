@@ -150,7 +150,7 @@ def load_weights(
     check_fit(expected, tensors, file.where)
     # after the shapes: it needs memory, and a wrong file may be large
     if not allow_nonfinite:
-        check_finite(file.tensors, file.where)
+        check_finite(tensors, file.where, expected)
     network.load_state_dict(tensors)
 
 

@@ -43,6 +43,7 @@ from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
 from revzoo.models.wrapped import OwnNetwork, keywords_of
+from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -312,9 +313,11 @@ def create_model(
         if numbers or keywords or file is None or not named.options:
             raise
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
+    entry = named.entry if pretrained else None
     if file is not None:
+        _check_classes(model, file, entry)
         _load(model, file, named, allow_nonfinite=allow_nonfinite)
-    model.entry = named.entry if pretrained else None
+    model.entry = entry
     return FeatureNet(model, out_indices) if features_only else model
 
 
@@ -398,6 +401,15 @@ def _refused_bits(name: str) -> str:
 def default_memory(name: str, reversible_bits: int | None = None) -> str:
     """The mode of ``create_model(name, memory=None)``; reversible blocks are made for ``exact``."""
     return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
+
+
+def _check_classes(model: ImageNetwork, file: TensorFile, entry: WeightsEntry | None) -> None:
+    head = file.tensors.get(f"{model.classifier}.weight")
+    if entry is not None and head is not None and len(head) != entry.num_classes:
+        raise EntryError(
+            f"{file.where} holds a classifier of {len(head)} classes, but its entry says "
+            f"num_classes={entry.num_classes}"
+        )
 
 
 def _load(

@@ -129,13 +129,21 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
         )
 
 
-def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+def check_finite(
+    tensors: Mapping[str, Tensor], where: str, expected: Mapping[str, Tensor] | None = None
+) -> None:
     """Refuse weights with NaN or Inf, which would make every output NaN.
+
+    Args:
+        tensors: the weights.
+        where: their file, for errors.
+        expected: the tensors that they replace, whose dtype may be too narrow for the values.
 
     Raises:
         NotFiniteError: names the tensors.
     """
-    counts = {key: int((~value.isfinite()).sum()) for key, value in tensors.items()}
+    dtypes = {key: t.dtype for key, t in (expected or {}).items()}
+    counts = {k: int((~t.to(dtypes.get(k, t.dtype)).isfinite()).sum()) for k, t in tensors.items()}
     if bad := [f"{k} ({n} of {tensors[k].numel()} values)" for k, n in counts.items() if n]:
         raise NotFiniteError(
             f"{where} has NaN or Inf in {shortened(bad)}: the training diverged or the file is "

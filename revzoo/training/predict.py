@@ -124,8 +124,9 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
         if not image.numel():
             raise ValueError(f"image is a tensor of shape {tuple(image.shape)}: expected pixels")
         # v2.RGB repeats the single channel of a grey image
-        if image.shape[0] not in (1, channels):
-            remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in (1, channels))
+        taken = (1, channels) if channels == 3 else (channels,)
+        if image.shape[0] not in taken:
+            remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in taken)
             raise ValueError(
                 f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W) with "
                 f"{channels} channels{remedy}"
@@ -145,6 +146,11 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
                 "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
             )
         return image.clamp(0, 1)
+    if channels not in (1, 3):
+        raise ValueError(
+            f"the network takes images of {channels} channels: expected a tensor ({channels}, H, "
+            "W), since files and Pillow images become RGB or grey"
+        )
     if isinstance(image, Image.Image):
         check_depth(image, "image")
         if not all(image.size):
@@ -170,7 +176,10 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
 def _distinct(classes: Sequence[str]) -> list[str]:
     """The names of the classes; names that occur more than once get their label."""
     counts = Counter(classes)
-    return [f"{n} ({label})" if counts[n] > 1 else n for label, n in enumerate(classes)]
+    labelled = [f"{name} ({label})" for label, name in enumerate(classes)]
+    names = [new if counts[old] > 1 else old for old, new in zip(classes, labelled, strict=True)]
+    # a class may have the name that another one gets: "crane (1)" beside two cranes
+    return names if len({*names}) == len(names) else labelled
 
 
 def classify(

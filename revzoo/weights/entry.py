@@ -17,7 +17,16 @@ from urllib.parse import urlsplit
 
 from revzoo._checks import expected_type, is_count, is_number
 from revzoo.weights.errors import EntryError
-from revzoo.weights.limits import MAX_SIDE, MAX_VALUE, is_crop, is_mean, is_scale, is_side
+from revzoo.weights.limits import (
+    MAX_OPTION,
+    MAX_SIDE,
+    MAX_VALUE,
+    is_crop,
+    is_mean,
+    is_option,
+    is_scale,
+    is_side,
+)
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -78,6 +87,10 @@ class WeightsEntry:
             value = getattr(self, name)
             # the class is frozen, and JSON has lists only
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        if isinstance(self.metrics, Mapping):  # JSON knows no numbers of NumPy
+            items = self.metrics.items()
+            plain = {k: v if isinstance(v, int) or not is_number(v) else float(v) for k, v in items}
+            object.__setattr__(self, "metrics", plain)
         if faults := "; ".join(self._faults()):
             raise EntryError(f"the entry of weights {self.name!r} is not valid: {faults}")
 
@@ -106,6 +119,8 @@ class WeightsEntry:
             )
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
+        if not all(map(is_option, self.options.values())):
+            yield f"options={dict(self.options)!r:.200}, expected no number beyond {MAX_OPTION}"
         if not all(map(_is_finite, self.metrics.values())):
             yield f"metrics={dict(self.metrics)}, expected finite numbers"
         yield from self._faults_of_place()
@@ -118,7 +133,7 @@ class WeightsEntry:
                 yield f"{name}={value!r}, expected {expected}"
         if not isinstance(self.input_size, tuple):
             yield f"input_size={self.input_size!r}, expected [channels, height, width]"
-        if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
+        if isinstance(self.classes, tuple) and not all(map(_is_text, self.classes)):
             yield "classes holds items that are not names"
 
     def _faults_of_place(self) -> Iterator[str]:
@@ -141,8 +156,8 @@ class WeightsEntry:
             yield f"input_size={self.input_size}, expected [channels, height, width]"
             return
         sides = self.input_size[1:]
-        if not all(map(is_side, sides)):
-            yield f"input_size={self.input_size}, expected sides of at most {MAX_SIDE} pixels"
+        if not all(map(is_side, self.input_size)):
+            yield f"input_size={self.input_size}, expected numbers of at most {MAX_SIDE}"
         for name, is_valid, what in (
             ("mean", is_mean, "numbers"),
             ("std", is_scale, "numbers above 0"),
@@ -214,6 +229,11 @@ def is_web_address(url: str) -> bool:
     except ValueError:  # half of an IPv6 address
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _is_text(value: Any) -> bool:
+    # surrogates, as in names that are not UTF-8, cannot be written
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
 def _is_finite(value: Any) -> bool:

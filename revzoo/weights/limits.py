@@ -7,7 +7,15 @@ from typing import Any
 from revzoo._checks import is_count, is_number
 
 MAX_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+MAX_OPTION = 10_000  # of a network: its depths, widths and sides
 MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised pixels fit in float32
+
+
+def is_option(value: Any) -> bool:
+    """Whether a network with this option, a number or lists of numbers, may be built."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_option, value))
+    return not is_number(value) or abs(value) <= MAX_OPTION
 
 
 def is_side(value: Any) -> bool:

@@ -31,10 +31,11 @@ def eval_transforms(
         crop_pct: the share of the shorter side that is kept; None for 1.
     """
     channels, side = input_size[0], input_size[-1]
+    conversion = {1: v2.Grayscale(), 3: v2.RGB()}  # other channels come as tensors
     shorter = round(side / (crop_pct or 1.0))
     return v2.Compose(
         [
-            v2.RGB() if channels == 3 else v2.Grayscale(channels),
+            conversion.get(channels, v2.Identity()),
             # resized before the conversion to floats, so Pillow images use Pillow's filter, as in
             # training
             v2.Resize(shorter, antialias=True),

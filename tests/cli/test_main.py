@@ -329,3 +329,12 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"{revzoo.__version__}\n" == f"{version('revzoo')}\n"
+
+
+def test_a_closed_output_is_no_error() -> None:
+    """It ended in an AttributeError of None."""
+    command = [sys.executable, "-m", "revzoo", "list", "revnet38"]
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", *command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,6 +1,7 @@
 """Trained weights in models: lookup order, adaptation, validation before loading."""
 
 import hashlib
+import json
 import re
 import sys
 import types
@@ -17,6 +18,7 @@ from revzoo.models.save import pack
 from revzoo.models.weights_file import TensorFile
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
+    EntryError,
     HashMismatchError,
     NotFiniteError,
     StateMismatchError,
@@ -249,6 +251,24 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, suffix
         create_model("revnet38", **options)
     loaded = create_model("revnet38", **options, allow_nonfinite=True)
     assert torch.equal(loaded.fc.weight.isfinite(), model.fc.weight.isfinite())
+
+
+def test_weights_that_overflow_in_the_networks_precision_are_refused(tmp_path):
+    """They were finite in the file, in float64, and loaded as Inf."""
+    state = small().state_dict()
+    torch.save({**state, "fc.weight": state["fc.weight"].double() * 1e200}, tmp_path / "w.pt")
+    with pytest.raises(NotFiniteError, match=r"NaN or Inf in fc\.weight \(40 of 40 values\)"):
+        create_model("revnet38", **OPTIONS, checkpoint_path=tmp_path / "w.pt")
+
+
+def test_an_entry_that_contradicts_its_file_is_refused(tmp_path):
+    """The model kept it: it had five logits and the names of three classes."""
+    small().save_pretrained(tmp_path, classes=list("abcde"), mean=None, std=None)
+    config = tmp_path / "config.json"
+    entry = json.loads(config.read_text()) | {"num_classes": 3, "classes": list("abc")}
+    config.write_text(json.dumps(entry))
+    with pytest.raises(EntryError, match="classifier of 5 classes, but its entry says num_classes"):
+        from_pretrained(tmp_path)
 
 
 def test_a_single_file_describes_its_model(tmp_path, table, file):

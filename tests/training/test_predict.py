@@ -148,6 +148,33 @@ def test_classes_of_the_same_name_keep_their_own_probabilities(tmp_path: Path) -
     assert [as_letters.get(name, name) for name, _ in found] == [name for name, _ in by_label]
 
 
+def test_a_class_may_have_the_name_that_another_one_gets(tmp_path: Path) -> None:
+    """Its probability replaced the other's."""
+    names = ("crane (2)", "crane", "crane", "d", "e")
+    facts = {"classes": names, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    found = revzoo.predict(torch.rand(3, 8, 8), saved(small(), tmp_path, **facts))
+    assert len(found) == 5
+    assert sum(found.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_images_of_other_channels_come_as_tensors(channels: int, tmp_path: Path) -> None:
+    """Torchvision's conversion to grey refused them, even with the right channels."""
+    facts = {"classes": CLASSES, "mean": [0.5] * channels, "std": [0.2] * channels}
+    network = small(in_chans=channels)
+    network.save_pretrained(tmp_path, **facts, input_size=(channels, 8, 8))
+    x = torch.rand(channels, 8, 8)
+    found = revzoo.predict(x, tmp_path)
+    with torch.no_grad():
+        expected = network.eval()((x[None] - 0.5) / 0.2).softmax(1)[0]
+    assert found == pytest.approx(dict(zip(CLASSES, expected.tolist(), strict=True)), abs=1e-6)
+    message = rf"takes images of {channels} channels: expected a tensor \({channels}, H, W\)"
+    with pytest.raises(ValueError, match=message):
+        revzoo.predict(Image.new("RGBA", (8, 8)), tmp_path)
+    with pytest.raises(ValueError, match=rf"\(C, H, W\) with {channels} channels"):
+        revzoo.predict(torch.rand(1, 8, 8), tmp_path)
+
+
 def saved(network: Any, folder: Path, **facts: Any) -> Path:
     network.save_pretrained(folder, **facts, input_size=(3, 8, 8))
     return folder

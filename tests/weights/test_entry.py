@@ -1,6 +1,7 @@
 import json
 import random
 
+import numpy as np
 import pytest
 from small_weights import undescribed
 
@@ -58,6 +59,10 @@ def test_an_entry_survives_its_json(tmp_path):
         ({"file": "x.pt"}, r"\.safetensors file"),
         ({"url": "file:///etc/hosts"}, "expected https"),
         ({"num_classes": 0}, "num_classes=0"),
+        ({"options": {"units": [1, [10**8]]}}, "options=.*expected no number beyond 10000"),
+        ({"options": {"drop_rate": float("nan")}}, "options=.*expected no number beyond 10000"),
+        ({"input_size": [10**9, 32, 32]}, "expected numbers of at most 16384"),
+        ({"classes": ["a", "\ud800"]}, "classes holds items that are not names"),
         ({"classes": ["a"]}, "classes has 1 names, expected num_classes=2"),
         ({"input_size": [3, 32]}, r"expected \[channels, height, width\]"),
         ({"mean": [0.5]}, "expected 3 numbers, one per channel"),
@@ -65,7 +70,7 @@ def test_an_entry_survives_its_json(tmp_path):
         ({"std": [1, 1, 10**400]}, "expected numbers above 0, at most 1e"),
         ({"mean": [1e30, 0, 0]}, "expected numbers, at most 1e"),  # predicted from garbage
         # these allocated without limit in a prediction
-        ({"input_size": [3, 10**9, 10**9]}, "expected sides of at most 16384 pixels"),
+        ({"input_size": [3, 10**9, 10**9]}, "expected numbers of at most 16384"),
         ({"crop_pct": 1e-4}, "expected a share above 0, up to 1"),
         ({"std": [1, 1, 0]}, r"std=\(1, 1, 0\), expected numbers above 0"),
         ({"crop_pct": 0}, "crop_pct=0, expected a share above 0, up to 1"),
@@ -165,3 +170,9 @@ def test_shipped_entries_are_complete_and_their_files_are_what_they_say():
             read_bytes(entry)  # verifies the hash
         else:
             assert entry.url, f"{entry.name} has neither file nor url"
+
+
+def test_metrics_of_numpy_are_plain_numbers():
+    """They were accepted, and then json raised a TypeError."""
+    entry = WeightsEntry(**{**VALID, "metrics": {"test/acc": np.float32(0.5), "images": 3}})
+    assert json.dumps(entry.plain()["metrics"]) == '{"test/acc": 0.5, "images": 3}'

@@ -226,7 +226,7 @@ def load_tensors(
             shared = expected.keys() & tensors.keys()
             expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
         check_fit(expected, tensors, where)
-        check_finite(tensors, where)
+        check_finite(tensors, where, expected)
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:  # from torch, or a WeightsError
         raise CheckpointError(str(error)) from None
