@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -27,6 +28,16 @@ def command_line(command: str, *arguments: object) -> str:
     else:
         words = [python, "-m", "revzoo", command]
     return shlex.join([*words, *import_arguments(), *map(str, arguments)])
+
+
+def override_argument(text: str) -> str:
+    """An override of the command line, ``KEY=VALUE``; a value with letters outside ASCII in quotes.
+
+    Hydra's grammar knows such letters only in quotes; lists and functions stay as they are.
+    """
+    key, equals, value = text.partition("=")
+    is_plain = value.isascii() or re.search(r"""['"\\$,(){}\[\]]""", value)
+    return text if is_plain else f"{key}{equals}'{value}'"
 
 
 def tensorboard_line(folder: object) -> str:

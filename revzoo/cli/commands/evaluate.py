@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable
 
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.invocation import override_argument
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import FoldedFormat
 from revzoo.weights.source import resolve_source
@@ -36,7 +37,13 @@ REASONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as ckpt=PATH")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        type=override_argument,
+        metavar="KEY=VALUE",
+        help="such as ckpt=PATH",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

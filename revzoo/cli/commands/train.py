@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.invocation import override_argument
 from revzoo.cli.status import status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
@@ -45,7 +46,8 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: Hydra's, and a resumed run's."""
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
+    help_text = "overrides of the configuration"
+    add("overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=help_text)
     add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder")
     add("--allow-precision-change", action="store_true", help="with --resume and precision=NAME")
     add("--multirun", "-m", action="store_true", help="a run for each combination of the values")

@@ -120,7 +120,8 @@ def _reason(error: HydraException) -> str:
     """The reason why Hydra's parser refuses an override."""
     first, _, rest = str(error).partition("\n")
     # for choice(), interval() and so on, the first line only repeats the override
-    return rest.partition("\n")[0] if first.startswith("Error parsing override") else first
+    reason = rest.partition("\n")[0] if first.startswith("Error parsing override") else first
+    return "a character has no meaning here" if reason.startswith("Lexer") else reason
 
 
 def _parse_error(text: str, reason: str) -> str:
@@ -135,8 +136,9 @@ def _parse_error(text: str, reason: str) -> str:
             )
     if text.endswith(","):
         return f"{text}: expected another value after the comma"
-    if text.count("=") > 1 and '"' not in text:
-        reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+    of_grammar = ("mismatched input", "extraneous input", "no viable", "a character")
+    if reason.startswith(of_grammar) and '"' not in text:
+        reason += "; put quotes around a value with special characters: KEY='\"a=b (c)\"'"
     elif "choice(" in text and "NoneType" in reason:
         return f"{text}: choice() does not take null: leave choice() out, 'KEY=null,VALUE'"
     return f"{text}: {reason}" if text else reason

@@ -27,6 +27,7 @@ from datetime import datetime
 from pathlib import Path
 
 from revzoo._checks import number_of
+from revzoo.cli.invocation import override_argument
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     help_text = "options, overrides, and ranges to search: interval, range, choice, a,b"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    parser.add_argument(
+        "overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=help_text
+    )
     help_text = "a further folder of options, as in revzoo train"
     parser.add_argument("--config-dir", "-cd", type=Path, metavar="DIR", help=help_text)
 

@@ -6,6 +6,7 @@ import pytest
 
 from revzoo.cli.config.compose import ConfigFiles, check_multirun, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.main import parse
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,9 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.lr=choic(1,2)", "Unknown function 'choic'"),
         ("optim.lr=interval(a,2)", "'interval\\(a,2\\)': .* start: str is incompatible"),
         ("callbacks.ema=choice(null,{decay: 0.9})", "does not take null: .* 'KEY=null,VALUE'$"),
-        ("+model.checkpoint_path=epoch=1-step=2.ckpt", "KEY='\"a=b\"'$"),
+        ("+model.checkpoint_path=epoch=1-step=2.ckpt", r"KEY='\"a=b \(c\)\"'$"),
+        ("data.root=/home/a(b)", "quotes around a value with special characters"),
+        ("data.root='a", "a character has no meaning here; put quotes"),
         ("~optim.lrr", r"did you mean 'optim\.lr'"),
         (
             "+hydra.callbacks.x._target_=evil.f",
@@ -218,3 +221,21 @@ def test_a_librarys_network_by_its_name():
     assert cfg.model.reversible_bits == 2
     with pytest.raises(ConfigError, match="model=elsewhere: no such option"):
         compose_checked(["model=elsewhere:resnet50"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("data.root=/home/josé/my data", "/home/josé/my data"),
+        ("data.root='/home/josé'", "/home/josé"),
+        ("data.root=[é]", None),
+        ("data.root=é,ü", None),
+    ],
+)
+def test_letters_outside_ascii_need_no_quotes(typed: str, value: str | None) -> None:
+    """Hydra's grammar knows them only in quotes, which the shell takes away."""
+    _, args = parse(["train", "data=cifar10", typed])
+    if value is None:
+        assert args.overrides[-1] == typed
+    else:
+        assert compose_checked(args.overrides).data.root == value
