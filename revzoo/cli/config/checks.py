@@ -42,6 +42,7 @@ from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.base import ChecksModel
+from revzoo.training.callbacks.private import check_class_weights
 from revzoo.training.callbacks.registry import (
     CALLBACKS,
     build_callbacks,
@@ -76,6 +77,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_data(config["data"])
         check_finetuning(config)
         check_compiled(config["callbacks"])
+        if config["callbacks"].get("private") is not None:
+            check_class_weights(config["optim"].get("class_weights"))
         check_network(callbacks, network)
         if config.get(TUNER) is not None:
             check_tuner(config)

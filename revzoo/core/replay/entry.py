@@ -136,7 +136,11 @@ class TapeEntry:
         self.memos: Memos | None = None if self.conditions.restores_buffers else {}
         self.may_stop = step.early_stop and self.conditions.may_stop
         self.stops = stops and self.may_stop
-        self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
+        self.witness: _Witness | None = None
+        if drift_limit is not None and not self.conditions.repeatable:
+            self.witness = _Witness(self.strides, last=None)
+        elif drift_limit is not None and self.stops:
+            self.witness = _Witness(self.strides)
 
     def keep_saved(self, tensors: list[Tensor]) -> None:
         """Keep what :func:`save_for_replay` saved; inside another step, as its activations."""
@@ -318,17 +322,21 @@ class _Witness:
     Three, since the last two may show no error: a branch that ends in a layer and dropout saves the
     layer's input, then autocast's copy of the weight, then the dropout mask. Choices are masks and
     indices: a branch that draws them outside of torch may repeat its values, but not its choices.
+
+    Args:
+        strides: of the streams.
+        last: how many of each; None for all, if something in the step cannot be repeated.
     """
 
     __slots__ = ("_choices", "_least_dims", "_noted", "indices")
 
-    def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, strides: Sequence[tuple[int, ...]], *, last: int | None = 3) -> None:
         self.indices: list[int] = []  # among the saved tensors
         # vectors only if the streams are vectors: a compiled BatchNorm saves its running
         # statistics, which change
         self._least_dims = min(2, max(map(len, strides), default=0))
-        self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
-        self._choices: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
+        self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=last)
+        self._choices: deque[tuple[int, Tensor, int]] = deque(maxlen=last)
 
     def note(self, index: int, t: Tensor) -> None:
         if t.is_floating_point() or t.is_complex():

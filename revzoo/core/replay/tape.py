@@ -51,7 +51,8 @@ NOTE [ Slots and the tape ]
        compares the *witness*: the last three saved values, and the last three masks or indices.
        Exception: a guarded replay that starts from approximate values runs to the end, and the
        guard compares the stream, since the last saved tensors may be pure rounding error (the mean
-       that a second norm saves).
+       that a second norm saves). If a step uses something that a replay cannot rewind, such as an
+       iterator, the guard compares all tensors that the step saves, in every mode.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new

@@ -5,11 +5,11 @@ train/eval flags, buffers, parameters. ``torch.utils.checkpoint`` restores the f
 BatchNorm count the batch twice, and it uses flags and parameters as they are in the backward pass.
 
 NOTE [ What a replay restores ]
-    1. Random state: of the CPU, of the inputs' devices, and of each ``torch.Generator`` that the
-       step reaches or receives as a keyword argument. We keep the states that the forward pass
-       changed; all of them if the step may set states (``Reach.resets_states``), which hides that
-       it drew. Afterwards the caller's state is restored, so a replay does not change the caller's
-       random numbers. Steps of layers that draw no random numbers are left out
+    1. Random state: of the CPU, of the inputs' devices, and of each generator of torch, Python or
+       NumPy that the step reaches or receives as a keyword argument. We keep the states that the
+       forward pass changed; all of them if the step may set states (``Reach.resets_states``), which
+       hides that it drew. Afterwards the caller's state is restored, so a replay does not change
+       the caller's random numbers. Steps of layers that draw no random numbers are left out
        (``Reach.draws_nothing``). For threads see NOTE [ Threads ] in
        :mod:`revzoo.core.restore.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
@@ -164,6 +164,11 @@ class Conditions:
     def may_stop(self) -> bool:
         """Whether each tensor has its values when autograd saves it: a replay may stop there."""
         return not any(reach.leaves_unfilled for reach in self._reaches)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a replay can put everything back (rule 6 of NOTE [ What counts as reached ])."""
+        return not any(reach.unrepeatable for reach in self._reaches)
 
     @property
     def has_lazy_layers(self) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
@@ -21,15 +22,52 @@ from revzoo.core.restore.places import Undo
 
 CPU = torch.device("cpu")
 HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none
-Source = torch.device | Generator
-States = dict[Source, Tensor]
+
+
+class HostGenerator(NamedTuple):
+    """A random generator of Python or NumPy, or the module ``random`` or ``numpy.random``."""
+
+    generator: Any
+
+    def get_state(self) -> Any:
+        """A copy of its state: a tuple of numbers, or a dictionary with arrays of NumPy."""
+        g = self.generator
+        if hasattr(g, "getstate"):  # Python's
+            return g.getstate()
+        if hasattr(g, "get_state"):  # NumPy's RandomState, or its global one
+            return g.get_state(legacy=False)
+        return g.bit_generator.state  # NumPy's Generator
+
+    def set_state(self, state: Any) -> None:
+        """Put back a result of :meth:`get_state`."""
+        g = self.generator
+        if hasattr(g, "setstate"):
+            g.setstate(state)
+        elif hasattr(g, "set_state"):
+            g.set_state(state)
+        else:
+            g.bit_generator.state = state
+
+
+Source = torch.device | Generator | HostGenerator
+States = dict[Source, Any]
+
+
+def host_generator(v: Any) -> HostGenerator | None:
+    """``v``, if it is a random generator of Python or NumPy, or the module of one."""
+    numpy_random = sys.modules.get("numpy.random")
+    kinds: tuple[type, ...] = (random.Random,)
+    if numpy_random is not None:
+        kinds = (*kinds, numpy_random.Generator, numpy_random.RandomState)
+    is_one = isinstance(v, kinds) or v is random or (v is numpy_random and v is not None)
+    return HostGenerator(v) if is_one else None
 
 
 def random_states(sources: Iterable[Source]) -> States:
     """The random state of each source."""
     states: States = {}
     for source in sources:
-        if isinstance(source, Generator):
+        if isinstance(source, (Generator, HostGenerator)):
             states[source] = source.get_state()
         elif source.type == "cpu":
             states[source] = torch.default_generator.get_state()
@@ -41,12 +79,21 @@ def random_states(sources: Iterable[Source]) -> States:
 def set_random_states(states: States) -> None:
     """Put back what :func:`random_states` returned."""
     for source, state in states.items():
-        if isinstance(source, Generator):
+        if isinstance(source, (Generator, HostGenerator)):
             source.set_state(state)
         elif source.type == "cpu":
             torch.default_generator.set_state(state)
         else:
             torch.get_device_module(source).set_rng_state(state, source)
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_same_state(value, b[key]) for key, value in a.items())
+    same = a == b
+    return bool(same if isinstance(same, bool) else same.all())  # NumPy compares each number
 
 
 class RandomStates:
@@ -80,7 +127,7 @@ class RandomStates:
         if not self.sources:
             return draws
         before, after = self._before, random_states(self.sources)
-        changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
+        changed = {s: state for s, state in before.items() if not _same_state(state, after[s])}
         # a state that was put back hides draws: by the step's code (torch.random.fork_rng), by the
         # inverse of a sequence in it, or by a replay in another thread
         hidden = self._resets or not threads.swaps.quiet_since(self._mark)
@@ -105,7 +152,7 @@ class RandomStates:
     def drawn(self) -> bool:
         """Whether the running replay has drawn everything that the forward pass drew."""
         now = random_states(self._before)
-        return all(torch.equal(state, self._after[s]) for s, state in now.items())
+        return all(_same_state(state, self._after[s]) for s, state in now.items())
 
     def check_draws(self) -> None:
         """Raise a RuntimeError if a replay drew other numbers (rule 4 of NOTE [ Threads ])."""
@@ -114,7 +161,7 @@ class RandomStates:
         for source, state in random_states(self._before).items():
             # a replay that stops early or records nothing may draw nothing
             known = self._after[source], self._before[source]
-            if not any(torch.equal(state, expected) for expected in known):
+            if not any(_same_state(state, expected) for expected in known):
                 raise RuntimeError(
                     "a replay did not draw the random numbers of its forward pass. If several "
                     "threads drew at once: put a lock around their forward and backward passes, "

@@ -60,7 +60,7 @@ _UNFILLED = frozenset(
 _SET_STATES = frozenset(
     (
         *("fork_rng", "set_rng_state", "set_rng_state_all", "set_state", "manual_seed"),
-        *("isolate_rng", "seed_everything"),
+        *("isolate_rng", "seed_everything", "setstate"),
     )
 )
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
@@ -170,6 +170,7 @@ class Reach:
         "step",
         "tables",
         "tensors",
+        "unrepeatable",
         "updates_unseen",
     )
 
@@ -182,6 +183,7 @@ class Reach:
         self.tables = [(table, dict(table)) for table in tables]  # children and hooks, in order
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
+        self.unrepeatable = search.unrepeatable
         self.namespaces = search.namespaces
         # with readers of their length and items
         self.lists = [(v, built_in(v, "__len__"), built_in(v, "__iter__")) for v in search.lists]

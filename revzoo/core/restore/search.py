@@ -27,7 +27,10 @@ NOTE [ What counts as reached ]
        search: without the copy, a list of losses, for example, would keep the graph of the
        previous forward pass alive.
     5. The search does not enter torch, the standard library and the packages in ``_FOREIGN``, and
-       it ignores weak references and values computed at run time.
+       it ignores weak references and values computed at run time. Of Python's ``random`` and
+       ``numpy.random`` it finds the random states.
+    6. A replay cannot rewind an iterator, such as ``itertools.cycle``, or the system's random
+       numbers. If a step uses one, the guard compares all tensors that the step saves.
 
 A search takes as long as a few torch operations. The step keeps the result, with every place that
 was searched; :meth:`Reach.unchanged` checks only these places.
@@ -42,6 +45,7 @@ import dataclasses
 import dis
 import functools
 import importlib.util
+import random
 import sys
 import sysconfig
 import types
@@ -53,6 +57,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.core.invertible import Invertible, Step
+from revzoo.core.restore.global_state import HostGenerator, host_generator
 from revzoo.core.restore.places import (
     ABSENT,
     Absent,
@@ -156,7 +161,9 @@ class Search:
         self.roots: list[nn.Module] = []
         self.enclosing: list[nn.Module] = []
         self.tensors: list[tuple[Place, Any, str]] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[torch.Generator | HostGenerator] = []
+        self.unrepeatable = False  # whether it found a value that a replay cannot rewind
+        self.uses_numpy = False
         # rule 2: a new function may add names, which open attributes of earlier objects
         self.names: set[str] = {*_ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
@@ -187,6 +194,9 @@ class Search:
             # the list grows meanwhile: to start again after each new object would be quadratic
             for thing in self._objects:
                 self._expand(thing)
+        # np.random.rand(), say
+        if self.uses_numpy and "random" in self.names and "numpy.random" in sys.modules:
+            self._library(sys.modules["numpy.random"])
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
@@ -248,21 +258,32 @@ class Search:
             items = "maps" if isinstance(v, collections.ChainMap) else "data"
             self.value(getattr(v, items), vars(v), items, label)
         elif isinstance(v, type):
+            self.watched.append((place, key, v))
             if not _foreign(v.__module__):
-                self.watched.append((place, key, v))
                 self._class(v)
                 self._object({}, _methods(v), called=_CONSTRUCTORS)
                 if not _is_foreign(v):  # a metaclass of the user
                     self._object({}, _methods(type(v)))
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
-            return  # torch, nn and the like in the globals
+            self._library(v)  # torch, nn and the like in the globals
+        elif _is_unrepeatable(v):
+            self.unrepeatable = True
+        elif (generator := host_generator(v)) is not None:
+            self.watched.append((place, key, v))
+            self.generators.append(generator)
         elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
             v = _without_graph(v)
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._code_or_object(v, label)
         else:
-            self.kinds.append((place, key, type(v)))
+            self.watched.append((place, key, v))
+
+    def _library(self, module: types.ModuleType) -> None:
+        """A module whose code is not searched: its global random state is all that counts."""
+        if (generator := host_generator(module)) is not None:
+            self.generators.append(generator)
+        self.uses_numpy = self.uses_numpy or module.__name__ == "numpy"
 
     def _constants(self, values: Iterable[Any], label: str) -> None:
         """Search values in places that cannot change, such as the items of a tuple."""
@@ -458,8 +479,11 @@ class Search:
         if name[0] == "." and not package:
             return  # such an import fails
         name = importlib.util.resolve_name(name, package)
-        if not _foreign(name):
-            module = sys.modules.get(name, ABSENT)
+        module = sys.modules.get(name, ABSENT)
+        if _foreign(name):
+            if isinstance(module, types.ModuleType):
+                self._library(module)
+        else:
             self.kinds.append((sys.modules, name, type(module)))  # a search finds it later
             self._constants((module,), name)
 
@@ -540,6 +564,13 @@ def _attributes_of(v: Any) -> dict[str, Any]:
     except AttributeError:
         return {}
     return attributes
+
+
+def _is_unrepeatable(v: object) -> bool:
+    """Whether a replay can neither read nor rewind the state of ``v``."""
+    # iterators of users are searched like any object
+    is_iterator = hasattr(type(v), "__next__") and type(v).__module__ in ("builtins", "itertools")
+    return is_iterator or isinstance(v, random.SystemRandom)
 
 
 def _is_foreign(v: object) -> bool:

@@ -102,11 +102,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
             raise ValueError(package_needed("callbacks.private needs", "opacus")) from None
         data = data_of(trainer)
         _check(trainer, data)
-        if pl_module.optim.class_weights == BALANCED:
-            raise ValueError(
-                f"callbacks.private with optim.class_weights={BALANCED}: one image would change "
-                "the weights of all others. Give a list of numbers, which do not come from the data"
-            )
+        check_class_weights(pl_module.optim.class_weights)
         if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped
             raise ValueError(
                 "callbacks.private: the model is in evaluation mode: call model.train()"
@@ -258,6 +254,15 @@ def noise_seed(seed: int, step: int) -> int:
     """The seed of an optimiser step's noise, which batches and augmentation do not use."""
     # those hash up to four numbers; the fifth here must not be 0: trailing zeros do not count
     return hash_seed(seed, step, 0, 0, 1)
+
+
+def check_class_weights(weights: Any) -> None:
+    """Raise a ValueError if the weights of classes would come from the data."""
+    if weights == BALANCED:
+        raise ValueError(
+            f"callbacks.private with optim.class_weights={BALANCED}: one image would change the "
+            "weights of all others. Give a list of numbers, which do not come from the data"
+        )
 
 
 def _check(trainer: pl.Trainer, data: Any) -> None:

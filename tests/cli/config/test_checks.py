@@ -91,6 +91,7 @@ def test_pretrained_weights_must_be_known(
         (["~model"], "model is missing"),
         (["callbacks.best_checkpoint.monitor=val_acc"], "did you mean 'val/acc'"),
         (["optim.class_weights=balance"], "did you mean 'balanced'"),
+        (["callbacks.private={}", "optim.class_weights=balanced"], "weights of all others"),
         (["optim.class_weights=[1,-1]"], r"class_weights=\[1, -1\]: expected numbers > 0"),
         (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
         (

@@ -2,7 +2,12 @@
 
 import contextlib
 import copy
+import decimal
+import itertools
+import random
+from random import uniform
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_same_training, conv_net, error, images, linear_net, twin
@@ -401,3 +406,115 @@ def test_a_step_that_hides_its_draws_takes_the_random_lock_again():
         with conditions.Conditions(net, [x]):
             net(x)
         assert reached(net)[0].draws == training
+
+
+def imported_in_the_body():
+    import random as python
+
+    return python.random()
+
+
+HOST_DRAWS = {
+    "random.random": lambda: random.random,
+    "a global module": lambda: lambda: random.gauss(1, 1),
+    "a global function": lambda: lambda: uniform(0, 1),
+    "an import in the body": lambda: imported_in_the_body,
+    "random.Random": lambda: random.Random(0).random,
+    "a generator in a closure": lambda: (lambda g: lambda: g.random())(random.Random(0)),
+    "np.random": lambda: lambda: np.random.rand(),
+    "np.random.Generator": lambda: np.random.default_rng(0).random,
+    "np.random.RandomState": lambda: np.random.RandomState(0).rand,
+}
+
+
+class ByFactor(nn.Module):
+    """A factor that the last saved tensors do not show: a normalisation removes it."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x):
+        scaled = x * float(1 + abs(self.factor()))
+        return self.layers(nn.functional.layer_norm(scaled, (6,)))
+
+
+def gradient_by_factor(factor, mode, between=lambda: None):
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(ByFactor(factor))], dim=-1, memory=mode)
+    x = torch.randn(5, 12, requires_grad=True)
+    loss = net(x).square().sum()
+    between()
+    loss.backward()
+    return x.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("draws", HOST_DRAWS.values(), ids=HOST_DRAWS)
+def test_random_numbers_of_python_and_numpy_are_drawn_again(draws, mode):
+    """They were drawn anew in the replay: the gradients were silently wrong."""
+    found = []
+    for each in ("store", mode):
+        random.seed(3)
+        np.random.seed(3)
+        # the states after the backward pass are the caller's, too
+        found.append((gradient_by_factor(draws(), each), random.random(), np.random.rand()))
+    (expected, *after), (gradient, *now) = found
+    assert error(gradient, expected) < 1e-5
+    assert now == after
+
+
+def counted():
+    yield from itertools.count(1)
+
+
+ITERATORS = {
+    "cycle": lambda: itertools.cycle([1, 3, 9]),
+    "count": lambda: itertools.count(1),
+    "generator": counted,
+    "list": lambda: iter([1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "exact"])
+@pytest.mark.parametrize("start", ITERATORS.values(), ids=ITERATORS)
+def test_an_iterator_that_a_replay_advances_is_a_drift(start, mode):
+    """A replay took the next item: the gradients were silently wrong, by ten percent."""
+    iterator = start()
+    with pytest.raises(revzoo.DriftError):
+        gradient_by_factor(lambda: next(iterator), mode)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "exact"])
+def test_an_iterator_that_changes_nothing_is_none(mode):
+    calls = itertools.count()
+    gradient = gradient_by_factor(lambda: 0 * next(calls), mode)
+    assert error(gradient, gradient_by_factor(lambda: 0, "store")) < 1e-3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_of_the_system_are_a_drift(mode):
+    source = random.SystemRandom()
+    with pytest.raises(revzoo.DriftError):
+        gradient_by_factor(lambda: source.random(), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("first", "second", "factor"),
+    [
+        (decimal.Decimal(1), decimal.Decimal(3), float),
+        (nn.GELU, nn.ReLU, lambda v: 1 if v is nn.GELU else 3),
+    ],
+)
+def test_objects_of_libraries_are_those_of_the_forward(first, second, factor, mode):
+    """A dictionary's entry of another library's class kept its value of the backward pass."""
+    table = {"v": first}
+    found = [
+        gradient_by_factor(lambda: factor(table["v"]), each, lambda: table.update(v=second))
+        for each in ("store", mode)
+        if table.update(v=first) is None
+    ]
+    assert error(found[1], found[0]) < 1e-5
+    assert table == {"v": second}
