@@ -46,7 +46,7 @@ from revzoo.compat import memcnn
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.guard.samples import sample
 from revzoo.core.replay.tape import Tape
-from revzoo.core.restore import search
+from revzoo.core.restore import code_names
 from revzoo.interop.foreign import read_tensors
 from revzoo.models.components.lean import Lean
 from revzoo.profiling.live import LiveMemory
@@ -1502,14 +1502,14 @@ def test_a_users_module_may_have_the_name_of_a_standard_one(tmp_path, monkeypatc
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "profile", raising=False)
-    search._foreign.cache_clear()
+    code_names.is_foreign_module.cache_clear()
     try:
         kind = importlib.import_module("profile").Read
         assert compared(lambda: [AdditiveCoupling(kind()) for _ in range(3)], "invert") < 1e-12
     finally:
         monkeypatch.undo()
         sys.modules.pop("profile", None)
-        search._foreign.cache_clear()
+        code_names.is_foreign_module.cache_clear()
 
 
 @pytest.mark.parametrize("mode", REPLAYED)

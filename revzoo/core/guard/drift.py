@@ -179,12 +179,12 @@ class Guard:
         """
         if not self._waiting:
             return
-        addresses = {storage_id(t) for t in used}
+        storages = {storage_id(t) for t in used}
         # by storage_id: the next replay reads the reconstructed stream itself or an alias
         for at, comparison in self._waiting:
-            comparison.used |= at in addresses
-        addresses = {storage_id(t) for t in state if isinstance(t, Tensor)}
-        self._waiting = [(at, c) for at, c in self._waiting if at in addresses and not c.used]
+            comparison.used |= at in storages
+        storages = {storage_id(t) for t in state if isinstance(t, Tensor)}
+        self._waiting = [(at, c) for at, c in self._waiting if at in storages and not c.used]
 
     def pop_figures(self) -> tuple[list[Tensor], list[_Comparison]]:
         """Return and clear the figures: sizes at the start, comparisons."""

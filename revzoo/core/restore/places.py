@@ -10,12 +10,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import is_, itemgetter
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -27,6 +29,12 @@ class Absent:
 
 ABSENT = Absent()
 """Stands for a missing value: an empty cell or slot, a missing key."""
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
+_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
+PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType, Absent))
+"""The types of values that cannot change in place and hold nothing to search."""
 
 
 class Place(Protocol):

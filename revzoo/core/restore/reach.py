@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from revzoo.core.invertible import Step
 from revzoo.core.restore.places import (
     ABSENT,
+    PLAIN_TYPES,
     ClassAttributes,
     Constant,
     Place,
@@ -33,7 +34,6 @@ from revzoo.core.restore.search import (
     ABOUT_CLASS,
     CACHE_KEY,
     MAX_ITEMS,
-    PLAIN_TYPES,
     Search,
     modules_in,
 )
@@ -156,13 +156,13 @@ class Reach:
         "changes_unseen",
         "draws",
         "enclosing",
+        "gathered",
         "generators",
         "leaves_unfilled",
         "lists",
         "locks",
         "names",
         "namespaces",
-        "owned",
         "resets_states",
         "runs_code",
         "scripted",
@@ -209,7 +209,7 @@ class Reach:
         self.locks = locks_of(self._members)
         # from its code and layers alone; ``draws`` is known from its passes
         self._may_draw = self.runs_code or not all(map(_is_silent, self._members))
-        self.owned: Any = None  # parameters and buffers of the modules, see step_tensors.py
+        self.gathered: Any = None  # parameters and buffers of the modules, see gathered.py
         self._nested = [m._modules for m in self._members]
         # compared by identity: a child that was replaced has other parameters
         self._children = [child for table in self._nested for child in table.values()]
@@ -331,8 +331,8 @@ class Reach:
 
 def _share_memory(tensors: Iterable[Any]) -> bool:
     """Whether some of the tensors share memory, so that an update of one changes others."""
-    addresses = [storage_id(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
-    return len({*addresses}) < len(addresses)
+    storages = [storage_id(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
+    return len({*storages}) < len(storages)
 
 
 class Plain(NamedTuple):

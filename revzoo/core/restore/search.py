@@ -26,7 +26,7 @@ NOTE [ What counts as reached ]
        copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
        search: without the copy, a list of losses, for example, would keep the graph of the
        previous forward pass alive.
-    5. The search does not enter torch, the standard library and the packages in ``_FOREIGN``, and
+    5. The search does not enter the standard library, torch, NumPy, Lightning and this package, and
        it ignores weak references and values computed at run time. Of Python's ``random`` and
        ``numpy.random`` it finds the random states.
     6. A replay cannot rewind an iterator, such as ``itertools.cycle``, or the system's random
@@ -40,27 +40,43 @@ from __future__ import annotations
 
 import builtins
 import collections
-import copy
-import dataclasses
-import dis
 import functools
 import importlib.util
 import random
 import sys
-import sysconfig
 import types
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.invertible import Invertible, Step
+from revzoo.core.invertible import Step
+from revzoo.core.restore.code_names import (
+    ENTRY_POINTS,
+    Methods,
+    called_by_bases,
+    functions_of,
+    has_foreign_class,
+    inherits_code,
+    is_foreign_module,
+    is_operator,
+    loads,
+    loads_any,
+    methods_of,
+    slots_of,
+)
+from revzoo.core.restore.detached_copies import (
+    CONTAINERS,
+    LISTS,
+    attributes_of,
+    items_of,
+    without_graph,
+)
 from revzoo.core.restore.global_state import HostGenerator, host_generator
 from revzoo.core.restore.places import (
     ABSENT,
-    Absent,
+    PLAIN_TYPES,
     Attributes,
     Cell,
     ClassAttributes,
@@ -68,32 +84,13 @@ from revzoo.core.restore.places import (
     Items,
     Place,
     SlotAttributes,
-    built_in,
     entries,
-    refill,
 )
 
-# packages whose code is not searched, besides the standard library
-_FOREIGN = frozenset(
-    (
-        *("torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"),
-        *("lightning", "pytorch_lightning", "lightning_fabric"),
-    )
-)
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 CACHE_KEY = "_revzoo_reach"  # in the __dict__ of a step
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
-_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
-PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType, Absent))
 MAX_ITEMS = 256  # a dictionary or list with more items is a table, which no forward pass changes
-_DEPTH = 4  # levels of containers to search for tensors with a graph
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", CACHE_KEY}
 _STEP_OPTIONS = frozenset(Step.__annotations__)
-# methods that are called without a name in the user's code
-_ENTRY_POINTS = frozenset(
-    name for c in (Step, Invertible) for name in vars(c) if name[0] != "_"
-) | {"forward", "__call__"}
 _STEP_RUNNERS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
 _LOADS_ANY_MEMBER = _LOADS_ANY | {
@@ -119,8 +116,6 @@ ABOUT_CLASS = frozenset(
 )
 _BUILTINS = frozenset(vars(builtins))
 _CONSTRUCTORS = frozenset(("__init__", "__new__"))
-# special methods that no operator calls in a branch, or that data classes make (__eq__)
-_NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 
 
 def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
@@ -136,17 +131,12 @@ def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
     return list(found)
 
 
-# The functions that a class and its bases define, by name; also overridden ones, since super()
-# calls them.
-_Methods = dict[str, tuple[types.FunctionType, ...]]
-
-
 class _Object(NamedTuple):
     """A namespace; the search follows the attributes in it that a function loads by name."""
 
     attributes: dict[str, Any]
     place: Place
-    methods: _Methods
+    methods: Methods
     skipped: frozenset[str]  # attributes that are never followed
     all_names: bool  # whether to follow attributes that no function loads by name, too
     wildcards: frozenset[str]  # names that load any attribute
@@ -165,7 +155,7 @@ class Search:
         self.unrepeatable = False  # whether it found a value that a replay cannot rewind
         self.uses_numpy = False
         # rule 2: a new function may add names, which open attributes of earlier objects
-        self.names: set[str] = {*_ENTRY_POINTS, *names}
+        self.names: set[str] = {*ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []  # places of objects
         self.kinds: list[tuple[Place, Any, type]] = []  # places of plain values and tensors
@@ -200,7 +190,7 @@ class Search:
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
-            if name in self.names or name in thing.called or _is_operator(name):
+            if name in self.names or name in thing.called or is_operator(name):
                 for f in functions:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
@@ -210,7 +200,7 @@ class Search:
     def _follow(self, thing: _Object, name: str) -> None:
         """Search the value of an attribute, once."""
         v = thing.attributes[name]
-        is_method = isinstance(thing.place, ClassAttributes) and bool(_functions_of(v))
+        is_method = isinstance(thing.place, ClassAttributes) and bool(functions_of(v))
         # these count only by name, even if a function calls getattr()
         if (is_method or name in ABOUT_CLASS) and name not in self.names:
             return
@@ -248,8 +238,8 @@ class Search:
         elif isinstance(v, nn.Module):
             self.watched.append((place, key, v))
             self._reached_module(v)
-        elif isinstance(v, _CONTAINERS):
-            v = _without_graph(v)
+        elif isinstance(v, CONTAINERS):
+            v = without_graph(v)
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._container(v, label)
@@ -259,20 +249,20 @@ class Search:
             self.value(getattr(v, items), vars(v), items, label)
         elif isinstance(v, type):
             self.watched.append((place, key, v))
-            if not _foreign(v.__module__):
+            if not is_foreign_module(v.__module__):
                 self._class(v)
-                self._object({}, _methods(v), called=_CONSTRUCTORS)
-                if not _is_foreign(v):  # a metaclass of the user
-                    self._object({}, _methods(type(v)))
-        elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
+                self._object({}, methods_of(v), called=_CONSTRUCTORS)
+                if not has_foreign_class(v):  # a metaclass of the user
+                    self._object({}, methods_of(type(v)))
+        elif isinstance(v, types.ModuleType) and label == key and is_foreign_module(v.__name__):
             self._library(v)  # torch, nn and the like in the globals
         elif _is_unrepeatable(v):
             self.unrepeatable = True
         elif (generator := host_generator(v)) is not None:
             self.watched.append((place, key, v))
             self.generators.append(generator)
-        elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
-            v = _without_graph(v)
+        elif callable(v) or isinstance(v, _SEARCHED) or not has_foreign_class(v):
+            v = without_graph(v)
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._code_or_object(v, label)
@@ -308,8 +298,8 @@ class Search:
         if self._contains_step(m):
             return True
         calls = any(
-            _loads_any(f, _STEP_RUNNERS)
-            for name, functions in _methods(type(m)).items()
+            loads_any(f, _STEP_RUNNERS)
+            for name, functions in methods_of(type(m)).items()
             if name[:2] != "__"
             for f in functions
         )
@@ -322,10 +312,8 @@ class Search:
         # code that runs the step would bring in all siblings; the step may call other methods
         runs = _STEP_RUNNERS | {k for k, child in m._modules.items() if self._contains_step(child)}
         methods = {
-            name: tuple(
-                f for f in functions if name not in _ENTRY_POINTS or not _loads_any(f, runs)
-            )
-            for name, functions in _methods(type(m)).items()
+            name: tuple(f for f in functions if name not in ENTRY_POINTS or not loads_any(f, runs))
+            for name, functions in methods_of(type(m)).items()
         }
         self._object(m.__dict__, methods, _STANDARD)
         self._class(type(m))
@@ -335,10 +323,10 @@ class Search:
     def _container(self, v: Any, label: str) -> None:
         # a change of length is seen without looking at the items
         self.sized.append(v)
-        if isinstance(v, _LISTS):
+        if isinstance(v, LISTS):
             self.lists.append(v)
         table = entries(v) if isinstance(v, dict) else None
-        items = list(enumerate(_items_of(v)) if table is None else table.items())
+        items = list(enumerate(items_of(v)) if table is None else table.items())
         if table is not None and len(items) <= MAX_ITEMS:
             self.namespaces.append(table)
         # the usual case, and the only cheap one for long lists
@@ -368,30 +356,30 @@ class Search:
             if not isinstance(v.__self__, types.ModuleType):
                 self._constants((v.__self__,), label)
         elif isinstance(v, types.ModuleType):
-            if not _foreign(v.__name__):
+            if not is_foreign_module(v.__name__):
                 # without wildcards: not even getattr brings in a whole package
                 self._object(vars(v), {}, watch_size=False, wildcards=frozenset())
         else:
-            attributes = _attributes_of(v)
+            attributes = attributes_of(v)
             if "__wrapped__" in attributes:  # functools.lru_cache
                 self.value(attributes["__wrapped__"], attributes, "__wrapped__", label)
-            if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+            if isinstance(v, types.SimpleNamespace) or not has_foreign_class(v):
                 self._attributes(v)
 
     def _attributes(self, v: Any) -> None:
         slots = SlotAttributes(v)
-        for name in _slots_of(type(v)):
+        for name in slots_of(type(v)):
             self.value(slots.get(name, ABSENT), slots, name, name)
-        attributes = _attributes_of(v)
+        attributes = attributes_of(v)
         self.namespaces.append(attributes)
-        self._object(attributes, _methods(type(v)))
+        self._object(attributes, methods_of(type(v)))
         self._class(type(v))
 
     def _class(self, cls: type) -> None:
         """The attributes of user-defined classes."""
         # class attributes may be tensors, counters or modules that several objects share
         for c in cls.__mro__:
-            if not _foreign(c.__module__) and self._is_new(c):
+            if not is_foreign_module(c.__module__) and self._is_new(c):
                 self.sized.append(vars(c))
                 self.classes.append((c, frozenset(vars(c))))
                 self._object(
@@ -405,7 +393,7 @@ class Search:
     def _object(
         self,
         attributes: dict[str, Any],
-        methods: _Methods,
+        methods: Methods,
         skipped: frozenset[str] = frozenset(),
         *,
         place: Place | None = None,
@@ -431,8 +419,8 @@ class Search:
             return
         cls = type(m)
         skipped = _STANDARD | _STEP_OPTIONS if isinstance(m, Step) else _STANDARD
-        inherits, called = _inherits_code(cls), _called_by_bases(cls)
-        self._object(m.__dict__, _methods(cls), skipped, all_names=inherits, called=called)
+        inherits, called = inherits_code(cls), called_by_bases(cls)
+        self._object(m.__dict__, methods_of(cls), skipped, all_names=inherits, called=called)
         self._class(cls)
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             self.sized.append(hooks)
@@ -445,7 +433,7 @@ class Search:
         holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
         if not self._is_new(f.__code__) and not holds:
             return
-        foreign = _foreign(f.__globals__.get("__name__", ""))
+        foreign = is_foreign_module(f.__globals__.get("__name__", ""))
         if foreign and f.__closure__ is None:
             return
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
@@ -459,7 +447,7 @@ class Search:
         if f.__dict__ and self._is_new(f.__dict__):
             self.namespaces.append(f.__dict__)
             self._object(f.__dict__, {})
-        loaded, attributes, imported = _loads(f.__code__)
+        loaded, attributes, imported = loads(f.__code__)
         # Globals are looked up in the function's module only, attributes in every object. Code that
         # calls super().__init__() does not create the objects that the search has reached.
         self.names |= (attributes - _CONSTRUCTORS) | (loaded & _LOADS_ANY)
@@ -480,7 +468,7 @@ class Search:
             return  # such an import fails
         name = importlib.util.resolve_name(name, package)
         module = sys.modules.get(name, ABSENT)
-        if _foreign(name):
+        if is_foreign_module(name):
             if isinstance(module, types.ModuleType):
                 self._library(module)
         else:
@@ -489,81 +477,14 @@ class Search:
 
 
 _SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign
-_LISTS = (list, set, collections.deque)
 # of the standard library, but written in Python: their items are in an attribute
 _WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
-_CONTAINERS = (*_LISTS, tuple, dict, frozenset)
 _FUNCTIONS = (
     types.FunctionType,
     types.BuiltinFunctionType,
     types.MethodType,
     types.MethodDescriptorType,
 )
-
-
-def _without_graph(v: Any) -> Any:
-    """``v``, or if it holds tensors with a graph, a copy with aliases of them (rule 4)."""
-    changed = _aliases(v, 0)
-    return v if changed is None else changed
-
-
-def _aliases(v: Any, depth: int) -> Any:
-    """A copy of ``v`` with aliases of tensors with a graph; None if there are none."""
-    if isinstance(v, Tensor):
-        return None if v.is_leaf else v.detach().requires_grad_(v.requires_grad)
-    if depth > _DEPTH or type(v) in PLAIN_TYPES:
-        return None
-    if isinstance(v, dict):
-        aliases = _aliases_of(entries(v).copy(), depth)
-    elif isinstance(v, _CONTAINERS):
-        aliases = _aliases_of(dict(enumerate(_items_of(v))), depth)
-    elif isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v)):
-        place = SlotAttributes(v)
-        slots = {name: place.get(name) for name in _slots_of(type(v))}
-        aliases = _aliases_of({**_attributes_of(v), **slots}, depth)
-    else:
-        return None
-    return _with(v, aliases) if aliases else None
-
-
-def _aliases_of(items: dict[Any, Any], depth: int) -> dict[Any, Any]:
-    copies = {key: _aliases(item, depth + 1) for key, item in items.items()}
-    return {key: item for key, item in copies.items() if item is not None}
-
-
-def _with(v: Any, aliases: dict[Any, Any]) -> Any:
-    """A copy of ``v`` with these items or attributes."""
-    if isinstance(v, (tuple, frozenset)):
-        items = [aliases.get(i, item) for i, item in enumerate(_items_of(v))]
-        named = hasattr(v, "_fields")  # named tuples take their items one by one
-        return type(v)(*items) if named else type(v)(items)
-    changed = copy.copy(v)  # keeps the class and its attributes
-    if isinstance(v, dict):
-        table = entries(changed)
-        for key, item in aliases.items():
-            table[key] = item
-    elif isinstance(v, _LISTS):
-        refill(changed, [aliases.get(i, item) for i, item in enumerate(_items_of(v))])
-    else:
-        for name, value in aliases.items():
-            object.__setattr__(changed, name, value)  # frozen data classes refuse setattr
-    return changed
-
-
-def _items_of(container: Any) -> Iterable[Any]:
-    """The items of a list, deque, set or tuple."""
-    items: Iterable[Any] = built_in(container, "__iter__")()
-    return items
-
-
-def _attributes_of(v: Any) -> dict[str, Any]:
-    """The ``__dict__`` of ``v``; empty if it has none."""
-    # getattr would call a user's __getattr__ or __getattribute__
-    try:
-        attributes: dict[str, Any] = object.__getattribute__(v, "__dict__")
-    except AttributeError:
-        return {}
-    return attributes
 
 
 def _is_unrepeatable(v: object) -> bool:
@@ -573,40 +494,9 @@ def _is_unrepeatable(v: object) -> bool:
     return is_iterator or isinstance(v, random.SystemRandom)
 
 
-def _is_foreign(v: object) -> bool:
-    return _foreign(type(v).__module__)
-
-
-def _cached(f: Callable[[type], Any]) -> Callable[[type], Any]:
-    """A cache that keeps no class alive; the results must not refer to the class."""
-    results: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(f)
-    def cached(cls: type) -> Any:
-        if (result := results.get(cls)) is None:
-            results[cls] = result = f(cls)
-        return result
-
-    return cached
-
-
-@functools.lru_cache(maxsize=4096)
-def _foreign(module: str | None) -> bool:
-    root = (module or "").partition(".")[0]
-    if root not in sys.stdlib_module_names:
-        return root in _FOREIGN
-    # a user's file may be called profile.py
-    file = getattr(sys.modules.get(root), "__file__", None)
-    return file is None or file.startswith(_STANDARD_LIBRARY)
-
-
-def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
-    return any(not names.isdisjoint(loaded) for loaded in _loads(f.__code__))
-
-
 def _is_running(m: nn.Module) -> bool:
     """Whether a user-defined method of ``m`` is running in this thread."""
-    codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
+    codes = {f.__code__ for functions in methods_of(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         # the code alone does not show the object: all objects of a class share it
@@ -615,108 +505,3 @@ def _is_running(m: nn.Module) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Names of globals, attributes and modules that the code, and code nested in it, loads.
-
-    A module's name begins with as many dots as its import is relative.
-    """
-    names: set[str] = set()
-    attributes: set[str] = set()
-    modules: set[str] = set()
-    level: Any = 0
-    constant: Any = None  # the last one
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            # of an import: how relative it is, then the names
-            level, constant = constant, instruction.argval
-        elif instruction.opname == "IMPORT_NAME":
-            modules.add("." * level + instruction.argval)
-        # its keywords are in a tuple: case Scale(factor=f)
-        elif instruction.opname == "MATCH_CLASS":
-            attributes.update(constant)
-        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(instruction.argval)
-        # LOAD_METHOD until Python 3.11, LOAD_SUPER_ATTR from 3.12 on
-        # an imported name may get another one: from torch import batch_norm as norm
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
-            attributes.add(instruction.argval)
-    # lambdas, comprehensions and inner functions are constants of the code around them
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            inner = _loads(const)
-            names |= inner[0]
-            attributes |= inner[1]
-            modules |= inner[2]
-    return frozenset(names), frozenset(attributes), frozenset(modules)
-
-
-# not cached: a method may be replaced between two forward passes
-def _methods(cls: type) -> _Methods:
-    """The functions that user-defined classes define; setters of properties as ``__set__``."""
-    methods: _Methods = {}
-    for c in cls.__mro__:
-        if not _foreign(c.__module__):
-            for name, value in vars(c).items():
-                if functions := _functions_of(value):
-                    methods[name] = (*methods.get(name, ()), *functions)
-                # code that only sets a property does not load its name
-                if isinstance(value, property) and isinstance(value.fset, types.FunctionType):
-                    methods["__set__"] = (*methods.get("__set__", ()), value.fset)
-    return methods
-
-
-def _is_operator(name: str) -> bool:
-    """Whether ``name`` is a method that an operator or a built-in function calls."""
-    return name[:2] == "__" and name not in _NO_OPERATORS
-
-
-def _functions_of(value: Any) -> list[types.FunctionType]:
-    """The functions of an attribute of a class."""
-    found = [value.fget if isinstance(value, property) else value]
-    if isinstance(value, functools.singledispatchmethod):
-        found = [value.func, *value.dispatcher.registry.values()]
-    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
-        found = [value.func]
-    found = [f.__func__ if isinstance(f, (staticmethod, classmethod)) else f for f in found]
-    return [f for f in found if isinstance(f, types.FunctionType)]
-
-
-@_cached
-def _slots_of(cls: type) -> tuple[str, ...]:
-    """The slots that user-defined classes define."""
-    # types of C extensions have members, too, but no __slots__; some are read-only
-    own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__) and "__slots__" in vars(c)]
-    kinds = types.MemberDescriptorType
-    return tuple(name for names in own for name, m in names.items() if isinstance(m, kinds))
-
-
-@_cached
-def _inherits_code(cls: type) -> bool:
-    """Whether the class inherits code that is not searched and may load any attribute."""
-    return bool(_library_bases(cls))
-
-
-@_cached
-def _called_by_bases(cls: type) -> frozenset[str]:
-    """The methods that the forward passes of torch's and revzoo's bases of ``cls`` may call."""
-    defined: dict[str, list[types.FunctionType]] = {}
-    for c in _library_bases(cls):
-        for name, value in vars(c).items():
-            defined.setdefault(name, []).extend(_functions_of(value))
-    operators = set(filter(_is_operator, defined))
-    called: set[str] = set()
-    new: set[str] = {*_ENTRY_POINTS, *operators} & defined.keys()
-    while new:  # and what these call, and so on
-        called |= new
-        loaded = [_loads(f.__code__)[1] for name in new for f in defined[name]]
-        new = (set[str]().union(*loaded) & defined.keys()) - called
-    return frozenset(name for name in called if name[:2] != "__")
-
-
-def _library_bases(cls: type) -> list[type]:
-    bare = (object, nn.Module, Step, Invertible)
-    bases = [c for c in cls.__mro__ if c not in bare]
-    return [c for c in bases if c.__module__.partition(".")[0] in ("torch", "revzoo")]

@@ -24,7 +24,7 @@ from revzoo import (
     is_replaying,
     set_memory,
 )
-from revzoo.core.restore import search
+from revzoo.core.restore import code_names, search
 from revzoo.core.restore.reach import reached
 
 MODES = ["recompute", "invert"]
@@ -907,5 +907,5 @@ def test_overrides_that_no_forward_pass_calls_are_not_searched():
     with torch.no_grad():
         EMA.weight.mul_(0.9)
     y.sum().backward()
-    assert search._called_by_bases(_Described) == {"forward"}
-    assert search._called_by_bases(type("C", (nn.Conv2d,), {})) == {"forward", "_conv_forward"}
+    assert code_names.called_by_bases(_Described) == {"forward"}
+    assert code_names.called_by_bases(type("C", (nn.Conv2d,), {})) == {"forward", "_conv_forward"}
