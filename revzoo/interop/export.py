@@ -150,9 +150,14 @@ def _difference(predict: Predictor, network: ImageNetwork, images: Tensor) -> fl
 
 
 def _program(job: Export) -> torch.export.ExportedProgram:
-    shapes = None if job.batch is not None else ({0: torch.export.Dim("batch")},)
     # two images stand for any number: torch.export treats a size of one as a constant
-    return torch.export.export(job.network, (job.images(job.batch or 2),), dynamic_shapes=shapes)
+    images = job.images(job.batch or 2)
+    return torch.export.export(job.network, (images,), dynamic_shapes=_batch_of(job))
+
+
+def _batch_of(job: Export) -> tuple[dict[int, Any]] | None:
+    """The open batch axis of the images; None if it is fixed."""
+    return None if job.batch is not None else ({0: torch.export.Dim("batch")},)
 
 
 def _write_pt2(job: Export, path: Path) -> None:
@@ -171,7 +176,13 @@ def _write_onnx(job: Export, path: Path) -> None:
     with warnings.catch_warnings():
         # torch 2.15's exporter warns of deprecated calls in its own code
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(_program(job), (), opset_version=job.opset, **options)
+        program = torch.onnx.export(
+            _program(job),
+            (),
+            opset_version=job.opset,
+            dynamic_shapes=_batch_of(job),  # otherwise the axis has an internal name, such as s77
+            **options,
+        )
     assert program is not None, "the dynamo exporter returns a program"
     for key, value in job.packed(path.stem)[1].items():
         # ONNX metadata maps strings to strings

@@ -57,6 +57,8 @@ def test_onnx_runs_in_onnxruntime_and_names_the_classes(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     assert export(job(opset=18), path, kind="onnx") < 1e-5
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    # the axis had an internal name, such as s77
+    assert [v.shape[0] for v in (*session.get_inputs(), *session.get_outputs())] == 2 * ["batch"]
     known = session.get_modelmeta().custom_metadata_map
     assert known["architecture"] == "revnet38"
     assert json.loads(known["classes"]) == list("abcde")
