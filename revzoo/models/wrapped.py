@@ -220,7 +220,12 @@ class WrappedNetwork(ImageNetwork):
         tokens = tuple(self.net.parameters(recurse=False))  # and positions, of the first part
         return (
             *(Part(n, (m,), () if i else tokens) for i, (n, m) in enumerate(named.items())),
-            Part(self.classifier, tuple(m for n, m in children.items() if n in ends)),
+            # the classifier's child may be the only one
+            Part(
+                self.classifier,
+                tuple(m for n, m in children.items() if n in ends),
+                () if named else tokens,
+            ),
         )
 
     def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -131,6 +131,24 @@ def test_steps_inside_keep_their_mode_unless_one_is_given():
     assert kept[None] == kept["exact"] < kept["store"]
 
 
+class Bare(nn.Module):
+    def __init__(self, num_classes, in_chans):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(in_chans))
+        self.last = nn.Sequential(nn.Linear(in_chans, num_classes))
+
+    def forward(self, x):
+        return self.last(x.mean((2, 3)) * self.scale)
+
+
+def test_every_parameter_is_in_one_part():
+    revzoo.register_model("bare", Bare)
+    for name in ("mynet", "fixed", "inverting", "bare"):
+        model = revzoo.create_model(name)
+        found = [id(p) for part in parts(model) for p in part.parameters()]
+        assert sorted(found) == sorted(map(id, model.parameters()))
+
+
 def test_modules_without_a_classifier():
     revzoo.register_model("conv", lambda num_classes, in_chans: nn.Conv2d(in_chans, 4, 1))
     revzoo.register_model("nothing", lambda num_classes, in_chans: None)
