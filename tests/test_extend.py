@@ -22,7 +22,7 @@ from revzoo.training.optim.optimizers import OPTIMIZERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "extend.md"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-HERE, OWN = PAGE.read_text().split("## In your own module")
+OWN, HERE = PAGE.read_text().split("## In this repository")
 
 
 def blocks(text: str, language: str) -> list[str]:
