@@ -105,7 +105,9 @@ def add_config_nodes() -> None:
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
             row = {key: getattr(entry.variant, key) for key in entry.variant_keywords}
-            options = _keywords(entry.network) | {k: v for k, v in row.items() if _is_plain(v)}
+            options = _keywords(entry.network) | {
+                k: v for k, v in row.items() if _is_plain(v) and not isinstance(v, dict)
+            }
             # the run sets FITTED from the data and the memory mode
             taken = {k: v for k, v in options.items() if k in entry.keywords and k not in FITTED}
             bits = {"reversible_bits": None} if entry.network.convertible else {}

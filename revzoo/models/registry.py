@@ -368,7 +368,8 @@ def _build(
         # on the instance: other networks of the class do not change
         model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
-    shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
+    shapeless = {*_SHAPELESS} - {*architecture.variant_keywords}  # a user's own dropout, say
+    shaping = {key: value for key, value in options.items() if key not in shapeless}
     model.spec = Spec(named.architecture, shaping, create_model)
     return model
 

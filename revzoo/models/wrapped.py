@@ -261,7 +261,13 @@ class OwnNetwork(WrappedNetwork):
         check_count("num_classes", num_classes, least=0)
         outputs = num_classes or 10  # without classes we remove the classifier
         numbers = {"num_classes": outputs, "in_chans": in_chans}
-        net = on_any_device(lambda: keywords.build(**numbers, **vars(keywords)))
+        defaults = vars(type(keywords)())
+        # files and configurations hold lists only
+        values = {
+            key: tuple(value) if isinstance(defaults[key], tuple) and value is not None else value
+            for key, value in vars(keywords).items()
+        }
+        net = on_any_device(lambda: keywords.build(**numbers, **values))
         if not isinstance(net, nn.Module):
             raise TypeError(f"{keywords.called} returned {net!r:.80}: expected an nn.Module")
         self.net = net
@@ -316,7 +322,9 @@ def on_any_device(build: Callable[[], nn.Module]) -> nn.Module:
     """``build()``; on the meta device also if its constructor reads values of tensors."""
     try:
         return build()
-    except NotImplementedError:  # the meta device holds no values
+    except (NotImplementedError, RuntimeError):
+        if torch.get_default_device().type != "meta":  # which holds no values
+            raise
         with torch.device("cpu"):
             net = build()
         return net.to(torch.get_default_device())

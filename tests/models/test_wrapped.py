@@ -149,6 +149,27 @@ def test_every_parameter_is_in_one_part():
         assert sorted(found) == sorted(map(id, model.parameters()))
 
 
+def odd(num_classes, in_chans, dims=(4,), dropout=0.0):
+    """Reads a value of a tensor, adds to a tuple, and has an option of the zoo's name."""
+    rate = torch.linspace(0, 1, 3)[0].item()
+    widths = dims.__add__((8,))
+    drops = [nn.Dropout(dropout)] if dropout else []
+    first = nn.Conv2d(in_chans, widths[0], 3)
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(rate), *drops]
+    return nn.Sequential(first, *pool, nn.Linear(widths[0], num_classes))
+
+
+def test_odd_constructors(tmp_path):
+    """They failed on the meta device, with a list for the tuple, and when they were saved."""
+    revzoo.register_model("odd", odd)
+    with torch.device("meta"):
+        revzoo.create_model("odd")
+    model = revzoo.create_model("odd", dims=[6], dropout=0.5)
+    model.save_pretrained(tmp_path, classes=None, mean=None, std=None)
+    x = images(2, 3, 8, 8)
+    assert torch.equal(revzoo.from_pretrained(tmp_path).eval()(x), model.eval()(x))
+
+
 def test_modules_without_a_classifier():
     revzoo.register_model("conv", lambda num_classes, in_chans: nn.Conv2d(in_chans, 4, 1))
     revzoo.register_model("nothing", lambda num_classes, in_chans: None)

@@ -137,7 +137,7 @@ class TapeEntry:
         self.may_stop = step.early_stop and self.conditions.may_stop
         self.stops = stops and self.may_stop
         self.witness: _Witness | None = None
-        if drift_limit is not None and not self.conditions.repeatable:
+        if drift_limit is not None and not (approximate or self.conditions.repeatable):
             self.witness = _Witness(self.strides, last=None)
         elif drift_limit is not None and self.stops:
             self.witness = _Witness(self.strides)

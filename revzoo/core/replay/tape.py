@@ -52,7 +52,7 @@ NOTE [ Slots and the tape ]
        Exception: a guarded replay that starts from approximate values runs to the end, and the
        guard compares the stream, since the last saved tensors may be pure rounding error (the mean
        that a second norm saves). If a step uses something that a replay cannot rewind, such as an
-       iterator, the guard compares all tensors that the step saves, in every mode.
+       iterator, the guard compares all tensors that the step saves, with the same exception.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new

@@ -14,6 +14,8 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 from operator import is_, itemgetter
 from typing import Any, Protocol
 
@@ -33,7 +35,9 @@ ABSENT = Absent()
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
-PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType, Absent))
+PLAIN_TYPES = frozenset(
+    (*_PLAIN, *_OF_TORCH, *_OF_NUMPY, Decimal, Fraction, weakref.ReferenceType, Absent)
+)
 """The types of values that cannot change in place and hold nothing to search."""
 
 

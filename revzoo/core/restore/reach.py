@@ -60,7 +60,7 @@ _UNFILLED = frozenset(
 _SET_STATES = frozenset(
     (
         *("fork_rng", "set_rng_state", "set_rng_state_all", "set_state", "manual_seed"),
-        *("isolate_rng", "seed_everything", "setstate"),
+        *("isolate_rng", "seed_everything", "setstate", "bit_generator", "clone_state"),
     )
 )
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.

@@ -185,7 +185,8 @@ class Search:
             for thing in self._objects:
                 self._expand(thing)
         # np.random.rand(), say
-        if self.uses_numpy and "random" in self.names and "numpy.random" in sys.modules:
+        named = not self.names.isdisjoint({"random", *_LOADS_ANY})
+        if self.uses_numpy and named and "numpy.random" in sys.modules:
             self._library(sys.modules["numpy.random"])
 
     def _expand(self, thing: _Object) -> None:
@@ -254,8 +255,10 @@ class Search:
                 self._object({}, methods_of(v), called=_CONSTRUCTORS)
                 if not has_foreign_class(v):  # a metaclass of the user
                     self._object({}, methods_of(type(v)))
-        elif isinstance(v, types.ModuleType) and label == key and is_foreign_module(v.__name__):
-            self._library(v)  # torch, nn and the like in the globals
+        elif isinstance(v, types.ModuleType) and is_foreign_module(v.__name__):
+            self._library(v)
+            if label != key:  # most are torch, nn and the like in the globals
+                self.watched.append((place, key, v))
         elif _is_unrepeatable(v):
             self.unrepeatable = True
         elif (generator := host_generator(v)) is not None:
@@ -267,7 +270,7 @@ class Search:
             if self._is_new(v):
                 self._code_or_object(v, label)
         else:
-            self.watched.append((place, key, v))
+            self.kinds.append((place, key, type(v)))
 
     def _library(self, module: types.ModuleType) -> None:
         """A module whose code is not searched: its global random state is all that counts."""
@@ -352,7 +355,7 @@ class Search:
             self._constants((v.func, *v.args, *v.keywords.values()), label)
         elif isinstance(v, types.MethodType):
             self._constants((v.__func__, v.__self__), label)
-        elif isinstance(v, types.BuiltinMethodType):
+        elif isinstance(v, (types.BuiltinMethodType, types.MethodWrapperType)):
             if not isinstance(v.__self__, types.ModuleType):
                 self._constants((v.__self__,), label)
         elif isinstance(v, types.ModuleType):

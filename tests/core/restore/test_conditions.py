@@ -422,6 +422,8 @@ HOST_DRAWS = {
     "random.Random": lambda: random.Random(0).random,
     "a generator in a closure": lambda: (lambda g: lambda: g.random())(random.Random(0)),
     "np.random": lambda: lambda: np.random.rand(),
+    "numpy in a closure": lambda: (lambda numpy: lambda: numpy.random.rand())(np),
+    "numpy in a dictionary": lambda: (lambda table: lambda: table["np"].random.rand())({"np": np}),
     "np.random.Generator": lambda: np.random.default_rng(0).random,
     "np.random.RandomState": lambda: np.random.RandomState(0).rand,
 }
@@ -477,7 +479,7 @@ ITERATORS = {
 }
 
 
-@pytest.mark.parametrize("mode", [*MODES, "exact"])
+@pytest.mark.parametrize("mode", ["recompute", "exact"])
 @pytest.mark.parametrize("start", ITERATORS.values(), ids=ITERATORS)
 def test_an_iterator_that_a_replay_advances_is_a_drift(start, mode):
     """A replay took the next item: the gradients were silently wrong, by ten percent."""
@@ -493,11 +495,23 @@ def test_an_iterator_that_changes_nothing_is_none(mode):
     assert error(gradient, gradient_by_factor(lambda: 0, "store")) < 1e-3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_random_numbers_of_the_system_are_a_drift(mode):
+def test_an_iterator_beside_two_norms_is_no_drift():
+    """The mean that the second norm saves is rounding error, which ``invert`` changes."""
+    calls = itertools.count()
+
+    class Norms(ByFactor):
+        def __init__(self):
+            super().__init__(lambda: 0 * next(calls))
+            self.layers = nn.Sequential(nn.LayerNorm(6), nn.LayerNorm(6), nn.Linear(6, 6))
+
+    net = ReversibleSequence([AdditiveCoupling(Norms()) for _ in range(6)], dim=-1)
+    net(torch.randn(4, 12)).sum().backward()
+
+
+def test_random_numbers_of_the_system_are_a_drift():
     source = random.SystemRandom()
     with pytest.raises(revzoo.DriftError):
-        gradient_by_factor(lambda: source.random(), mode)
+        gradient_by_factor(lambda: source.random(), "recompute")
 
 
 @pytest.mark.parametrize("mode", MODES)
