@@ -170,10 +170,15 @@ def check_channels(network: ImageNetwork, trained: int | None, where: str) -> No
         )
 
 
-def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> dict[str, int]:
+def shape_of_weights(
+    network: type[ImageNetwork] | ImageNetwork, file: TensorFile
+) -> dict[str, int]:
     """``num_classes`` and ``in_chans`` of the weights, as far as known."""
-    head = file.tensors.get(f"{network.classifier}.weight")
-    first = file.tensors.get(f"{network.input_layer}.weight")
+    tensors = file.tensors
+    if isinstance(network, ImageNetwork):  # a user's module may be saved alone
+        tensors = dict(network.adapt_state_dict(tensors))
+    head = tensors.get(f"{network.classifier}.weight")
+    first = tensors.get(f"{network.input_layer}.weight")
     shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
     if head is not None and head.dim() == 2 and head.shape[1]:
         if not head.shape[0]:

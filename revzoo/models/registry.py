@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import nn
 
 from revzoo._checks import UserError, check_new_name, did_you_mean
@@ -351,7 +352,7 @@ def _build(
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,
-        {} if file is None else shape_of_weights(network, file),
+        {} if file is None else shape_of_weights(_layout_of(architecture, options), file),
         {} if entry is None else {"num_classes": entry.num_classes, "in_chans": entry.in_chans},
         {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
         {"num_classes": 10, "in_chans": 3},
@@ -371,6 +372,20 @@ def _build(
     shapeless = {*_SHAPELESS} - {*architecture.variant_keywords}  # a user's own dropout, say
     shaping = {key: value for key, value in options.items() if key not in shapeless}
     model.spec = Spec(named.architecture, shaping, create_model)
+    return model
+
+
+def _layout_of(
+    architecture: Architecture, options: dict[str, Any]
+) -> type[ImageNetwork] | ImageNetwork:
+    """What names the first and last layer: the class, or a network of the user without values."""
+    network: Any = architecture.network
+    if not issubclass(network, OwnNetwork):
+        return architecture.network
+    row = {key: options[key] for key in architecture.variant_keywords if key in options}
+    # a constructor that reads values of tensors runs on the CPU, where it draws
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model: ImageNetwork = network(replace(architecture.variant, **row))
     return model
 
 

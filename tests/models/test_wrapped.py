@@ -103,6 +103,16 @@ def test_a_file_of_the_module_alone_loads(tmp_path):
     assert torch.equal(model.net.mix.weight, torch.load(tmp_path / "own.pt")["mix.weight"])
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_file_decides_the_numbers_of_classes_and_channels(alone, tmp_path):
+    """It had 10 classes, with random weights, and 3 channels."""
+    model = revzoo.create_model("mynet", num_classes=7, in_chans=1)
+    torch.save((model.net if alone else model).state_dict(), tmp_path / "own.pt")
+    again = revzoo.create_model("mynet", checkpoint_path=tmp_path / "own.pt")
+    assert (again.num_classes, again.in_chans) == (7, 1)
+    assert torch.equal(again.net.head.weight, model.net.head.weight)
+
+
 def test_no_classes():
     model = revzoo.create_model("mynet", num_classes=0)
     assert model(images(2, 3, 8, 8)).shape == (2, 8)
