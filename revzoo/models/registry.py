@@ -349,21 +349,22 @@ def _build(
     options = {**named.options, **keywords}
     _check_keywords(named.architecture, options)
     entry = named.entry
+    # fields of the row change the row; the others are arguments of the class
+    changes = {key: options[key] for key in architecture.variant_keywords if key in options}
+    others = {key: value for key, value in options.items() if key not in changes}
+    row = replace(architecture.variant, **changes)
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,
-        {} if file is None else shape_of_weights(_layout_of(architecture, options), file),
+        {} if file is None else shape_of_weights(_layout_of(network, row), file),
         {} if entry is None else {"num_classes": entry.num_classes, "in_chans": entry.in_chans},
         {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
         {"num_classes": 10, "in_chans": 3},
     )
-    # fields of the row change the row; the others are arguments of the class
-    changes = {key: options[key] for key in architecture.variant_keywords if key in options}
-    others = {key: value for key, value in options.items() if key not in changes}
     bits, memory = others.pop("reversible_bits", None), others.pop("memory", None)
     # the mode may fit only the converted network
     others["memory"] = memory if bits is None else None
-    model: ImageNetwork = network(replace(architecture.variant, **changes), **shape, **others)
+    model: ImageNetwork = network(row, **shape, **others)
     if bits is not None:
         make_reversible(model, bits)
         # on the instance: other networks of the class do not change
@@ -375,18 +376,13 @@ def _build(
     return model
 
 
-def _layout_of(
-    architecture: Architecture, options: dict[str, Any]
-) -> type[ImageNetwork] | ImageNetwork:
+def _layout_of(network: type[ImageNetwork], row: Any) -> type[ImageNetwork] | ImageNetwork:
     """What names the first and last layer: the class, or a network of the user without values."""
-    network: Any = architecture.network
     if not issubclass(network, OwnNetwork):
-        return architecture.network
-    row = {key: options[key] for key in architecture.variant_keywords if key in options}
+        return network
     # a constructor that reads values of tensors runs on the CPU, where it draws
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model: ImageNetwork = network(replace(architecture.variant, **row))
-    return model
+        return network(row)
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:

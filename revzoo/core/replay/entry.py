@@ -149,7 +149,7 @@ class TapeEntry:
 
     @property
     def for_replay(self) -> Sequence[Tensor]:
-        """What the step has saved for its replay."""
+        """The tensors that the step saved for its replay."""
         saved = self._for_replay
         return () if saved is None else backing_tensors(saved.state(self.name))
 

@@ -1,4 +1,4 @@
-"""What the code of functions and classes names: globals, attributes, modules, methods.
+"""Finds the globals, attributes, modules and methods that functions and classes use by name.
 
 It reads byte code, so it depends on the version of Python. See NOTE [ What counts as reached ] in
 :mod:`revzoo.core.restore.search`.

@@ -59,7 +59,7 @@ def host_generator(v: Any) -> HostGenerator | None:
     kinds: tuple[type, ...] = (random.Random,)
     if numpy_random is not None:
         kinds = (*kinds, numpy_random.Generator, numpy_random.RandomState)
-    is_one = isinstance(v, kinds) or v is random or (v is numpy_random and v is not None)
+    is_one = isinstance(v, kinds) or v is random or (numpy_random is not None and v is numpy_random)
     return HostGenerator(v) if is_one else None
 
 
