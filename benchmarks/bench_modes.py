@@ -4,7 +4,9 @@
 
 One step is forward, cross-entropy and backward on random images of CIFAR's size. Times are
 medians over interleaved rounds, with the quartiles of the ratio to ``store``. The row "store and
-one more forward pass" is a lower bound for every mode that recomputes all branches.
+one more forward pass" is a lower bound for every mode that recomputes all branches. With
+``--graph`` a CUDA graph holds each step, which leaves the time of the kernels; the drift guard is
+off then, and ``offload`` is left out.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from measure import MIB, environment, growth, in_own_process, interleaved
+from measure import MIB, environment, growth, interleaved, step_growth
 from torch import nn
 
 import revzoo
+from revzoo.core.guard.drift import set_drift_limit
 from revzoo.core.modes import MODES
 
 FLOOR = "store and one more forward pass"
@@ -47,6 +50,21 @@ def step(
     return run
 
 
+def captured(model: nn.Module, run: Callable[[], None]) -> Callable[[], None]:
+    """``run`` as a CUDA graph."""
+    set_drift_limit(model, None)  # the guard reads values, which a graph cannot
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def build(name: str, mode: str) -> nn.Module:
     """The model in training mode and channels-last layout, on a GPU if there is one."""
     torch.manual_seed(0)
@@ -58,8 +76,13 @@ def build(name: str, mode: str) -> nn.Module:
 def table(name: str, args: argparse.Namespace) -> str:
     """Rows of the report for one model, as Markdown."""
     dtype = getattr(torch, args.dtype)
-    steps = {mode: step(build(name, mode), args.batch, dtype) for mode in MODES}
-    steps[FLOOR] = step(build(name, "store"), args.batch, dtype, forwards=2)
+    modes = [mode for mode in MODES if not (args.graph and mode == "offload")]
+    models = {row: build(name, "store" if row == FLOOR else row) for row in (*modes, FLOOR)}
+    eager = {
+        row: step(model, args.batch, dtype, forwards=1 + (row == FLOOR))
+        for row, model in models.items()
+    }
+    steps = {row: captured(models[row], run) if args.graph else run for row, run in eager.items()}
     timings = interleaved(steps, args.rounds)
     rows = []
     for mode, t in timings.items():
@@ -72,9 +95,9 @@ def table(name: str, args: argparse.Namespace) -> str:
             "--dtype",
             args.dtype,
         ]
-        mib = int(in_own_process(__file__, child)) / MIB
+        mib = step_growth(eager[mode], __file__, child) / MIB
         rows.append(
-            f"| {name} | {mode} | {t.seconds:.3f} | {t.ratio:.2f} ({t.low:.2f} to {t.high:.2f}) "
+            f"| {name} | {mode} | {t.seconds:.3g} | {t.ratio:.2f} ({t.low:.2f} to {t.high:.2f}) "
             f"| {mib:.0f} |"
         )
     return "\n".join(rows)
@@ -87,6 +110,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--graph", action="store_true", help="time CUDA graphs")
     parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "MODE"))
     args = parser.parse_args()
     if args.memory_of:
@@ -95,7 +119,8 @@ def main() -> None:
         print(growth(run))
         return
     print("# Memory modes of whole models\n")
-    print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds\n")
+    print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds")
+    print("- Each step is a CUDA graph; the drift guard is off\n" if args.graph else "")
     print("| model | mode | seconds a step | time over store (quartiles) | peak growth, MiB |")
     print("|---|---|---|---|---|")
     for name in args.models:

@@ -12,7 +12,7 @@ import argparse
 
 import bench_modes
 import torch
-from measure import MIB, environment, in_own_process, interleaved
+from measure import MIB, environment, interleaved, step_growth
 
 
 def table(pair: str, args: argparse.Namespace) -> str:
@@ -27,10 +27,10 @@ def table(pair: str, args: argparse.Namespace) -> str:
     rows = []
     for (name, mode), t in zip(candidates, timings.values(), strict=True):
         child = ["--memory-of", name, mode, "--batch", str(args.batch), "--dtype", args.dtype]
-        mib = int(in_own_process(bench_modes.__file__, child)) / MIB
+        mib = step_growth(steps[f"{name} {mode}"], bench_modes.__file__, child) / MIB
         ratio = f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})"
         epoch = t.seconds * args.images / args.batch
-        rows.append(f"| {name} | {mode} | {t.seconds:.3f} | {epoch:.0f} | {ratio} | {mib:.0f} |")
+        rows.append(f"| {name} | {mode} | {t.seconds:.3g} | {epoch:.3g} | {ratio} | {mib:.0f} |")
     return "\n".join(rows)
 
 

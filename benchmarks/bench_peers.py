@@ -4,8 +4,7 @@
 
 All candidates hold the same branches (BN-ReLU-conv, twice) on streams of half the channels. One
 step is forward and backward of a fixed gradient. Times are medians over interleaved rounds, with
-ratios to plain backprop. Memory is measured in a fresh process for each candidate. If a library
-fails, the report shows its error. Needs the ``bench`` extra.
+ratios to plain backprop. Memory: see ``measure.py``. If a library fails, the report shows its error. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from measure import MIB, environment, growth, in_own_process, interleaved
+from measure import MIB, environment, growth, interleaved, step_growth
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -149,11 +148,15 @@ def step(name: str, args: argparse.Namespace, blocks: int) -> Callable[[], None]
         torch.randn(size, generator=generator).to(device, memory_format=layout) for _ in range(2)
     )
 
+    dtype = getattr(torch, args.dtype)
+
     def run() -> None:
         net.zero_grad(set_to_none=False)
         # A new leaf each time: some peers resize the storage of their input to zero.
         x = images.clone().requires_grad_()
-        (net(x) * gradient).sum().backward()  # does not save the output
+        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+            y = net(x)
+        (y * gradient).sum().backward()  # does not save the output
 
     return run
 
@@ -175,10 +178,10 @@ def report(args: argparse.Namespace, blocks: int) -> None:
     for name, t in timings.items():
         child = ["--memory-of", name, "--blocks", str(blocks), "--batch", str(args.batch)]
         child += ["--channels", str(args.channels), "--size", str(args.size)]
-        child += ["--channels-last"] * args.channels_last
-        mib = int(in_own_process(__file__, child).split()[-1]) / MIB
+        child += ["--channels-last"] * args.channels_last + ["--dtype", args.dtype]
+        mib = step_growth(steps[name], __file__, child) / MIB
         ratio = f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})"
-        print(f"| {name} | {t.seconds * 1e3:.0f} | {ratio} | {mib:.1f} |", flush=True)
+        print(f"| {name} | {t.seconds * 1e3:.3g} | {ratio} | {mib:.1f} |", flush=True)
     for name, error in failures.items():
         print(f"| {name} | fails: {error} | | |")
 
@@ -192,6 +195,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--channels-last", action="store_true", help="NHWC layout")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--memory-of", metavar="CANDIDATE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # deprecations in the peers
@@ -205,7 +209,7 @@ def main() -> None:
     print("# One stack of branches in every library\n")
     print(environment() + f"- Peers: {versions}")
     print(
-        f"- Batch {args.batch}, {args.channels} channels, {args.size}x{args.size}, float32, "
+        f"- Batch {args.batch}, {args.channels} channels, {args.size}x{args.size}, {args.dtype}, "
         f"n = {args.rounds} rounds"
     )
     for blocks in args.blocks:

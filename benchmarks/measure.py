@@ -2,9 +2,9 @@
 
 Times are compared as ratios within one run. Every round runs all candidates one after the other,
 so a slow moment of a shared machine hits all of them. With one thread on the CPU we measure the
-thread's time, which stops while other programs have the core. Memory is measured in a fresh process
-for each candidate. On the CPU it is the growth of the resident peak (VmHWM) during the step, with
-malloc set to return freed blocks; on a GPU it is the allocator's peak.
+thread's time, which stops while other programs have the core. Memory on the CPU is the growth of the
+resident peak (VmHWM) during the step, in a fresh process for each candidate, with malloc set to
+return freed blocks; on a GPU it is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -66,6 +66,18 @@ def growth(fn: Callable[[], object]) -> int:
     before = _status("VmRSS")
     fn()
     return _status("VmHWM") - before
+
+
+def step_growth(run: Callable[[], object], script: str, arguments: Sequence[str]) -> int:
+    """Bytes by which memory peaks in a step that is not the first.
+
+    A GPU's allocator counts tensors, so ``run`` is measured here. On a CPU, ``script`` is run in a
+    fresh process with ``arguments``, and prints the bytes.
+    """
+    if torch.cuda.is_available():
+        run()  # gradients and workspaces
+        return growth(run)
+    return int(in_own_process(script, arguments).split()[-1])
 
 
 def _status(field: str) -> int:
