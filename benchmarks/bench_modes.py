@@ -82,7 +82,13 @@ def table(name: str, args: argparse.Namespace) -> str:
         row: step(model, args.batch, dtype, forwards=1 + (row == FLOOR))
         for row, model in models.items()
     }
-    steps = {row: captured(models[row], run) if args.graph else run for row, run in eager.items()}
+    steps, failures = {}, {}
+    for row, run in eager.items():
+        try:
+            steps[row] = captured(models[row], run) if args.graph else run
+            steps[row]()
+        except revzoo.DriftError as error:  # part of the result
+            failures[row] = f"| {name} | {row} | DriftError: {error.reason} | | |"
     timings = interleaved(steps, args.rounds)
     rows = []
     for mode, t in timings.items():
@@ -100,7 +106,7 @@ def table(name: str, args: argparse.Namespace) -> str:
             f"| {name} | {mode} | {t.seconds:.3g} | {t.ratio:.2f} ({t.low:.2f} to {t.high:.2f}) "
             f"| {mib:.0f} |"
         )
-    return "\n".join(rows)
+    return "\n".join((*rows, *failures.values()))
 
 
 def main() -> None:

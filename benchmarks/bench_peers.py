@@ -4,7 +4,8 @@
 
 All candidates hold the same branches (BN-ReLU-conv, twice) on streams of half the channels. One
 step is forward and backward of a fixed gradient. Times are medians over interleaved rounds, with
-ratios to plain backprop. Memory: see ``measure.py``. If a library fails, the report shows its error. Needs the ``bench`` extra.
+ratios to plain backprop; for memory, see ``measure.py``. If a library fails, the report shows its
+error. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations

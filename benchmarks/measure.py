@@ -2,8 +2,8 @@
 
 Times are compared as ratios within one run. Every round runs all candidates one after the other,
 so a slow moment of a shared machine hits all of them. With one thread on the CPU we measure the
-thread's time, which stops while other programs have the core. Memory on the CPU is the growth of the
-resident peak (VmHWM) during the step, in a fresh process for each candidate, with malloc set to
+thread's time, which stops while other programs have the core. On the CPU, memory is the growth of
+the resident peak (VmHWM) during the step, in a fresh process for each candidate, with malloc set to
 return freed blocks; on a GPU it is the allocator's peak.
 """
 

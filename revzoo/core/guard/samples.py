@@ -47,7 +47,8 @@ class _Channels(NamedTuple):
 class SamplePlan(NamedTuple):
     """The places of a stream to compare: sums, and single values of channels."""
 
-    summed: range  # indices of the values in the sums
+    order: tuple[int, ...]  # dimensions, from the largest stride to the smallest
+    summed: range  # indices of the values in the sums, with the dimensions in this order
     each: int  # values in a sum
     singles: Tensor | None = None  # indices: PER_CHANNEL of the first channel, then of the next
     channels: tuple[_Channels, ...] = ()  # in the order of ``singles``
@@ -99,7 +100,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             if channels and t.is_floating_point():
                 singles = _draw.choice(_singles(t.shape, t.device))
         # a fixed-point stream must be equal bit for bit: rounding cannot lose a channel
-        plan = SamplePlan(*_draw_summed(_count(t)), *(singles or ()))
+        plan = SamplePlan(_order_of(t), *_draw_summed(_count(t)), *(singles or ()))
         figures = figures_of(t, plan)
         size = figures[:1]  # without an operand, any value of the stream
         if operand is not None:
@@ -131,20 +132,32 @@ def figures_of(t: Tensor | Fixed, plan: SamplePlan, scale: Scale | None = None) 
     """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
     values = t.words if isinstance(t, Fixed) else t.detach()
     places, each = plan.summed, plan.each
-    if values.is_contiguous() and not values.is_complex():  # a view takes less time than indices
+    ordered = values.permute(plan.order) if plan.order else values
+    if ordered.is_contiguous() and not values.is_complex():  # a view takes less time than indices
         size = len(places) // each, each
-        offset = values.storage_offset() + places.start
-        rows = values.as_strided(size, (each * places.step, places.step), offset)
-    else:
+        offset = ordered.storage_offset() + places.start
+        rows = ordered.as_strided(size, (each * places.step, places.step), offset)
+    else:  # or the replay has another layout
         indices = torch.arange(places.start, places.stop, places.step, device=values.device)
-        rows = _values_at(values, indices).view(-1, each)
+        rows = _values_at(ordered, indices).view(-1, each)
     if scale is not None and isinstance(t, Tensor):  # a step that lost its words
         rows = rows.double() * scale.up
     # the weights have the wide type, so the products have it, too
-    sums = (rows * weights_of(rows.device, each, _wide(rows.dtype))).sum(1)
-    # errors of random sign cancel in sums, not in single values
-    singles = rows[:, 0] if plan.singles is None else _values_at(values, plan.singles)
-    return torch.cat((singles, sums))
+    weighted = rows * weights_of(rows.device, each, _wide(rows.dtype))
+    # errors of random sign cancel in sums, not in single values; the first weight is 1
+    singles = weighted[:, 0] if plan.singles is None else _values_at(values, plan.singles)
+    return torch.cat((singles, weighted.sum(1)))
+
+
+def _order_of(t: Tensor | Fixed) -> tuple[int, ...]:
+    """The dimensions of a stream, from the largest stride to the smallest; () for 0, 1, 2, ..."""
+    values = t.words if isinstance(t, Fixed) else t
+    return () if values.is_contiguous() or values.is_complex() else _sorted_dims(values.stride())
+
+
+@functools.lru_cache(maxsize=256)
+def _sorted_dims(strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
 @functools.cache
@@ -158,7 +171,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @functools.lru_cache(maxsize=256)
 def weights_of(device: torch.device, each: int, dtype: torch.dtype) -> Tensor:
     """Weights of the values in a sum, all different: values that swap places change the sum."""
-    return ((1 + _golden(SUMMED)) * SUMMED).long()[:each].to(device, dtype)
+    weights = ((1 + _golden(SUMMED)) * SUMMED).long()[:each]
+    weights[0] = 1  # the product shows the value itself
+    return weights.to(device, dtype)
 
 
 def _values_at(t: Tensor, places: Tensor) -> Tensor:
