@@ -187,7 +187,7 @@ def device_kind(accelerator: Any) -> str:
             return kind
     raise ConfigError(
         f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
-        "trainer=cpu or trainer=auto"
+        "trainer.accelerator=cpu or auto"
     )
 
 

@@ -18,7 +18,9 @@ from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
-ROOT = "data.root"  # a place, which may change without changing a run
+# places, which may change without changing a run
+ROOT = "data.root"
+ACCELERATOR = "trainer.accelerator"
 
 
 def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
@@ -58,14 +60,15 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
     Raises:
         ConfigError: naming the override, and the command of a new run with it.
     """
-    changeable = ("memory", "memory.bytes", "precision", ROOT)
+    changeable = ("memory", "memory.bytes", "precision", ROOT, ACCELERATOR)
     for override in overrides:
         if override.partition("=")[0] not in changeable:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
-                "--allow-precision-change, and data.root=DIR, where the data are now. Start a new "
-                "run for the rest (with its --config-dir, if it had one): "
+                "--allow-precision-change, data.root=DIR, where the data are now, and "
+                "trainer.accelerator=cpu, gpu or auto, where it runs now. Start a new run for the "
+                "rest (with its --config-dir, if it had one): "
                 f"{_new_run(overrides, run_dir)}"
             )
 

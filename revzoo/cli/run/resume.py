@@ -128,6 +128,9 @@ def _changes(
     # whole sections: memory=budget brings its own keys
     changed = {section: composed[section] for section in sections}
     changed["data"] = moved(config["data"], root)
+    if "trainer" in changed:  # only the place
+        accelerator = composed["trainer"]["accelerator"]
+        changed["trainer"] = {**config["trainer"], "accelerator": accelerator}
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(

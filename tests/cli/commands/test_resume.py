@@ -288,6 +288,19 @@ def test_the_data_may_move(
     assert "test/acc" in capsys.readouterr().out
 
 
+def test_the_run_may_move_to_another_device(stopped: Path) -> None:
+    """A run that began with trainer=gpu could not go on where there is no GPU."""
+    edited = config_of(stopped)
+    edited["trainer"]["accelerator"] = "gpu"
+    (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
+    if not torch.cuda.is_available():
+        assert "use trainer.accelerator=cpu or auto" in refused(stopped)
+    go_on(stopped, "trainer.accelerator=cpu")
+    edited["trainer"]["accelerator"] = "cpu"
+    assert config_of(stopped)["trainer"] == edited["trainer"]
+    assert "a resumed run keeps its configuration" in refused(stopped, "trainer=cpu")
+
+
 def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
     assert "the data of this run have no folder" in refused(stopped, "data.root=DIR")
 
