@@ -54,6 +54,16 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     return {**data, "root": path}
 
 
+def on_device(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The configuration with the accelerator of the overrides, if they name one."""
+    config = dict(config)
+    for override in overrides:
+        name, _, accelerator = override.partition("=")
+        if name == ACCELERATOR and isinstance(config.get("trainer"), dict):
+            config["trainer"] = {**config["trainer"], "accelerator": accelerator}
+    return config
+
+
 def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
     """Refuse overrides that would change the results of a resumed run.
 

@@ -23,7 +23,7 @@ from revzoo.cli.config.errors import ConfigError, user_errors
 from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
-from revzoo.cli.run.changes import check_changes, moved, take_root
+from revzoo.cli.run.changes import check_changes, moved, on_device, take_root
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
@@ -48,8 +48,8 @@ def resume(
 
     Args:
         run_dir: the run's folder.
-        overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME`` and
-            ``data.root=DIR``.
+        overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME``,
+            ``data.root=DIR`` and ``trainer.accelerator=NAME``.
         allow_precision_change: whether the precision may change, and with it the figures.
 
     Returns:
@@ -66,7 +66,7 @@ def resume(
         check_files(run_dir)
         # before the configuration, which may use names that a plugin registers
         check_imports(run_dir)
-        config = recorded_config(run_dir)
+        config = on_device(recorded_config(run_dir), overrides)
         # a file that someone may have edited
         with errors_naming(path):
             check_config(config)
@@ -128,9 +128,7 @@ def _changes(
     # whole sections: memory=budget brings its own keys
     changed = {section: composed[section] for section in sections}
     changed["data"] = moved(config["data"], root)
-    if "trainer" in changed:  # only the place
-        accelerator = composed["trainer"]["accelerator"]
-        changed["trainer"] = {**config["trainer"], "accelerator": accelerator}
+    changed.pop("trainer", None)  # `on_device` has changed it
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(

@@ -69,7 +69,7 @@ class Muon(Optimizer):
 
     def _nesterov(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
         """The gradients plus the momentum that the next step will apply."""
-        gradients = [p.grad for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]  # all, for the type checker
         for p in parameters:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)

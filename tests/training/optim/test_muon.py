@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from revzoo.training.optim import muon
 from revzoo.training.optim.muon import Muon, newton_schulz
 
 
@@ -62,3 +63,26 @@ def test_other_groups_move_as_in_torchs_nesterov_sgd() -> None:
 def test_a_bias_cannot_be_orthogonalised() -> None:
     with pytest.raises(ValueError, match=r"shape \(5,\) cannot be orthogonalised.*another group"):
         Muon([{"params": [nn.Parameter(torch.ones(5))], "lr": 0.1, "orthogonal": True}])
+
+
+@pytest.mark.parametrize("together", [muon.TOGETHER, 1, 100])
+def test_matrices_of_one_size_move_as_each_by_itself(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weights() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        sizes = [(6, 2, 3, 3), (4, 5), (6, 18), (5, 4), (6, 2, 3, 3), (4, 5)]
+        found = [nn.Parameter(torch.randn(size)) for size in sizes]
+        for weight in found:
+            weight.grad = torch.randn_like(weight)
+        found[0].data = found[0].data.contiguous(memory_format=torch.channels_last)
+        return found
+
+    options = {"lr": 0.1, "weight_decay": 0.5, "orthogonal": True}
+    expected = weights()
+    for weight in expected:
+        Muon([{"params": [weight], **options}]).step()
+    monkeypatch.setattr(muon, "TOGETHER", together)
+    found = weights()
+    Muon([{"params": found, **options}]).step()
+    assert all(map(torch.equal, found, expected))
