@@ -18,7 +18,7 @@ from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import SESSIONS_FILE
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
-# places, which may change without changing a run
+# settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
 ACCELERATOR = "trainer.accelerator"
 
@@ -52,16 +52,6 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     # a user's data set may read from an address
     path = root if "://" in root else str(Path(root).expanduser().absolute())
     return {**data, "root": path}
-
-
-def on_device(config: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration with the accelerator of the overrides, if they name one."""
-    config = dict(config)
-    for override in overrides:
-        name, _, accelerator = override.partition("=")
-        if name == ACCELERATOR and isinstance(config.get("trainer"), dict):
-            config["trainer"] = {**config["trainer"], "accelerator": accelerator}
-    return config
 
 
 def check_changes(overrides: Sequence[str], run_dir: Path) -> None:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.cli.config.build import data_name
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.config.checks import check_config, check_trainer
 from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError, user_errors
 from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
-from revzoo.cli.run.changes import check_changes, moved, on_device, take_root
+from revzoo.cli.run.changes import ACCELERATOR, check_changes, moved, take_root
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
@@ -66,13 +66,18 @@ def resume(
         check_files(run_dir)
         # before the configuration, which may use names that a plugin registers
         check_imports(run_dir)
-        config = on_device(recorded_config(run_dir), overrides)
-        # a file that someone may have edited
+        config = recorded_config(run_dir)
+        check_changes(overrides, run_dir)
+        others, root = take_root(overrides)
+        composed = to_plain(compose_checked(others)) if others else {}
+        if others:
+            check_trainer(composed["trainer"])
+        # a file that someone may have edited; the device and its precision may be of another place
         with errors_naming(path):
-            check_config(config)
+            check_config(config | _of_device(config, others, composed))
         if overrides:
             config |= _changes(
-                config, overrides, run_dir, allow_precision_change=allow_precision_change
+                config, others, composed, root, allow_precision_change=allow_precision_change
             )
             check_config(config)
     with locked(run_dir), logged_to(run_dir):
@@ -113,22 +118,34 @@ def check_fits(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Pat
     check_contents(state, data=data_name(config), callbacks=callbacks)
 
 
+def _of_device(
+    config: Mapping[str, Any], overrides: Sequence[str], composed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The sections that the overrides replace because the run moves to another device."""
+    moves = any(override.startswith(f"{ACCELERATOR}=") for override in overrides)
+    if not moves or not isinstance(config.get("trainer"), Mapping):  # edited: a check names it
+        return {}
+    accelerator = composed["trainer"]["accelerator"]
+    changed = {"trainer": {**config["trainer"], "accelerator": accelerator}}
+    if any(override.startswith("precision=") for override in overrides):
+        changed["precision"] = composed["precision"]
+    return changed
+
+
 def _changes(
     config: Mapping[str, Any],
     overrides: Sequence[str],
-    run_dir: Path,
+    composed: Mapping[str, Any],
+    root: str | None,
     *,
     allow_precision_change: bool,
 ) -> dict[str, Any]:
-    """The sections that the overrides replace."""
-    check_changes(overrides, run_dir)
-    overrides, root = take_root(overrides)
-    sections = {re.split("[.=]", override)[0] for override in overrides}
-    composed = to_plain(compose_checked(overrides))
+    """The sections that the overrides, already composed, and ``data.root`` replace."""
     # whole sections: memory=budget brings its own keys
+    sections = {re.split("[.=]", override)[0] for override in overrides} - {"trainer"}
     changed = {section: composed[section] for section in sections}
+    changed |= _of_device(config, overrides, composed)
     changed["data"] = moved(config["data"], root)
-    changed.pop("trainer", None)  # `on_device` has changed it
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(

@@ -408,7 +408,7 @@ def _measure(
     # the sums become means, whose error is never larger than the largest error of a value
     plan = comparisons[0].samples.plan
     sums = len(plan.summed) // plan.each
-    total = weights_of(expected.device, plan.each, torch.float64).sum()
+    total = weights_of(plan, expected.device, torch.float64).sum()
     for values in (expected, actual):
         values[:, -sums:] /= total
     overflowed = torch.tensor([[c.overflowed] for c in comparisons], device="cpu")

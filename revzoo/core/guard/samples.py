@@ -137,20 +137,23 @@ def figures_of(t: Tensor | Fixed, plan: SamplePlan, scale: Scale | None = None) 
         size = len(places) // each, each
         offset = ordered.storage_offset() + places.start
         rows = ordered.as_strided(size, (each * places.step, places.step), offset)
-    else:  # or the replay has another layout
+    else:  # complex, not dense, or the replay has another layout
         indices = torch.arange(places.start, places.stop, places.step, device=values.device)
         rows = _values_at(ordered, indices).view(-1, each)
     if scale is not None and isinstance(t, Tensor):  # a step that lost its words
         rows = rows.double() * scale.up
     # the weights have the wide type, so the products have it, too
-    weighted = rows * weights_of(rows.device, each, _wide(rows.dtype))
-    # errors of random sign cancel in sums, not in single values; the first weight is 1
+    weighted = rows * weights_of(plan, rows.device, _wide(rows.dtype))
+    # errors of random sign cancel in sums, not in single values
     singles = weighted[:, 0] if plan.singles is None else _values_at(values, plan.singles)
     return torch.cat((singles, weighted.sum(1)))
 
 
 def _order_of(t: Tensor | Fixed) -> tuple[int, ...]:
-    """The dimensions of a stream, from the largest stride to the smallest; () for 0, 1, 2, ..."""
+    """The dimensions of a stream, from the largest stride to the smallest.
+
+    Empty if the stream is contiguous, or complex, which is sampled by indices.
+    """
     values = t.words if isinstance(t, Fixed) else t
     return () if values.is_contiguous() or values.is_complex() else _sorted_dims(values.stride())
 
@@ -168,11 +171,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.int64 else torch.int64
 
 
+def weights_of(plan: SamplePlan, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Weights of the values in a sum, all different: values that swap places change the sum.
+
+    Without singles the first is 1, so the weighted values hold the first values themselves.
+    """
+    return _weights(plan.each, plan.singles is None, device, dtype)
+
+
 @functools.lru_cache(maxsize=256)
-def weights_of(device: torch.device, each: int, dtype: torch.dtype) -> Tensor:
-    """Weights of the values in a sum, all different: values that swap places change the sum."""
+def _weights(each: int, first_is_one: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
     weights = ((1 + _golden(SUMMED)) * SUMMED).long()[:each]
-    weights[0] = 1  # the product shows the value itself
+    if first_is_one:
+        weights[0] = 1
     return weights.to(device, dtype)
 
 

@@ -14,7 +14,7 @@ no convolutions and no other parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the cited source
 STEPS = 5
-TOGETHER = 2**20  # values of the matrices that share calls: about 60 MB of temporary memory at most
+MAX_STACKED = 2**20  # values of the parameters that share calls, which bounds temporary memory
 
 
 class Muon(Optimizer):
@@ -55,16 +55,14 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            updates = self._nesterov(parameters, group["momentum"])
-            if group["orthogonal"]:
-                updates = _orthogonal(updates)
             rate = group["lr"]  # read at every step: the scheduler changes it
-            # decoupled weight decay, as in AdamW
-            torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-            torch._foreach_add_(parameters, updates, alpha=-rate)
+            for parameters in _alike(group["params"], group["orthogonal"]):
+                updates = self._nesterov(parameters, group["momentum"])
+                if group["orthogonal"]:
+                    updates = _orthogonal(updates)
+                # decoupled weight decay, as in AdamW
+                torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
+                torch._foreach_add_(parameters, updates, alpha=-rate)
         return loss
 
     def _nesterov(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
@@ -79,30 +77,39 @@ class Muon(Optimizer):
         return list(torch._foreach_add(gradients, buffers, alpha=momentum))
 
 
-def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
-    """Orthogonalise each update as a matrix (out, in), and scale it by ``max(1, sqrt(out / in))``.
+def _alike(parameters: list[Tensor], as_matrices: bool) -> Iterator[list[Tensor]]:
+    """The parameters with gradients, in lists that share calls: of one size, if as matrices.
 
-    The factor makes the change of a layer's output independent of the number of inputs. Matrices of
-    one size share the calls of their iteration: on a GPU, its small kernels take less time than
-    their launches.
+    On a GPU, one call for many small tensors takes less time than a call for each.
     """
-    sizes: dict[tuple[Any, ...], list[int]] = {}
-    for i, update in enumerate(updates):
-        rows = update.shape[0]
-        key = rows, update.numel() // rows, update.dtype, update.device
-        sizes.setdefault(key, []).append(i)
-    found = list(updates)
-    for (rows, columns, *_), alike in sizes.items():
-        count = max(1, TOGETHER // (rows * columns))
-        for members in (alike[i : i + count] for i in range(0, len(alike), count)):
-            stack = torch.stack([updates[i].flatten(1) for i in members])
-            # the iteration multiplies matrices of the smaller side
-            x = newton_schulz(stack.mT if rows > columns else stack)
-            x = x.mT if rows > columns else x
-            x = (x * math.sqrt(max(1.0, rows / columns))).to(stack.dtype)
-            for i, matrix in zip(members, x, strict=True):
-                found[i] = matrix.reshape(updates[i].shape)
-    return found
+    lists: dict[tuple[Any, ...], list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        key: tuple[Any, ...] = p.dtype, p.device
+        if as_matrices:
+            key += (*p.flatten(1).shape,)
+        alike = lists.setdefault(key, [])
+        if alike and sum(map(torch.numel, alike)) + p.numel() > MAX_STACKED:
+            yield lists.pop(key)
+            alike = lists.setdefault(key, [])
+        alike.append(p)
+    yield from lists.values()
+
+
+def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
+    """Orthogonalise updates of one size as matrices (out, in), and scale by ``sqrt(out / in)``.
+
+    The factor, at least 1, makes the change of a layer's output independent of the number of
+    inputs.
+    """
+    stack = torch.stack([update.flatten(1) for update in updates])
+    _, rows, columns = stack.shape
+    # the iteration multiplies matrices of the smaller side
+    x = newton_schulz(stack.mT if rows > columns else stack)
+    x = x.mT if rows > columns else x
+    x = (x * math.sqrt(max(1.0, rows / max(columns, 1)))).to(stack.dtype)
+    return [matrix.reshape(update.shape) for matrix, update in zip(x, updates, strict=True)]
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:

@@ -288,6 +288,9 @@ def test_the_data_may_move(
     assert "test/acc" in capsys.readouterr().out
 
 
+CPU_IN_FP32 = ("trainer.accelerator='cpu'", "precision=fp32")
+
+
 def test_the_run_may_move_to_another_device(stopped: Path) -> None:
     """A run that began with trainer=gpu could not go on where there is no GPU."""
     edited = config_of(stopped)
@@ -299,6 +302,14 @@ def test_the_run_may_move_to_another_device(stopped: Path) -> None:
     edited["trainer"]["accelerator"] = "cpu"
     assert config_of(stopped)["trainer"] == edited["trainer"]
     assert "a resumed run keeps its configuration" in refused(stopped, "trainer=cpu")
+    message = refused(stopped, "trainer.accelerator=tpu")
+    assert message.startswith("revzoo: trainer.accelerator=tpu: expected one of")
+    if not torch.cuda.is_available():
+        edited["precision"]["trainer"] = "16-mixed"
+        (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
+        assert "needs a GPU" in refused(stopped)
+        assert "--allow-precision-change" in refused(stopped, *(moves := CPU_IN_FP32))
+        assert "test/acc" in go_on(stopped, *moves, "--allow-precision-change")
 
 
 def test_data_without_a_folder_cannot_move(stopped: Path) -> None:

@@ -52,3 +52,16 @@ def test_no_figure_keeps_the_stream():
     del t
     assert found.figures.numel()
     assert storage.expired()
+
+
+@pytest.mark.parametrize("channels", [True, False])
+def test_each_value_of_a_sum_counts(channels):
+    """With a weight of 1, the first was lost beside the others, if no single value showed it."""
+    t = stream()
+    (found,) = sample((t,), (), channels=channels)
+    effects = []
+    for at in found.plan.summed[: found.plan.each]:
+        changed = t.clone()
+        changed.view(-1)[at] += 1000
+        effects.append(float((figures_of(changed, found.plan) - found.figures).abs().max()))
+    assert min(effects) >= max(effects) / 2 or (not channels and min(effects) >= 999)

@@ -65,13 +65,13 @@ def test_a_bias_cannot_be_orthogonalised() -> None:
         Muon([{"params": [nn.Parameter(torch.ones(5))], "lr": 0.1, "orthogonal": True}])
 
 
-@pytest.mark.parametrize("together", [muon.TOGETHER, 1, 100])
+@pytest.mark.parametrize("values", [muon.MAX_STACKED, 1, 100])
 def test_matrices_of_one_size_move_as_each_by_itself(
-    together: int, monkeypatch: pytest.MonkeyPatch
+    values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def weights() -> list[nn.Parameter]:
         torch.manual_seed(0)
-        sizes = [(6, 2, 3, 3), (4, 5), (6, 18), (5, 4), (6, 2, 3, 3), (4, 5)]
+        sizes = [(6, 2, 3, 3), (4, 5), (6, 18), (5, 4), (6, 2, 3, 3), (4, 5), (0, 8)]
         found = [nn.Parameter(torch.randn(size)) for size in sizes]
         for weight in found:
             weight.grad = torch.randn_like(weight)
@@ -82,7 +82,7 @@ def test_matrices_of_one_size_move_as_each_by_itself(
     expected = weights()
     for weight in expected:
         Muon([{"params": [weight], **options}]).step()
-    monkeypatch.setattr(muon, "TOGETHER", together)
+    monkeypatch.setattr(muon, "MAX_STACKED", values)
     found = weights()
     Muon([{"params": found, **options}]).step()
     assert all(map(torch.equal, found, expected))
