@@ -75,7 +75,7 @@ def test_pretrained_weights_must_be_known(
         (["model.name=revnet39"], "revnet38"),
         (["+model.dropuot=0.1"], "did you mean 'dropout'"),
         (["model.drop_rate=2"], "drop_rate"),
-        (["trainer=gpu"], "trainer.accelerator=gpu: .*use trainer=cpu"),
+        (["trainer=gpu"], "trainer.accelerator=gpu: .*use trainer.accelerator=cpu"),
         (["trainer.accelerator=cup"], "did you mean 'cpu'"),
         (["trainer.max_epochs=-5"], "trainer.max_epochs=-5"),
         (["trainer.max_epochs=0"], "trainer.max_epochs=0"),
