@@ -308,8 +308,8 @@ def test_the_run_may_move_to_another_device(stopped: Path) -> None:
         edited["precision"]["trainer"] = "16-mixed"
         (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
         assert "needs a GPU" in refused(stopped)
-        assert "--allow-precision-change" in refused(stopped, *(moves := CPU_IN_FP32))
-        assert "test/acc" in go_on(stopped, *moves, "--allow-precision-change")
+        assert "--allow-precision-change" in refused(stopped, *CPU_IN_FP32)
+        assert "test/acc" in go_on(stopped, *CPU_IN_FP32, "--allow-precision-change")
 
 
 def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
