@@ -2,10 +2,11 @@
 
 Pillow decodes, as in torchvision's ``ImageFolder``: it reads every format that torchvision lists,
 and it releases the interpreter lock, so a few threads can share the work of a whole folder.
+Unlike torchvision we apply the EXIF orientation, as every viewer does.
 
 Known limits: grey images of more than 8 bits are refused, since Pillow would clip them silently
-(in 16-bit RGB it keeps the upper 8 bits); transparency is dropped; an EXIF orientation is not
-applied (as in torchvision).
+(in 16-bit RGB it keeps the upper 8 bits); transparency is dropped; of several frames the first is
+read.
 """
 
 from __future__ import annotations
@@ -13,27 +14,54 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import shortened
+from revzoo._checks import number_of, shortened
 from revzoo.data.errors import DataError
 
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
-FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "ICO")
+FORMATS = (*("JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"),)
 """Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by EXIF orientation; Pillow's exif_transpose also writes a new EXIF block, which may fail
 
 _BLOCK = 256  # images per task of a thread
 
 log = logging.getLogger(__name__)
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """Those of :data:`FORMATS` that this build of Pillow can decode."""
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+@cache
+def suffixes() -> tuple[str, ...]:
+    """The suffixes of image files, in lower case, the usual ones first."""
+    kinds = (*formats(), "MPO")  # several JPEGs in a file, which Pillow opens as a JPEG
+    found = (s for s, kind in Image.registered_extensions().items() if kind in kinds)
+    usual = (".jpg", ".png")
+    return (*usual, *sorted({*found} - {*usual}))
 
 
 def open_image(path: str, channels: int, *, remedy: str = "replace or remove it") -> Image.Image:
@@ -50,9 +78,8 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     try:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would block
             raise OSError("it is not a regular file")
-        with Image.open(path, "r", FORMATS) as image:
-            check_depth(image, path)
-            return image.convert("RGB" if channels == 3 else "L")
+        with Image.open(path, "r", formats()) as image:
+            return converted(image, channels, path)
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types
@@ -62,11 +89,21 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         raise DataError(f"{what}: {remedy}", reason) from error
 
 
-def check_depth(image: Image.Image, name: str) -> None:
-    """Raise a DataError for a grey image of more than 8 bits, which Pillow would clip."""
+def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
+    """An image upright, in RGB (3 channels) or grey (1 channel).
+
+    Raises:
+        DataError: a grey image of more than 8 bits, which Pillow would clip; it has this ``name``.
+    """
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
         fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
+    pixels = image.convert("RGB" if channels == 3 else "L")
+    try:
+        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # Pillow's reader raises many types; a damaged block leaves the pixels whole
+        return pixels
+    return pixels if turn is None else pixels.transpose(turn)
 
 
 def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:
@@ -93,24 +130,42 @@ class SkippedFiles:
 
     Args:
         paths: all files of the split.
+        labels: of the files.
+        classes: names, by label.
         at_most: largest number of images to skip.
     """
 
-    def __init__(self, paths: Sequence[str], *, at_most: int) -> None:
-        self._paths, self._at_most = paths, at_most
+    def __init__(
+        self, paths: Sequence[str], labels: Sequence[int], *, classes: list[str], at_most: int
+    ) -> None:
+        self._paths, self._classes, self._at_most = paths, classes, at_most
+        self._labels = torch.tensor(labels)
         # flags by row, in shared memory: workers would not share a list
         self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
-    def add(self, row: int, error: DataError) -> None:
+    def add(self, row: int, error: DataError, among: Tensor | None = None) -> None:
         """Skip the file at ``row`` and log why.
 
+        Args:
+            row: of the file.
+            error: of the decoder.
+            among: the rows of the set that reads it; None for the whole split.
+
         Raises:
-            DataError: more than ``at_most`` files are skipped.
+            DataError: more than ``at_most`` files are skipped, or all images of a class.
         """
-        if self._bad[row]:
-            return
-        self._bad[row] = True
-        log.warning("skipped: %s", error)
+        if not self._bad[row]:
+            self._bad[row] = True
+            log.warning("skipped: %s", error)
+        rows = torch.arange(len(self._paths)) if among is None else among
+        mates = rows[self._labels[rows] == self._labels[row]]
+        if self._bad[mates].all():
+            name = self._classes[int(self._labels[row])]
+            raise DataError(
+                f"none of the {number_of(len(mates), 'image')} of class {name} can be read, such "
+                f"as {self._paths[row]}: replace them (`revzoo check data DIR` lists all), or "
+                "remove the folder of the class from every split"
+            )
         files = self.files()
         if len(files) > self._at_most:
             raise DataError(

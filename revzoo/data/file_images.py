@@ -106,7 +106,8 @@ class FileImages(Dataset[Batch]):
             except DataError as error:
                 if self._skipped is None:
                     raise
-                self._skipped.add(int(self._rows[index]), error)
+                among = self._rows if self._training else None  # without those held back
+                self._skipped.add(int(self._rows[index]), error, among)
             else:
                 kept.append(index)
         if not kept:

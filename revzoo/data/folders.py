@@ -7,23 +7,30 @@ classes. And it follows links to parent folders: a class then contains the image
 the walk never ends. We enter each folder only once, even if several links lead to it.
 """
 
+import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from revzoo._checks import shortened
-from revzoo.data.decode import open_image
+from revzoo._checks import number_of, shortened
+from revzoo.data.decode import open_image, suffixes
 from revzoo.data.errors import DataError
 from revzoo.data.module import Split
 
-SPLITS: tuple[str, ...] = get_args(Split)
+NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+"""The names of the folders of each split, in any letter case."""
+
 VOLUMES = (".npy", ".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
+_SIZES = 10_000
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"
 )
@@ -39,10 +46,44 @@ class Files:
 
 @dataclass(frozen=True)
 class Tree:
-    """All existing splits, and their common class names, by label."""
+    """All existing splits, and their common class names, by label.
+
+    Attributes:
+        classes: names, by label.
+        splits: the files of each split.
+        folders: the folder of each split.
+        left_out: what is below the root and not read, a sentence each.
+    """
 
     classes: list[str]
-    splits: dict[str, Files]
+    splits: dict[Split, Files]
+    folders: dict[Split, Path]
+    left_out: list[str]
+
+
+def split_of(name: str) -> Split | None:
+    """The split to which a folder of this name belongs."""
+    return next((split for split, names in NAMES.items() if name.lower() in names), None)
+
+
+def split_folders(root: Path) -> dict[Split, Path]:
+    """The folder of each split under ``root``, in the order of :data:`NAMES`.
+
+    Raises:
+        DataError: two folders are the same split.
+    """
+    found: dict[Split, Path] = {}
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        split = split_of(folder.name)
+        if split is None or not folder.is_dir():
+            continue
+        if split in found:
+            raise DataError(
+                f"{found[split].name} and {folder.name} in {root.absolute()} are two folders of "
+                f"one split, {split}: merge them, or move one away"
+            )
+        found[split] = folder
+    return {split: found[split] for split in NAMES if split in found}
 
 
 def scan(root: Path) -> Tree:
@@ -54,19 +95,47 @@ def scan(root: Path) -> Tree:
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
-    splits = [name for name in SPLITS if (root / name).is_dir()]
-    if not splits:
+    folders = split_folders(root)
+    if not folders:
         raise no_training(root)
-    classes = _class_names(root / splits[0])
+    first, *others = folders.values()
+    classes = _class_names(first)
     if len(classes) == 1:
         raise DataError(
-            f"only one class folder, {classes[0]}, in {(root / splits[0]).absolute()}: expected at "
+            f"only one class folder, {classes[0]}, in {first.absolute()}: expected at "
             f"least two, each with its own folder; {_LAYOUT}"
         )
     # before the files are listed, which is slow for a large set
-    for name in splits[1:]:
-        _check_same_classes(root, name, splits[0], classes)
-    return Tree(classes, {name: _list_images(root / name, classes) for name in splits})
+    for folder in others:
+        _check_same_classes(folder, first, classes)
+    unread: Counter[str] = Counter()
+    splits = {split: _list_images(folder, classes, unread) for split, folder in folders.items()}
+    return Tree(classes, splits, folders, [*_outside(root, folders), *left_out(root, unread)])
+
+
+def fingerprint(tree: Tree) -> str:
+    """A hash of the names and sizes of the images to train and to validate with.
+
+    It asks for the size of at most :data:`_SIZES` evenly spaced files of a split, since a million
+    of them take minutes on a network's disk. The test split does not change a training.
+    """
+    digest = hashlib.sha256()
+    for split in ("train", "val"):
+        if split not in tree.splits:
+            continue
+        paths, start = tree.splits[split].paths, len(str(tree.folders[split]))
+        # relative: the data may move
+        digest.update(b"\0".join(os.fsencode(path[start:]) for path in (split, *paths)))
+        sizes = map(_size_of, paths[:: -(-len(paths) // _SIZES)])  # rounded up
+        digest.update(repr(list(sizes)).encode())
+    return digest.hexdigest()
+
+
+def _size_of(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:  # a broken link, which is an error only when it is read
+        return -1
 
 
 def no_training(root: Path) -> DataError:
@@ -74,7 +143,7 @@ def no_training(root: Path) -> DataError:
     names = shortened(sorted(path.name for path in root.iterdir()), 8)
     absolute = root.absolute()
     # the user gave the folder of a split instead of its parent
-    meant = f"; did you mean {absolute.parent}?" if absolute.name in SPLITS else ""
+    meant = f"; did you mean {absolute.parent}?" if split_of(absolute.name) else ""
     return DataError(f"no folder {absolute / 'train'} (found: {names}): {_LAYOUT}{meant}")
 
 
@@ -93,26 +162,54 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"  # from archives of macOS
+    # from archives of macOS, and from folders that Windows has shown
+    return name.startswith(".") or name in ("__MACOSX", "Thumbs.db", "desktop.ini")
 
 
-def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:
-    names = _class_names(root / split)
+def _check_same_classes(folder: Path, first: Path, classes: list[str]) -> None:
+    names = _class_names(folder)
     missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
     if missing or extra:
         raise DataError(
-            f"{root.absolute() / split} and {root.absolute() / first} have different classes; "
+            f"{folder.absolute()} and {first.absolute()} have different classes; "
             + "; ".join(
-                f"only in {where}: {shortened(names)}"
-                for where, names in ((first, missing), (split, extra))
+                f"only in {where.name}: {shortened(names)}"
+                for where, names in ((first, missing), (folder, extra))
                 if names
             )
             + ". Give every split the same class folders"
         )
 
 
-def _list_images(folder: Path, classes: list[str]) -> Files:
-    by_class = [list(images_below(folder / name)) for name in classes]
+def _outside(root: Path, folders: dict[Split, Path]) -> Iterator[str]:
+    """What lies outside the splits and their class folders."""
+    names = sorted(path.name for path in root.iterdir() if path.is_dir())
+    if others := [name for name in names if not (split_of(name) or _is_hidden(name))]:
+        expected = ", ".join(f"{split}/" for split in NAMES)
+        yield (
+            f"{root.absolute()} has folders that are no split and are not read: "
+            f"{shortened(map(repr, others))}; expected {expected}"
+        )
+    for folder in folders.values():
+        files = (p for p in folder.iterdir() if p.is_file() and not _is_hidden(p.name))
+        if count := sum(path.suffix.lower() in suffixes() for path in files):
+            yield (
+                f"{folder.absolute()} has {number_of(count, 'image')} outside the class folders, "
+                "not read"
+            )
+
+
+def left_out(folder: Path, unread: Counter[str]) -> list[str]:
+    """The sentence about files below ``folder`` that are no images, counted by suffix; if any."""
+    if not unread:
+        return []
+    kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in unread.most_common(8))
+    files = number_of(sum(unread.values()), "file")
+    return [f"{files} below {folder.absolute()} are no images by their suffix, not read: {kinds}"]
+
+
+def _list_images(folder: Path, classes: list[str], unread: Counter[str]) -> Files:
+    by_class = [list(images_below(folder / name, unread)) for name in classes]
     empty = [
         str(folder.absolute() / name)
         for name, paths in zip(classes, by_class, strict=True)
@@ -122,8 +219,8 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
         files = (path.name for name in empty for path in sorted(Path(name).iterdir()))
         _refuse_volumes(shortened(empty), files)
         raise DataError(
-            f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "
-            "or remove the folder from every split"
+            f"no images in {shortened(empty)}: put images there ({', '.join(suffixes())}) or "
+            "remove the folder from every split"
         )
     labels = [label for label, paths in enumerate(by_class) for _ in paths]
     return Files([path for paths in by_class for path in paths], labels)
@@ -137,11 +234,13 @@ class FolderReport:
         images: number of image files.
         bad: the paths of the images that cannot be decoded, by reason.
         layout: error in the structure of split and class folders; None for a correct one.
+        left_out: what is below the root and not read, a sentence each.
     """
 
     images: int
     bad: dict[str, list[str]]
     layout: str | None
+    left_out: list[str]
 
 
 def check_folder(root: str | Path, *, workers: int | None = None) -> FolderReport:
@@ -155,15 +254,16 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         DataError: ``root`` is not a folder, or has no images.
     """
     root = Path(root).expanduser()
-    layout = None
+    layout, outside = None, []
     try:
-        if root.name not in SPLITS or not root.is_dir():  # a single split has no splits to scan
-            scan(root)
+        if not (split_of(root.name) and root.is_dir()):  # a single split has no splits to scan
+            outside = list(_outside(root, scan(root).folders))
     except DataError as error:
         if not root.is_dir():
             raise
         layout = str(error)  # report it with the bad images: one run shows everything to repair
-    paths = list(images_below(root))
+    unread: Counter[str] = Counter()
+    paths = list(images_below(root, unread))
     if not paths:
         raise no_images(root)
     # processes: Python's share of decoding small images would keep threads waiting for its lock
@@ -172,7 +272,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         for path, reason in zip(paths, pool.map(_reason_of, paths, chunksize=64), strict=True):
             if reason:
                 bad.setdefault(reason, []).append(path)
-    return FolderReport(len(paths), bad, layout)
+    return FolderReport(len(paths), bad, layout, [*outside, *left_out(root, unread)])
 
 
 def no_images(folder: Path) -> DataError:
@@ -182,7 +282,7 @@ def no_images(folder: Path) -> DataError:
         DataError: it has volumes, which need their own data set.
     """
     _refuse_volumes(str(folder.absolute()), (path.name for path in sorted(folder.rglob("*"))))
-    return DataError(f"no images in {folder.absolute()}: expected {', '.join(IMG_EXTENSIONS)}")
+    return DataError(f"no images in {folder.absolute()}: expected {', '.join(suffixes())}")
 
 
 def _refuse_volumes(where: str, names: Iterable[str]) -> None:
@@ -194,8 +294,13 @@ def _refuse_volumes(where: str, names: Iterable[str]) -> None:
         )
 
 
-def images_below(root: Path) -> Iterator[str]:
-    """The images below ``root``, sorted by folder, then by name."""
+def images_below(root: Path, unread: Counter[str] | None = None) -> Iterator[str]:
+    """The images below ``root``, sorted by folder, then by name.
+
+    Args:
+        root: a folder.
+        unread: counts the suffixes of the other files.
+    """
     top = root.resolve()
     seen = {str(top), *map(str, top.parents)}  # do not follow links to parent folders
     images = []
@@ -205,10 +310,16 @@ def images_below(root: Path) -> Iterator[str]:
         places = {os.path.realpath(f"{folder}/{n}"): n for n in visible}
         folders[:] = [n for place, n in places.items() if place not in seen]  # os.walk enters these
         seen.update(places)
-        images += [(folder, n) for n in files if n.lower().endswith(IMG_EXTENSIONS)]
+        for name in files:
+            if _is_hidden(name):
+                continue
+            if name.lower().endswith(suffixes()):
+                images.append((folder, name))
+            elif unread is not None:
+                suffix = Path(name).suffix.lower()
+                unread[suffix if suffix[1:].isalnum() else "others"] += 1
     for folder, name in sorted(images):  # as text: a million Path objects take seconds
-        if not _is_hidden(name):
-            yield f"{folder}/{name}"
+        yield f"{folder}/{name}"
 
 
 def _reason_of(path: str) -> str:

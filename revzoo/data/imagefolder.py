@@ -16,7 +16,7 @@ from revzoo._checks import check_choice, check_count, number_of
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
-from revzoo.data.folders import Files, Tree, no_training, scan
+from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet, TensorImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.state import crop_of
@@ -75,8 +75,12 @@ class ImageFolder(ImageData):
         self._wanted_chans = in_chans
         self._tree: Tree | None = None
 
+    @property
+    def notes(self) -> list[str]:
+        return ["upright by EXIF, transparency dropped, first frame only", *super().notes]
+
     def has(self, split: Split) -> bool:
-        return (self.root / split).is_dir()
+        return split in split_folders(self.root)
 
     def prepare_data(self) -> None:
         """List and check the folders, so that errors come before anything else is built."""
@@ -124,9 +128,16 @@ class ImageFolder(ImageData):
     def _listing(self) -> Tree:
         if self._tree is None:
             self._tree = scan(self.root)
+            for note in self._tree.left_out:
+                log.warning("%s", note)
             if self.on_error == "skip":
                 self._skipped = {
-                    split: SkippedFiles(files.paths, at_most=self.max_errors)
+                    split: SkippedFiles(
+                        files.paths,
+                        files.labels,
+                        classes=self._tree.classes,
+                        at_most=self.max_errors,
+                    )
                     for split, files in self._tree.splits.items()
                 }
         return self._tree
@@ -159,6 +170,9 @@ class ImageFolder(ImageData):
         )
         labels = torch.tensor(files.labels)[rows]  # `rows` lacks the skipped files
         return TensorImages(images, labels, classes=self._listing().classes)
+
+    def digest(self) -> str:
+        return fingerprint(self._listing())
 
     def _no_test(self) -> str:
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"

@@ -15,11 +15,14 @@ The rules, for every set:
    resumes from a checkpoint.
 5. Normalisation is measured on the training images. A checkpoint keeps it, with the class names and
    the crop. Evaluation then prepares images as training did, and refuses other classes.
+6. A checkpoint also keeps the number of images and a hash (``digest``). A training that resumes
+   with other images is refused.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NoReturn, TypedDict
@@ -37,7 +40,13 @@ from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.state import BYTE_MAX, check_same_classes, check_state, normalisation_for
+from revzoo.data.state import (
+    BYTE_MAX,
+    check_same_classes,
+    check_same_images,
+    check_state,
+    normalisation_for,
+)
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
@@ -99,6 +108,7 @@ class ImageData(pl.LightningDataModule, ABC):
     image_size: int
     normalisation: Normalisation
     _measured: Normalisation
+    _identity: dict[str, Any]
 
     def __init__(
         self,
@@ -139,6 +149,19 @@ class ImageData(pl.LightningDataModule, ABC):
             DataError: its files are missing or damaged.
         """
 
+    def digest(self) -> str:
+        """A hash of the images to train and to validate with, cheap to compute.
+
+        A resumed training compares it. By default it is a hash of the labels.
+        """
+        labels = (self._images(split).labels.numpy().tobytes() for split in ("train", "val"))
+        return hashlib.sha256(b"".join(labels)).hexdigest()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Images to train with, to validate with, and their :meth:`digest`, after setup."""
+        return self._identity
+
     def preparation(self) -> tuple[int | None, float]:
         """The arguments of ``decode.to_square``, which brings images to one size.
 
@@ -166,6 +189,14 @@ class ImageData(pl.LightningDataModule, ABC):
     def val_count(self) -> int:
         """Number of validation images, after ``setup("fit")``."""
         return len(self._images("val"))
+
+    @property
+    def notes(self) -> list[str]:
+        """How images are read and augmented, a line each for the opening of a run."""
+        chunk, augments_itself = self.augment.chunk, self._images("train").augments_itself
+        if chunk == 1 or augments_itself:
+            return []
+        return [f"each {chunk} images share a crop and a flip: data.augment.chunk={chunk}"]
 
     def has(self, split: Split) -> bool:
         """Whether the set has this split. Reads no images."""
@@ -195,6 +226,8 @@ class ImageData(pl.LightningDataModule, ABC):
                 self._setup_training()
         if self._restored:
             check_same_classes(self._restored["classes"], self.classes)
+            if stage == "fit":
+                check_same_images(self._restored, self.identity)
             # last, so that it replaces the normalisation measured above
             self.normalisation = Normalisation(**normalisation_for(self._restored, self.pixel_max))
             self._order_seed = self._restored.get("order_seed")
@@ -218,6 +251,8 @@ class ImageData(pl.LightningDataModule, ABC):
         if val is None:
             source, val = hold_back(source, self.val_fraction, self.split_seed)
         self._sets = {**self._sets, "train": source, "val": val}
+        # now, not when a checkpoint is saved: the files may change in between
+        self._identity = {"train": len(source), "val": len(val), "digest": self.digest()}
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
@@ -322,6 +357,8 @@ class ImageData(pl.LightningDataModule, ABC):
             "in_chans": self.in_chans,
             "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,
+            # after an evaluation alone: that of the training
+            "images": getattr(self, "_identity", (self._restored or {}).get("images")),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

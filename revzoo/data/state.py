@@ -10,6 +10,7 @@ from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 from revzoo.weights.limits import MAX_SIDE, is_crop, is_mean, is_scale, is_side
 
+_COUNTS = {"train": "to train", "val": "to validate"}
 BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
 
 
@@ -70,6 +71,8 @@ def _rules(
     yield "crop_pct", share, f"a share above 0, up to 1, and at least side / {MAX_SIDE}"
     seed = state.get("order_seed")
     yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
+    images: Any = state.get("images")
+    yield "images", images is None or _is_identity(images), "counts train and val, and a digest"
 
 
 def _is_normalisation(value: Any, channels: int | None) -> bool:
@@ -80,6 +83,12 @@ def _is_normalisation(value: Any, channels: int | None) -> bool:
         return False
     fits = 0 < len(mean) == len(std) == (channels or len(mean))
     return fits and all(map(is_mean, mean)) and all(map(is_scale, std))
+
+
+def _is_identity(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != {*_COUNTS, "digest"}:
+        return False
+    return all(is_count(value[name], 0) for name in _COUNTS) and isinstance(value["digest"], str)
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
@@ -118,4 +127,34 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
         f"the model was trained on {len(trained)} classes {shortened(trained, 20)}; "
         f"this data has {len(found)}: {shortened(found, 20)}; {differ}. Use data with the same "
         "class names"
+    )
+
+
+def check_same_images(
+    trained: Mapping[str, Any],
+    found: Mapping[str, Any],
+    remedy: str = "start a new training from the weights of this one",
+) -> None:
+    """Refuse to resume a training with other images.
+
+    Args:
+        trained: the state of training's data; older ones lack the key "images".
+        found: ``ImageData.identity`` of this data.
+        remedy: what to do if the change is wanted.
+
+    Raises:
+        DataError: says what has changed.
+    """
+    before = trained.get("images")
+    if before is None or before == found:
+        return
+    changes = [
+        f"{before[split]:,} {purpose}, now {found[split]:,}"
+        for split, purpose in _COUNTS.items()
+        if before[split] != found[split]
+    ]
+    raise DataError(
+        "the images have changed since this training began: "
+        f"{'; '.join(changes) or 'as many as before, with other names, sizes or labels'}. It "
+        f"would not end as one that was not stopped. Put the former images back, or {remedy}"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from revzoo._checks import check_count
 from revzoo.core.evaluation import evaluation_mode
-from revzoo.data.decode import check_depth, open_image
+from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
@@ -152,11 +152,10 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
             "W), since files and Pillow images become RGB or grey"
         )
     if isinstance(image, Image.Image):
-        check_depth(image, "image")
         if not all(image.size):
             raise ValueError(f"image has {image.width} x {image.height} pixels: expected some")
         try:
-            return image.convert("RGB" if channels == 3 else "L")  # as open_image
+            return converted(image, channels, "image")
         except ValueError:  # LAB, say
             raise ValueError(
                 f"image has Pillow mode {image.mode}: expected one that Pillow converts to "

@@ -17,7 +17,7 @@ def _distinct(images: Tensor) -> int:
 
 def test_a_crop_is_a_shift_filled_with_zeros() -> None:
     torch.manual_seed(0)
-    augment = Augment(crop_padding=2, flip=False, chunk=1)
+    augment = Augment(crop_padding=2, flip=False)
     padded = torch.nn.functional.pad(_ramps(1), (2, 2, 2, 2))
     windows = {
         padded[..., y : y + 8, x : x + 8].numpy().tobytes() for y in range(5) for x in range(5)
@@ -28,11 +28,19 @@ def test_a_crop_is_a_shift_filled_with_zeros() -> None:
 
 def test_a_flip_mirrors_left_and_right_half_of_the_time() -> None:
     torch.manual_seed(0)
-    out = Augment(crop_padding=0, flip=True, chunk=1)(_ramps(400))
+    out = Augment(crop_padding=0, flip=True)(_ramps(400))
     mirrored = sum(torch.equal(image, _ramps(1)[0].flip(-1)) for image in out)
     kept = sum(torch.equal(image, _ramps(1)[0]) for image in out)
     assert mirrored + kept == 400
     assert 150 < mirrored < 250
+
+
+def test_each_image_has_its_own_draw_of_all_its_channels() -> None:
+    """Eight images shared one crop and one flip."""
+    torch.manual_seed(0)
+    out = Augment(crop_padding=4)(_ramps(64).repeat(1, 3, 1, 1))
+    assert _distinct(out) > 40
+    assert torch.equal(out, out[:, :1].expand_as(out))
 
 
 def test_images_of_a_chunk_share_a_draw_and_chunks_do_not() -> None:

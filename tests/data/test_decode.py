@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import EpsImagePlugin, Image
+from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from revzoo.data import DataError
 from revzoo.data.decode import common_size, decode_all, open_image, to_square
@@ -40,6 +40,31 @@ def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
     assert torch.equal(one[0, 0], luma)
     three, _ = decode_all([rgb, grey], channels=3, size=8, resize=False)
     assert torch.equal(three[1], one[1].expand(3, 8, 8))
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
+    """The EXIF orientation was ignored: photographs of a telephone lay on their side."""
+    path = tmp_path / f"a.{suffix}"
+    image, exif = (
+        Image.fromarray(np.kron(_noise(3, 2), np.ones((16, 16, 1), np.uint8))),
+        Image.Exif(),
+    )
+    exif[ExifTags.Base.Orientation] = orientation
+    image.save(path, exif=exif)
+    with Image.open(path) as file:
+        upright = np.asarray(ImageOps.exif_transpose(file).convert("RGB"))
+    assert np.array_equal(np.asarray(open_image(str(path), 3)), upright)
+    assert upright.shape[0] == (48 if orientation < 5 else 32)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_a_damaged_exif_block_leaves_the_image(tmp_path: Path) -> None:
+    for block in (b"Exif\0\0no TIFF", b"Exif\0\0II*\0\x08\0\0\0\xff\xff", b"Exif"):
+        path = tmp_path / "a.jpg"
+        Image.fromarray(_noise(8, 8)).save(path, exif=block)
+        assert open_image(str(path), 3).size == (8, 8)
 
 
 def test_shorter_side_is_resized_and_the_middle_kept() -> None:

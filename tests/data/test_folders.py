@@ -1,11 +1,14 @@
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from revzoo.data import DataError
-from revzoo.data.folders import check_folder, scan
+from revzoo.data.decode import suffixes
+from revzoo.data.folders import FolderReport, check_folder, fingerprint, scan
+from revzoo.data.module import Split
 
 MakeFolder = Callable[..., Path]
 _TWO = {"cat": 2, "dog": 3}
@@ -35,8 +38,8 @@ def test_missing_root(tmp_path: Path) -> None:
 
 
 def test_missing_train_folder_lists_the_existing_folders(make_folder: MakeFolder) -> None:
-    root = make_folder({"training": _TWO})
-    with pytest.raises(DataError, match=r"no folder .*/train \(found: training\): expected ROOT"):
+    root = make_folder({"pictures": _TWO})
+    with pytest.raises(DataError, match=r"no folder .*/train \(found: pictures\): expected ROOT"):
         scan(root)
 
 
@@ -86,6 +89,63 @@ def test_a_split_with_missing_classes_is_refused_with_their_names(make_folder: M
     root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
     with pytest.raises(DataError, match=r"different classes; only in train: ant\. Give"):
         scan(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "split"), [("valid", "val"), ("Validation", "val"), ("VAL", "val"), ("Test", "test")]
+)
+def test_splits_have_their_usual_names_in_any_case(
+    name: str, split: Split, make_folder: MakeFolder
+) -> None:
+    """``train/`` beside ``valid/`` validated with 10 % of ``train/``."""
+    tree = scan(make_folder({"Train": _TWO, name: _TWO}))
+    assert list(tree.splits) == ["train", split]
+    assert not tree.left_out
+
+
+def test_two_folders_of_one_split_are_refused(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "val": _TWO, "valid": _TWO})
+    with pytest.raises(DataError, match=r"val and valid in .* of one split, val"):
+        scan(root)
+
+
+def test_what_is_left_out_is_said(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "evaluation": {"cat": 1}})
+    for name in ("a.heic", "b.HEIC", "c.\x1b[31m", ".d.heic", "Thumbs.db"):
+        (root / "train" / "cat" / name).touch()
+    shutil.copy(root / "train" / "cat" / "00.png", root / "train")
+    folders, images, files = scan(root).left_out
+    assert "'evaluation'" in folders
+    assert "1 image outside the class folders" in images
+    assert files.startswith("3 files below ")
+    assert files.endswith(": 2 .heic, 1 others")
+
+
+@pytest.mark.parametrize("suffix", ["gif", "jfif", "avif", "JPE", "jp2"])
+def test_formats_are_read_by_whatever_suffix_they_have(
+    suffix: str, make_folder: MakeFolder
+) -> None:
+    """``.gif`` and ``.jfif`` were neither read nor reported."""
+    if f".{suffix}" == ".avif" not in suffixes():
+        pytest.skip("this build of Pillow lacks AVIF")
+    root = make_folder({"train": _TWO}, suffix=suffix)
+    assert len(scan(root).splits["train"].paths) == 5
+    assert check_folder(root, workers=1) == FolderReport(5, {}, None, [])
+
+
+def test_the_fingerprint_is_of_names_and_sizes(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "test": _TWO})
+    before = fingerprint(scan(root))
+    root = root.rename(root.with_name("moved"))
+    assert fingerprint(scan(root)) == before
+    (root / "test" / "cat" / "00.png").unlink()
+    assert fingerprint(scan(root)) == before
+    with (root / "train" / "cat" / "00.png").open("ab") as file:
+        file.write(b"x")
+    other = fingerprint(scan(root))
+    assert other != before
+    (root / "train" / "cat" / "00.png").rename(root / "train" / "dog" / "00b.png")
+    assert fingerprint(scan(root)) not in (before, other)
 
 
 @pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "__MACOSX"])

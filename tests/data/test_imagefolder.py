@@ -200,6 +200,41 @@ def test_the_first_image_may_be_bad_where_some_are_skipped(make_folder: MakeFold
     assert data.train_count + len(data.val_dataloader().dataset) == 39  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("cache_bytes", [2**20, 0])
+def test_skipping_all_images_of_a_class_is_an_error(
+    cache_bytes: int, make_folder: MakeFolder
+) -> None:
+    """Training went on without the class, with an accuracy of 1.0."""
+    root = make_folder({"train": _TWO})
+    options = {"on_error": "skip", "image_size": 8, "cache_bytes": cache_bytes, "batch_size": 36}
+    for path in (root / "train" / "dog").iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"none of the \d+ images of class dog can be read"):
+        _read_all(ImageFolder(root, **options, num_workers=0))
+
+
+def test_a_training_resumes_with_the_same_images(make_folder: MakeFolder) -> None:
+    """One image more, or others under the same names, went unnoticed."""
+    root = make_folder({"train": _TWO})
+    state = _ready(root).state_dict()
+    resumed = _ready(root)
+    resumed.load_state_dict(state)
+    image = root / "train" / "cat" / "00.png"
+    Image.effect_noise((8, 8), 99).save(image)
+    with pytest.raises(DataError, match="as many as before, with other names, sizes or labels"):
+        _ready(root).load_state_dict(state)
+    image.unlink()
+    with pytest.raises(DataError, match=r"36 to train, now 35.* Put the former images back"):
+        _ready(root).load_state_dict(state)
+    data = ImageFolder(root, batch_size=4)
+    data.load_state_dict(state)
+    data.setup("validate")  # evaluation takes any images
+    with pytest.raises(DataError, match="36 to train, now 35"):
+        data.setup("fit")
+    older = {key: value for key, value in state.items() if key != "images"}
+    _ready(root).load_state_dict(older)
+
+
 def test_a_batch_without_any_good_image_is_an_error(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO, "val": _TWO})
     data = _ready(root, on_error="skip", image_size=8, cache_bytes=0, eval_batch_size=2)

@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
         listed = "".join(f"  {path}\n" for path in paths)
         what = f"{number_of(len(paths), 'image')}: {reason}"
         sys.stdout.write(f"{folded(what, indent=4)}\n{listed}")
-    if report.layout:
-        sys.stdout.write(f"{folded(report.layout, indent=2)}\n")
+    for note in (*report.left_out, *filter(None, [report.layout])):
+        sys.stdout.write(f"{folded(note, indent=2)}\n")
     if count := sum(map(len, report.bad.values())):
         # a run cannot skip all images
         skip = ", or train with data.on_error=skip" if count < report.images else ""

@@ -69,11 +69,11 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
                 "--allow-precision-change, data.root=DIR, where the data are now, and "
                 "trainer.accelerator=cpu, gpu or auto, where it runs now. Start a new run for the "
                 "rest (with its --config-dir, if it had one): "
-                f"{_new_run(overrides, run_dir)}"
+                f"{new_run_command(overrides, run_dir)}"
             )
 
 
-def _new_run(overrides: Sequence[str], run_dir: Path) -> str:
+def new_run_command(overrides: Sequence[str], run_dir: Path) -> str:
     """The command of a run with other overrides that starts from a run's last weights, if any."""
     new, weights = list(overrides), run_dir / CHECKPOINTS / LAST
     names = {_name_of(override) for override in new}  # replaced

@@ -125,6 +125,7 @@ def log_opening(
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
+        *(("", note) for note in data.notes),
         *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
         ("memory", f"{_modes(config, module)}{size}"),
         ("device", ", ".join(_device(config, trainer))),

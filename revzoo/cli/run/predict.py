@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from PIL import Image
 from revzoo.cli.terminal import columns
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
-from revzoo.data.folders import images_below, no_images
+from revzoo.data.folders import images_below, left_out, no_images
 from revzoo.training.checkpoint.restore import Restored
 from revzoo.training.predict import classify
+
+log = logging.getLogger(__name__)
 
 Prediction = tuple[str, dict[str, float]]
 """A path, and the probability of each class, the most probable first."""
@@ -84,9 +87,12 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
-            images = [Path(name) for name in images_below(path)]
+            unread: Counter[str] = Counter()
+            images = [Path(name) for name in images_below(path, unread)]
             if not images:
                 raise no_images(path)
+            for note in left_out(path, unread):
+                log.warning("%s", note)
             yield from images
         else:
             raise DataError(f"there is no image or folder {path}")

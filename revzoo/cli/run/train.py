@@ -34,7 +34,7 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.run.changes import moved
+from revzoo.cli.run.changes import moved, new_run_command
 from revzoo.cli.run.console import (
     log_finished,
     log_opening,
@@ -62,7 +62,7 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
-from revzoo.data.state import check_same_classes
+from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path
@@ -261,7 +261,7 @@ def prepare(
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     if trained_on is not None:  # before the model, which is built for these data
-        _check_same_data(trained_on, data)
+        _check_same_data(trained_on, data, run_dir)
     # the checkpoint replaces the weights that the run started from: say nothing of these
     with nullcontext() if resume is None else unlogged(pretrained.log):
         module = build_module(config, data)
@@ -302,13 +302,15 @@ def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return state["global_step"], state[data_name(config)]
 
 
-def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
+def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Path) -> None:
     check_same_classes(trained_on["classes"], data.classes)
     if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
         raise DataError(
             f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
             f"set data.in_chans={channels}"
         )
+    command = new_run_command([], run_dir)
+    check_same_images(trained_on, data.identity, f"start a new run from its weights: {command}")
 
 
 @user_errors(TRAINING_ERRORS)

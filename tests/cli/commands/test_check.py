@@ -26,6 +26,16 @@ def test_a_good_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "all 4 images can be read\n"
 
 
+def test_other_files_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``all 4 images can be read``, of 6."""
+    Image.new("RGB", (8, 8)).save(root / "train/a/2.gif")
+    (root / "train/a/3.heic").touch()
+    main(["check", "data", str(root), "--workers", "1"])
+    left_out, read = " ".join(capsys.readouterr().out.split()).split(": 1 .heic ")
+    assert left_out.startswith("1 file below ")
+    assert read == "all 5 images can be read"
+
+
 def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = [root / "train" / name for name in ("a/1.png", "b/0.png")]
     for path in bad:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from small_images import image_folder
 
 from revzoo.cli.main import main
@@ -145,6 +146,17 @@ def test_an_output_of_nan_is_refused(tmp_path: Path) -> None:
         restored.module.model.fc.weight.fill_(torch.finfo(torch.float32).max)
     with pytest.raises(CheckpointError, match=r"output is NaN or Inf: .* earlier checkpoint"):
         list(predict(restored, [root / "test"]))
+
+
+def test_a_folder_is_read_as_its_files_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``predict FILE.gif`` worked, and ``predict FOLDER`` left the file out."""
+    names = ("a.gif", "b.jfif", "c.png")
+    for name in (*names, "d.heic"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name, "PNG")
+    assert [path.name for path in image_files([tmp_path])] == list(names)
+    assert "1 .heic" in caplog.text
 
 
 def test_hidden_files_of_a_folder_are_not_images(tmp_path: Path) -> None:

@@ -266,6 +266,18 @@ def test_another_number_of_classes_is_refused(compose: Any, tmp_path: Path) -> N
     assert files(run_dir) == before
 
 
+def test_other_images_are_refused(compose: Any, tmp_path: Path) -> None:
+    data, run_dir = image_folder(tmp_path / "data"), tmp_path / "run"
+    overrides = ("debug=smoke", "trainer=cpu", "data=imagefolder", f"data.root={data}")
+    train(compose(*overrides, "+model.units=[1,1,1]", "data.batch_size=8"), run_dir=run_dir)
+    shutil.copy(data / "train/dark/0.png", data / "train/dark/20.png")
+    before = files(run_dir)
+    message = refused(run_dir)
+    assert "36 to train, now 37" in message
+    assert f"train +model.checkpoint_path={run_dir / 'checkpoints' / LAST}" in message
+    assert files(run_dir) == before
+
+
 def test_the_data_may_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,18 @@ def test_a_run_without_a_test_split_ends_with_a_command_that_works(
     assert summary["best"]["val/acc"] == pytest.approx(float(printed["val/acc"]), abs=1e-4)
 
 
+def test_the_opening_says_how_images_are_read_and_shared(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That eight images shared a crop stood in a comment of the configuration."""
+    root = image_folder(tmp_path / "images")
+    data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16", "test=false")
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *data, "data.augment.chunk=8"), run_dir=tmp_path / "run")
+    assert "transparency dropped" in caplog.text
+    assert "each 8 images share a crop and a flip" in caplog.text
+
+
 def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
