@@ -100,7 +100,7 @@ def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
     pixels = image.convert("RGB" if channels == 3 else "L")
     try:
-        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation))
+        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # Pillow's reader raises many types; a damaged block leaves the pixels whole
         return pixels
     return pixels if turn is None else pixels.transpose(turn)

@@ -125,7 +125,8 @@ def fingerprint(tree: Tree) -> str:
             continue
         paths, start = tree.splits[split].paths, len(str(tree.folders[split]))
         # relative: the data may move
-        digest.update(b"\0".join(os.fsencode(path[start:]) for path in (split, *paths)))
+        names = (split, *(path[start:] for path in paths))
+        digest.update(b"\0".join(map(os.fsencode, names)))
         sizes = map(_size_of, paths[:: -(-len(paths) // _SIZES)])  # rounded up
         digest.update(repr(list(sizes)).encode())
     return digest.hexdigest()

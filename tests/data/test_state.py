@@ -20,6 +20,7 @@ STATE = {
     "in_chans": 1,
     "crop_pct": 0.875,
     "order_seed": 0,
+    "images": {"train": 9, "val": 1, "digest": "0a"},
 }
 
 
@@ -47,6 +48,7 @@ def test_states_of_this_and_of_older_versions_are_accepted() -> None:
         *[("in_chans", v) for v in ("1", 0, 3, True, torch.ones(2))],
         *[("crop_pct", v) for v in ("x", 0, 1.5, float("nan"), 1e-6, True)],
         *[("order_seed", v) for v in ("x", -1, 0.5, torch.zeros(2))],
+        *[("images", v) for v in (3, {"train": 9}, {"train": -1, "val": 1, "digest": ""})],
     ],
 )
 def test_anything_else_is_refused_by_its_name(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from small_weights import small
 
 import revzoo
@@ -42,6 +42,17 @@ def test_an_image_returns_the_probability_of_each_class(folder: Path, image: Pat
     assert found == pytest.approx(dict(zip(CLASSES, row.tolist(), strict=True)), rel=1e-5)
     assert list(found.values()) == sorted(found.values(), reverse=True)
     assert list(revzoo.predict(image, folder, top=2)) == list(found)[:2]
+
+
+def test_an_opened_image_is_turned_upright_as_its_file_is(folder: Path, image: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    with Image.open(image) as file:
+        upright = revzoo.predict(file, folder)
+        file.save(image, exif=exif)
+    with Image.open(image) as file:
+        turned = revzoo.predict(file, folder)
+    assert turned == revzoo.predict(image, folder) != upright
 
 
 def test_a_list_of_images_returns_a_list(folder: Path, image: Path) -> None:
