@@ -129,7 +129,7 @@ def status(field: str) -> int:
 
 
 def read_with_little_memory(path: Path, *readers: str) -> list[str]:
-    """The result of each reader, or of some. None may take 384 MiB, in this process or in its forks."""
+    """The result of each reader, or of some; none may take 384 MiB here."""
     said = []
     for name in readers or READERS:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to current use
