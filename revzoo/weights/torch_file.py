@@ -40,6 +40,9 @@ MAX_DEPTH, MAX_VALUES = 50, 2_000_000  # random states of 1,000 processes fit
 SECONDS, MEMORY = 10, 2**28  # of the fork, besides those for the file's bytes
 REMEDY = "use another copy of it, or another checkpoint of the run"
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 100  # names of layers stay whole
+
 log = logging.getLogger(__name__)
 
 
@@ -104,13 +107,13 @@ def leaves(content: Any, name: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 def place(name: str, keys: Sequence[Any]) -> str:
     """Where a value is: ``name['key'][0]``."""
-    return name + "".join(f"[{reprlib.repr(key)}]" for key in keys[:8])
+    return name + "".join(f"[{_SHORT.repr(key)}]" for key in keys[:8])
 
 
 def described(value: Any) -> str:
     """A value and its type, for errors."""
     kind = type(value)
-    return f"{reprlib.repr(value)} is a {kind.__module__}.{kind.__qualname__}"
+    return f"{_SHORT.repr(value)} is a {kind.__module__}.{kind.__qualname__}"
 
 
 def _is_tuple(value: Any) -> bool:
@@ -145,7 +148,8 @@ def _examine(path: Path) -> bool:
 def _check_tensor(tensor: Tensor, where: str) -> None:
     if not is_dense(tensor):
         raise UnreadableWeightsError(
-            f"{where} is {tensor.layout} {tensor.dtype} on {tensor.device}, expected a dense tensor"
+            f"{where} is {tensor.layout} {tensor.dtype} on {tensor.device}, expected a "
+            "state_dict: a dense tensor by each name"
         )
     needed, held = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
     if needed > held:  # expand() makes a tensor of any size from one number
