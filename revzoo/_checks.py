@@ -6,6 +6,8 @@ misspelt word. All floors share these checks.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -17,6 +19,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class UserError(Exception):
@@ -80,6 +83,23 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Raise a ValueError unless ``value`` is an integer >= ``least``."""
     if not is_count(value, least):
         raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
+
+
+def cores() -> int:
+    """The number of this machine's cores."""
+    return os.cpu_count() or 1
+
+
+def at_most(most: int, name: str, value: int) -> int:
+    """``value``, but at most ``most``, with a warning.
+
+    The file of a run may come from a larger machine, or from somebody who means harm.
+    """
+    if value > most:
+        log.warning(
+            "%s=%s is too many for %s: using %s", name, value, number_of(cores(), "core"), most
+        )
+    return min(value, most)
 
 
 def counts_of(values: object, *, repeat: int = 1, least: int = 1) -> tuple[int, ...]:

@@ -421,7 +421,7 @@ def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
     circle = {}
     circle["model"] = circle
     torch.save(circle, path)
-    with pytest.raises(ConversionError, match="lists in lists more than 50 deep"):
+    with pytest.raises(ConversionError, match="containers more than 50 deep"):
         read_tensors(path)
 
 

@@ -9,7 +9,8 @@ the command line or an installation can import code.
 from __future__ import annotations
 
 import argparse
-import json
+import logging
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -22,6 +23,9 @@ from typing import Any
 from revzoo._files import check_regular
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.status import status_of
+from revzoo.weights.entry import parse_json
+
+log = logging.getLogger(__name__)
 
 GROUP = "revzoo.plugins"
 SESSIONS_FILE = "sessions.jsonl"  # in a run's folder; each line records the imports of a session
@@ -155,17 +159,35 @@ def check_imports(run_dir: Path) -> None:
         ConfigError: naming the missing modules.
         ValueError: ``sessions.jsonl`` is not a regular file.
     """
-    check_regular(run_dir / SESSIONS_FILE)
     try:
-        lines = (run_dir / SESSIONS_FILE).read_text().splitlines()
         # the last session: a resumed run may have added a plugin
-        recorded = json.loads(lines[-1]).get("imports", [])
-    except (OSError, ValueError, IndexError, AttributeError):
-        return  # without the record, an unknown name raises later
-    missing = [str(name) for name in recorded if name not in imported]
-    if missing:
+        recorded = recorded_words(run_dir, "imports", session=-1)
+    except ConfigError as error:
+        log.warning("%s. If it used plugins, add --import MODULE", error)
+        return  # an unknown name raises later
+    if missing := [name for name in recorded if name not in imported]:
+        arguments = shlex.join(word for name in missing for word in ("--import", name))
         raise ConfigError(
-            f"{run_dir} was trained with plugins: add "
-            + " ".join(f"--import {name}" for name in missing)
-            + ", if you trust these modules"
+            f"{run_dir} was trained with plugins: add {arguments}, if you trust these modules"
         )
+
+
+def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
+    """The ``imports`` or ``overrides`` of a session of a run; none without the record.
+
+    Raises:
+        ConfigError: the record is damaged.
+        ValueError: ``sessions.jsonl`` is not a regular file.
+    """
+    path = run_dir / SESSIONS_FILE
+    check_regular(path)
+    if not path.is_file():
+        return []
+    try:
+        words = parse_json(path.read_text().splitlines()[session]).get(key, [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{key}: {words!r:.40}, expected a list of words")
+    except (OSError, ValueError, IndexError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path} is damaged ({reason})") from None
+    return words

@@ -7,6 +7,7 @@ for programs that read them; COLUMNS=80 in the environment folds them there, too
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import textwrap
 
@@ -14,6 +15,23 @@ import textwrap
 def columns() -> int:
     """The width of the terminal; 0 without one."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns
+
+
+# control characters, except the ends of lines and tabs, and those that reverse the order of letters
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""``text`` with control characters as ``\x1b``: names of files may hold any.
+
+    They could change the terminal, or hide a part of a line.
+    """
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def one_record(text: str) -> str:
+    """The printable text of a log record. Its further lines begin with spaces, unlike records."""
+    return re.sub(r"\n(?=\S)", "\n  ", printable(text))
 
 
 def folded(text: str, *, indent: int, end: str = "") -> str:
@@ -50,4 +68,4 @@ class FoldedFormat(logging.Formatter):
 
     # Formatter.format appends tracebacks to this
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return folded(record.message, indent=2)
+        return folded(one_record(record.message), indent=2)

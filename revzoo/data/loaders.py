@@ -21,6 +21,7 @@ import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch.utils.data import DataLoader
 
+from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.order import EpochSampler, PoissonSampler, batches_of_epoch
@@ -104,6 +105,8 @@ def _options(
         processes = 1 if trainer is None else trainer.num_devices
         # indexing a tensor takes less time than sending the batch from a worker
         workers = 0 if images.in_memory else min(_MAX_WORKERS, suggested_max_num_workers(processes))
+    # more than one a core: workers may wait for a network disk
+    workers = at_most(4 * cores(), "data.num_workers", workers)
     return {
         "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
         "batch_size": batch_size,

@@ -113,9 +113,12 @@ class MetricsCSV(Logger):
 
     def _read(self) -> list[dict[str, str]]:
         with self.path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            try:
+                rows = list(csv.DictReader(file))
+            except csv.Error as error:  # a field of 131,072 letters
+                raise ValueError(f"{self.path} is damaged ({error}): move it away") from None
         # a kill may have cut off the last row
-        return [row for row in rows if None not in row.values() and row["step"].isdigit()]
+        return [r for r in rows if None not in r.values() and r.get("step", "").isdecimal()]
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -152,3 +152,23 @@ def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:
         [*command, "list", "mynet"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert listed.returncode == 1, "lists of names import nothing"
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"imports": 5}', '{"imports": [5]}', "5", "", '{"imports": "os"}']
+)
+def test_a_damaged_record_is_named(
+    line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Deep lists and numbers ended in tracebacks."""
+    (tmp_path / "sessions.jsonl").write_text(f"{line}\n")
+    plugins.check_imports(tmp_path)
+    assert f"{tmp_path}/sessions.jsonl is damaged" in caplog.text
+
+
+def test_a_recommended_command_is_quoted(tmp_path: Path) -> None:
+    """A record held text for the shell: the command that the message recommends would run it."""
+    session = {"imports": ["a; touch trap"], "overrides": []}
+    (tmp_path / "sessions.jsonl").write_text(json.dumps(session))
+    with pytest.raises(ConfigError, match="add --import 'a; touch trap', if you trust"):
+        plugins.check_imports(tmp_path)

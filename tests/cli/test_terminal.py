@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.config.errors import message_line
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat
 from revzoo.cli.run.predict import as_table
@@ -135,3 +136,14 @@ def test_errors_of_arguments_are_folded(
     lines = capsys.readouterr().err.splitlines()
     assert max(map(len, lines)) <= 70
     assert " ".join(line.strip() for line in lines).endswith("; did you mean 'onnx'?")
+
+
+def test_control_characters_are_shown_as_text() -> None:
+    """Names of files cleared the screen, and a line in a name looked like a line of the log."""
+    hostile = record("\x1b[2J\n12:00:00 saved\r\u202eb")
+    for form in (FoldedFormat(), LogFormat(date=True)):
+        first, *others = form.format(hostile).split("\n")
+        assert first.endswith(r"\x1b[2J")
+        assert others == [r"  12:00:00 saved\r\u202eb"]
+    assert message_line(ValueError("a\x1bb")) == r"revzoo: a\x1bb"
+    assert as_table([("a\nb\x1b.png", {"cat": 1.0})], 1) == "a\\nb\\x1b.png  cat 1.0000\n"

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import get_worker_info
 
+from revzoo._checks import cores
 from revzoo.data import Augment, Digits
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
@@ -102,3 +103,13 @@ def test_workers_that_are_always_killed_end_the_pass_with_the_cause() -> None:
     ):
         list(eval_loader(Deadly(bad=60, times=9), batch_size=8, workers=1, trainer=None))
     assert signal.getsignal(signal.SIGCHLD) == before  # nothing raises in the middle of a save
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_machine_bounds_the_workers(caplog: pytest.LogCaptureFixture) -> None:
+    """``num_workers: 100000`` in a downloaded run started 1,100 processes before it was stopped."""
+    pixels, labels = torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    image_set = TensorImages(pixels, labels, classes=["a"])
+    images = eval_loader(image_set, batch_size=2, workers=100_000, trainer=None)
+    assert images.num_workers == 4 * cores()
+    assert "data.num_workers=100000 is too many" in caplog.text

@@ -81,7 +81,7 @@ class Payload:
 
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
     torch.save({"a": Payload(tmp_path / "run")}, tmp_path / "w.pt")
-    with pytest.raises(UnreadableWeightsError, match=r"more than plain values and tensors.*mkdir"):
+    with pytest.raises(UnreadableWeightsError, match=r"names posix.mkdir: it was not loaded"):
         read_weights_file(tmp_path / "w.pt")
     assert not (tmp_path / "run").exists()
     torch.load(tmp_path / "w.pt", weights_only=False)

@@ -1,6 +1,6 @@
 """``revzoo convert``: converts published weights of other programs to a folder for the zoo.
 
-    revzoo convert irevnet model_best.pth.tar my_irevnet
+    revzoo convert irevnet irevnet.pt my_irevnet
 
 The folder is the same as from ``save_pretrained``; ``revzoo.from_pretrained("my_irevnet")`` loads
 the model.
@@ -20,7 +20,7 @@ from revzoo.cli.status import status_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", help="the program that wrote the file: irevnet or memcnn")
-    parser.add_argument("path", type=Path, help="its checkpoint")
+    parser.add_argument("path", type=Path, help="its checkpoint, a state_dict")
     parser.add_argument("folder", type=Path, help="the folder to write: weights, entry and card")
     parser.add_argument("--name", help="the network, if its shapes are ambiguous")
     parser.add_argument(

@@ -17,7 +17,7 @@ from typing import Any
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_image_size, add_output
 from revzoo.cli.invocation import command_line
-from revzoo.cli.plugins import SESSIONS_FILE
+from revzoo.cli.plugins import SESSIONS_FILE, recorded_words
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded_command
 from revzoo.weights.run_files import CHECKPOINTS
@@ -102,30 +102,32 @@ def _recipe(checkpoint: Path) -> str:
     """The command that started the run."""
     from revzoo.cli.config.yaml_files import run_of
 
-    path = run_of(checkpoint) / SESSIONS_FILE
-    if not path.is_file():
-        raise ValueError(f"--recipe: there is no {path}; give the exact training command")
-    first = json.loads(path.read_text().splitlines()[0])
-    imports = [word for name in first["imports"] for word in ("--import", name)]
-    return shlex.join(["revzoo", "train", *imports, *first["overrides"]])
+    run_dir = run_of(checkpoint)
+    if not (run_dir / SESSIONS_FILE).is_file():
+        raise ValueError(
+            f"--recipe: there is no {run_dir / SESSIONS_FILE}; give the exact training command"
+        )
+    imports = [word for name in recorded_words(run_dir, "imports") for word in ("--import", name)]
+    return shlex.join(["revzoo", "train", *imports, *recorded_words(run_dir, "overrides")])
 
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
-    from revzoo.cli.run.folder import SUMMARY_FILE
+    from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
     from revzoo.weights.run_files import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE
     if not path.is_file():
         return {}
-    summary = json.loads(path.read_text())
-    # without a best checkpoint, the run tested the last weights
-    tested = path.parent / (summary.get("checkpoint") or f"{CHECKPOINTS}/{LAST}")
-    if tested.resolve() != checkpoint.resolve():
-        return {}
-    # validation chose the checkpoint, so its figures are too good
-    return {k: v for k, v in summary["metrics"].items() if k.startswith("test/")}
+    with errors_naming(path):
+        summary = json.loads(path.read_text())
+        # without a best checkpoint, the run tested the last weights
+        tested = path.parent / (summary.get("checkpoint") or f"{CHECKPOINTS}/{LAST}")
+        if tested.resolve() != checkpoint.resolve():
+            return {}
+        # validation chose the checkpoint, so its figures are too good
+        return {k: v for k, v in summary["metrics"].items() if k.startswith("test/")}
 
 
 def _metric(text: str) -> tuple[str, float]:

@@ -20,9 +20,11 @@ from revzoo._checks import (
     check_choice,
     check_names,
     check_types,
+    cores,
     did_you_mean,
     in_section,
     keyword_names,
+    number_of,
 )
 from revzoo.cli.config.build import PROFILERS, build_data
 from revzoo.cli.config.errors import ConfigError
@@ -167,7 +169,13 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     check_names(trainer, names, where="trainer")
     check_choice("trainer.profiler", trainer.get("profiler"), (*PROFILERS, None))
     check_types(trainer, get_type_hints(pl.Trainer.__init__), where="trainer")
-    device_kind(trainer.get("accelerator"))
+    kind, devices = device_kind(trainer.get("accelerator")), str(trainer.get("devices"))
+    # on a CPU, Lightning starts any number of processes
+    if kind == "cpu" and devices.isdecimal() and int(devices) > 4 * cores():
+        raise ConfigError(
+            f"trainer.devices={devices} processes for {number_of(cores(), 'core')}: "
+            f"expected at most {4 * cores()}"
+        )
 
 
 def device_kind(accelerator: Any) -> str:

@@ -32,7 +32,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from revzoo._files import file_name
@@ -48,7 +48,7 @@ from revzoo.cli.config.overrides import (
     parse,
 )
 from revzoo.cli.config.signatures import fields, table_rows
-from revzoo.cli.config.yaml_files import check_growth
+from revzoo.cli.config.yaml_files import check_growth, check_references, check_resolvers
 
 HYDRA_VERSION = "1.3"
 CONFIGS = Path(str(files("revzoo.configs")))
@@ -116,11 +116,16 @@ def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
 
 
 def _check_loaded_files(hydra: Hydra) -> None:
-    """Let Hydra check each file of a user's folder before it loads it: it could fill the memory."""
+    """Let Hydra check each file of a user's folder: it could fill the memory, or read secrets."""
 
     def load(place: ConfigSource, config_path: str) -> ConfigResult:
-        check_growth(Path(place.path, place._normalize_file_name(config_path)).resolve())
-        return type(place).load_config(place, config_path)
+        path = Path(place.path, place._normalize_file_name(config_path)).resolve()
+        check_growth(path)
+        loaded = type(place).load_config(place, config_path)
+        values = plain_of(loaded.config)
+        check_resolvers(values, path)
+        check_references(values)
+        return loaded
 
     # private in Hydra 1.3; other files of the folder may be broken
     for place in hydra.config_loader.repository.get_sources():  # type: ignore[attr-defined]
@@ -175,6 +180,7 @@ def compose_whole(
         for override in parsed:
             check_one_value(override, groups)
         whole = _composed(source.name, [*overrides, *trusted])
+    check_references(plain_of(whole))  # those of one file may lead to those of another
     _check_hydra_section(whole)
     _drop_options_of_other_schedules(whole, parsed)
     cfg = whole.copy()
@@ -264,7 +270,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
     """
     choices = cfg.hydra.runtime.choices
     packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
-    composed = OmegaConf.to_container(cfg.hydra, resolve=False)
+    composed = plain_of(cfg.hydra)
     for key, value in _differing(packaged, composed, "hydra"):
         if key in FREE or key.startswith(("hydra.help.", "hydra.hydra_help.")):
             continue
@@ -291,7 +297,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
 def _packaged_section(chosen: tuple[str, ...]) -> Any:
     """Hydra's own configuration, without a user's overrides, with the same log handlers."""
     with hydra_of(TRAIN):
-        return OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
+        return plain_of(_composed(None, chosen).hydra)
 
 
 def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -318,6 +324,11 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError(one_line(error)) from None
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def plain_of(cfg: Container) -> Any:
+    """The configuration as plain containers, with references as they are written."""
+    return OmegaConf.to_container(cfg, resolve=False)
 
 
 def check_multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> list[Override]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from revzoo._checks import UserError
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, printable
 
 # our checks raise ValueErrors, and the system OSErrors that name a file
 USER_ERRORS = (ValueError, OSError, UserError)
@@ -41,7 +41,7 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
 
 def message_line(error: Exception) -> str:
     """An error as programs print it, folded to the terminal, without the end of the line."""
-    return folded(f"revzoo: {_text_of(error)}", indent=8)
+    return folded(printable(f"revzoo: {_text_of(error)}"), indent=8)
 
 
 def _text_of(error: Exception) -> str:

@@ -1,8 +1,9 @@
-"""Reads YAML files, with a limit on the size that aliases expand to, and writes them atomically."""
+"""Reads YAML files, with limits for aliases and references, and writes them atomically."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ CONFIG_FILE = "config.yaml"  # in a run's folder
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000  # of a document with all aliases expanded
 MAX_DEPTH = 50
+MAX_REFERENCES = 1000  # OmegaConf takes a millisecond for each, and keeps no result
+
+# ${model.name}, and what a file may compute: a time, a name of a folder, where the data are
+_REFERENCE = re.compile(
+    r"\$\{(?:(?P<key>\w+(?:\.\w+)*)|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
+)
 
 
 def run_of(checkpoint: str | Path) -> Path:
@@ -95,6 +102,83 @@ def check_growth(path: Path) -> None:
         raise ConfigError(f"{path} is not YAML ({_fault(path, error)})") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def check_resolvers(value: Any, path: Path) -> None:
+    """Refuse a file whose references take more than values of the configuration and the time.
+
+    ``${oc.env:AWS_SECRET_ACCESS_KEY}`` in somebody else's file would end in names of folders.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    for text in _texts(value):
+        rest, count = text, 1
+        while count:  # from the inside out
+            rest, count = _REFERENCE.subn("_", rest)
+        if "${" in rest:
+            raise ConfigError(
+                f"{path} holds {text!r:.80}: a file may refer only to other values, as "
+                "${model.name}, and use ${now:FORMAT}; give other references, such as "
+                "${oc.env:NAME}, on the command line"
+            )
+
+
+def check_references(values: Mapping[str, Any]) -> None:
+    """Refuse references that would take minutes, as eight in each of eight texts.
+
+    Args:
+        values: of a configuration, unresolved.
+
+    Raises:
+        ConfigError: naming the text that leads to too many.
+    """
+    sizes: dict[str, int] = {}
+
+    def size(value: Any) -> int:
+        """The number of references and characters, once all are resolved."""
+        total = 0
+        for text in _texts(value):
+            total += len(text)
+            for found in _REFERENCE.finditer(text):
+                total += MAX_BYTES // MAX_REFERENCES
+                if key := found["key"]:
+                    if key not in sizes:
+                        sizes[key] = 0  # OmegaConf finds a reference to itself at once
+                        sizes[key] = size(_at(values, key))
+                    total += sizes[key]
+                if total >= MAX_BYTES:
+                    raise ConfigError(
+                        f"{text:.80} leads to more than {MAX_REFERENCES:,} references or "
+                        f"{MAX_BYTES:,} characters: write the value instead"
+                    )
+        return total
+
+    size(values)
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None if there is none, which OmegaConf reports."""
+    found: Any = values
+    for name in key.split("."):
+        if isinstance(found, str) and "${" in found:
+            raise ConfigError(
+                f"${{{key}}} leads through the reference {found:.80}: name its target"
+            )
+        if isinstance(found, list):
+            found = dict(zip(map(str, range(len(found))), found, strict=True))
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts with references in plain containers."""
+    if isinstance(value, str):
+        if "${" in value:
+            yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def _fault(path: Path, error: yaml.YAMLError | UnicodeError) -> str:

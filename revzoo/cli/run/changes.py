@@ -5,8 +5,8 @@ This imports neither torch nor Lightning, so a refused change gets a quick answe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import QuotedString
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse, quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path
-from revzoo.cli.plugins import SESSIONS_FILE
+from revzoo.cli.plugins import recorded_words
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
 # settings of the machine, which leave the run as it is, up to rounding
@@ -80,18 +80,12 @@ def new_run_command(overrides: Sequence[str], run_dir: Path) -> str:
     if weights.exists():
         new.append(f"+model.checkpoint_path={quoted_if_needed(short_path(weights))}")
         names |= {"model.checkpoint_path", "model.pretrained"}
-    kept = [o for o in _first_overrides(run_dir) if _name_of(o) not in names]
+    first: list[str] = []
+    with suppress(ConfigError):  # a damaged record
+        first = recorded_words(run_dir, "overrides")
+    kept = [o for o in first if _name_of(o) not in names]
     return command_line("train", *kept, *new)
 
 
 def _name_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
-
-
-def _first_overrides(run_dir: Path) -> list[str]:
-    """The overrides with which a run started; none without the record."""
-    try:
-        first = (run_dir / SESSIONS_FILE).read_text().splitlines()[0]
-        return list(map(str, json.loads(first)["overrides"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return []

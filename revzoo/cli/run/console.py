@@ -16,7 +16,7 @@ import torch
 from revzoo._checks import number_of
 from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
-from revzoo.cli.terminal import folded, folded_command
+from revzoo.cli.terminal import folded, folded_command, one_record
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
@@ -58,7 +58,7 @@ class LogFormat(logging.Formatter):
     # Formatter.format appends tracebacks to this
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        line = f"{record.asctime} {level}{record.message}"
+        line = f"{record.asctime} {level}{one_record(record.message)}"
         if not self.fold:
             return line
         fold = folded_command if getattr(record, "command", False) else folded

@@ -21,6 +21,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from revzoo._checks import check_number
 from revzoo._files import check_regular, json_bytes, write_atomically
 from revzoo._version import __version__
 from revzoo.cli.config.build import METRICS_FILE
@@ -34,12 +35,14 @@ from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.weights.entry import parse_json
 from revzoo.weights.run_files import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
 SUMMARY_FILE = "summary.json"
 LOG_FILE = "train.log"
+MAX_SECONDS = 1e10  # of training; 300 years
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
 
@@ -213,7 +216,8 @@ def seconds_before(run_dir: Path) -> float:
     A killed session writes no summary and does not count.
     """
     try:
-        seconds = json.loads((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
+        seconds = parse_json((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
+        check_number("train_seconds", seconds, high=MAX_SECONDS)
         return float(seconds)
     except FileNotFoundError:
         return 0.0

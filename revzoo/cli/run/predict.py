@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from revzoo.cli.terminal import columns
+from revzoo.cli.terminal import columns, printable
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
 from revzoo.data.folders import images_below, left_out, no_images
@@ -100,9 +100,11 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:
     """A line per image: its path, then classes with their probabilities."""
-    width = max((len(path) for path, _ in predictions), default=0)
+    # a name may hold the end of a line
+    shown = [printable(path).replace("\n", r"\n") for path, _ in predictions]
+    width = max(map(len, shown), default=0)
     lines = []
-    for path, classes in predictions:
+    for path, (_, classes) in zip(shown, predictions, strict=True):
         best = list(classes.items())[:top]
         figures = "  ".join(f"{name} {p:.4f}" for name, p in best)
         line = f"{path:{width}}  {figures}"

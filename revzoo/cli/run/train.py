@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from revzoo._checks import at_most, cores
 from revzoo.cli.config.build import (
     apply_precision,
     build_data,
@@ -401,7 +402,7 @@ def prepare_process(config: Mapping[str, Any]) -> None:
     """
     check_config(config)
     if config.get("threads") is not None:
-        torch.set_num_threads(config["threads"])
+        torch.set_num_threads(at_most(cores(), "threads", config["threads"]))
     apply_precision(config["precision"])
     # last, since the checks may draw random numbers
     pl.seed_everything(config["seed"], workers=True, verbose=False)

@@ -14,7 +14,7 @@ from revzoo._files import replacing_table
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
 from revzoo.cli.invocation import command_line
-from revzoo.cli.run.folder import SUMMARY_FILE
+from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
 from revzoo.cli.sweep.spec import SweepSpec
 
 
@@ -29,7 +29,8 @@ def figure_of(run_dir: Path, metric: str) -> float:
         NoFigureError: the run has no such figure.
         ValueError: it is not finite.
     """
-    figures = json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"]
+    with errors_naming(run_dir / SUMMARY_FILE):
+        figures = dict(json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"])
     if metric not in figures:
         # the test split may not choose; 'acc' finds val/acc before train/acc
         names = sorted(n for n in figures if not n.startswith("test/"))

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import logging
 import os
-import reprlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,19 @@ from revzoo._checks import UserError
 from revzoo.models.weights_file import check_dense, check_finite, check_fit
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
-from revzoo.weights.pickles import MAPPINGS, check_nesting
 from revzoo.weights.run_files import LAST, PREVIOUS
-from revzoo.weights.torch_file import read_torch_file
+from revzoo.weights.torch_file import (
+    PLAIN,
+    REMEDY,
+    described,
+    leaves,
+    place,
+    read_torch_file,
+)
 
 log = logging.getLogger(__name__)
 
 TEMPORARY = ".saving"  # suffix of unfinished files
-PLAIN = (str, int, float, bool, type(None), bytes)
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
 GIVE_UP_AFTER = 3600.0  # a run ends after so many seconds without a successful save
 
@@ -58,26 +62,6 @@ class UnwritableCheckpointError(CheckpointError):
     """The disk refuses a checkpoint; earlier files are intact."""
 
 
-def not_plain(value: Any, place: str = "checkpoint") -> Iterator[tuple[str, Any]]:
-    """Yield (place, item) for each item and key in ``value`` that a checkpoint cannot hold.
-
-    A checkpoint cannot hold subclasses, either, such as ``nn.Parameter``: pickle writes their
-    class, and reading them runs its code.
-    """
-    # type() instead of isinstance: a subclass is another type
-    if type(value) in MAPPINGS:
-        for key, item in value.items():
-            shown = reprlib.repr(key)
-            if type(key) not in PLAIN:
-                yield f"{place}: the key {shown}", key
-            yield from not_plain(item, f"{place}[{shown}]")
-    elif type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            yield from not_plain(item, f"{place}[{index}]")
-    elif type(value) is not Tensor and type(value) not in PLAIN:
-        yield place, value
-
-
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """Write ``state`` to ``path``; see NOTE [ A good checkpoint at every instant ].
 
@@ -89,16 +73,15 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         UnwritableCheckpointError: each attempt failed. The old file is intact.
     """
     try:
-        # before `not_plain`, which recurses
-        check_nesting(state, "checkpoint")
+        for keys, value in leaves(state, "checkpoint"):
+            # a subclass, such as nn.Parameter, is another type: pickle writes its class
+            if type(value) not in (Tensor, *PLAIN):
+                raise UnreadableWeightsError(f"{place('checkpoint', keys)}: {described(value)}")
     except UnreadableWeightsError as error:
-        raise CheckpointError(f"{error}: the checkpoint was not written") from None
-    for place, item in not_plain(state):
-        kind = type(item)
         raise CheckpointError(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
-            "numbers, strings, lists and dictionaries only; convert the value before saving"
-        )
+            f"{error}; a checkpoint holds tensors, numbers, strings, lists and dictionaries only: "
+            "convert the value before saving"
+        ) from None
     for seconds in (*RETRY_AFTER, None):
         try:
             _write(state, path)
@@ -182,8 +165,7 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
             f"there is no checkpoint {path}: expected the path of a .ckpt file"
         )
     try:
-        # runs never write torch's format from before 1.6, a bare pickle
-        state = read_torch_file(path, map_location=map_location, bare_pickles=False)
+        state = read_torch_file(path, map_location=map_location)
     except UnreadableWeightsError as error:
         raise DamagedCheckpointError(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
@@ -268,7 +250,7 @@ def read_last(
         state = _checked(previous, check)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(f"{damage}; the one before it, too: {error}") from None
-    what = str(damage).partition(": it was not loaded; ")[0]  # without the remedy: we have one
+    what = str(damage).partition(f": {REMEDY}")[0]  # without the remedy: we have one
     log.warning("%s; resuming from %s, the checkpoint before it", what, previous)
     # the other processes only read
     if last.exists() and is_first_process():

@@ -136,6 +136,10 @@ def test_pretrained_weights_must_be_known(
         (["+trainer.max_time=[1]"], "trainer.max_time=.*: expected a string or a mapping or null"),
         (["trainer.gradient_clip_algorithm=1"], "gradient_clip_algorithm=1: expected a string"),
         (
+            ["trainer=cpu", "trainer.devices=100000"],
+            r"trainer\.devices=100000 processes for .*: expected at most",
+        ),
+        (
             ["trainer.devices=1e30"],
             r"trainer\.devices=1e\+30: expected a list or a string",
         ),

@@ -239,3 +239,57 @@ def test_letters_outside_ascii_need_no_quotes(typed: str, value: str | None) -> 
         assert args.overrides[-1] == typed
     else:
         assert compose_checked(args.overrides).data.root == value
+
+
+def experiment(folder: Path, text: str) -> ConfigFiles:
+    (folder / "experiment").mkdir(exist_ok=True)
+    (folder / "experiment" / "x.yaml").write_text(f"# @package _global_\n{text}\n")
+    return ConfigFiles(extra=folder)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "${oc.env:REVZOO_TEST_SECRET_KEY}x${oc.env:SECRET}",
+        "${oc.env:SECRET,none}",
+        "${oc.${b}:SECRET}",
+        "${oc.decode:'${oc.env:SECRET}'}",
+        "${oc.create:'a'}",
+    ],
+)
+def test_a_file_reads_no_variables(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Secrets of the environment became names of folders, through somebody else's experiment."""
+    monkeypatch.setenv("SECRET", "s3cret")
+    source = experiment(tmp_path, f'b: env\nmodel:\n  name: "{reference}"')
+    with pytest.raises(ConfigError, match=r"x\.yaml holds .*on the command line") as caught:
+        compose_checked(["experiment=x"], source)
+    assert "s3cret" not in str(caught.value)
+    assert compose_checked(["model.name=${oc.env:SECRET}"]).model.name == "s3cret"
+
+
+def test_a_file_may_refer_to_values_and_to_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REVZOO_DATA", "/images")
+    text = (
+        "seed: ${threads}\nthreads: 3\ndata:\n  root: ${oc.env:REVZOO_DATA,./data}/x\n"
+        "hydra:\n  run:\n    dir: out/${folder_name:${model.name}}/${now:%H:%M}"
+    )
+    values = to_plain(compose_checked(["experiment=x", "data=cifar10"], experiment(tmp_path, text)))
+    assert (values["seed"], values["data"]["root"]) == (3, "/images/x")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("in_primary", [False, True])
+def test_references_are_bounded(in_primary: bool, tmp_path: Path) -> None:
+    """A file of 550 bytes, with eight references to eight references, ran for minutes."""
+    lines = [f"a{n + 1}: " + f"${{a{n}}}" * 8 for n in range(9)]
+    text = "\n".join(["a0: aaaaaaaa", *lines])
+    source = experiment(tmp_path, text)
+    if in_primary:
+        (tmp_path / "own.yaml").write_text(f"{text}\nhydra:\n  searchpath: ${{a9}}\n")
+        source = ConfigFiles("own", folder=tmp_path)
+    with pytest.raises(ConfigError, match="leads to more than 1,000 references"):
+        compose_checked([] if in_primary else ["experiment=x"], source)

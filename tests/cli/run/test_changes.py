@@ -8,6 +8,7 @@ import pytest
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.invocation import command_line
 from revzoo.cli.run.changes import check_changes
+from revzoo.cli.run.folder import seconds_before
 
 
 def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: Path) -> None:
@@ -30,3 +31,13 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
     assert answer() == command_line("train", *words)
     (tmp_path / "sessions.jsonl").write_text("damaged")
     assert answer() == command_line("train", *words[2:])
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "-1", "1" + "0" * 400, '"a"', "[" * 100_000])
+def test_a_wrong_training_time_is_named(
+    seconds: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NaN stayed in all summaries of the run; other values ended in tracebacks."""
+    (tmp_path / "summary.json").write_text(f'{{"train_seconds": {seconds}}}')
+    assert seconds_before(tmp_path) == 0
+    assert f"{tmp_path}/summary.json" in caplog.text

@@ -60,7 +60,7 @@ class Word(str):
 )
 def test_other_types_are_refused_by_their_key(value: Any, tmp_path: Path) -> None:
     path = save(tmp_path / LAST, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['x'\]\[1\] is a "):
+    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['x'\]\[1\]: .* is a "):
         write_checkpoint(state(2, callbacks={"x": [0, value]}), path)
     assert read_checkpoint(path)["number"] == 1
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
@@ -168,7 +168,7 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
     path, rng = tmp_path / "b.ckpt", random.Random(0)
     for _ in range(40):
         path.write_bytes(whole[: rng.randrange(len(whole))])
-        with pytest.raises(CheckpointError, match=r"b\.ckpt is cut off or not a checkpoint"):
+        with pytest.raises(CheckpointError, match=r"b\.ckpt is damaged, cut off or not"):
             read_checkpoint(path)
     for _ in range(80):
         place = rng.randrange(len(whole))
@@ -374,6 +374,6 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
     huge = torch.zeros(1).expand(700_000_000_000)
     torch.save(state(optimizer_states=[{"state": {0: {"momentum_buffer": huge}}}]), tmp_path / LAST)
     with pytest.raises(
-        DamagedCheckpointError, match=r"last\.ckpt: momentum_buffer of shape .* more than"
+        DamagedCheckpointError, match=r"last\.ckpt.*'momentum_buffer'\] of shape .* more than"
     ):
         read_checkpoint(tmp_path / LAST)
