@@ -118,8 +118,6 @@ def log_opening(
     peak = activations_per_image(module, data)
     size = "" if peak is None else f", {peak / 1024:,.0f} KiB of activations per image at the peak"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
-    # of all processes, for one update of the weights
-    batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     lines = [
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
@@ -128,7 +126,7 @@ def log_opening(
         *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
         ("memory", f"{_modes(config, module)}{size}"),
         ("device", ", ".join(_device(config, trainer))),
-        ("train", f"{length}, {batch} images per step, {rate}, seed {config['seed']}"),
+        ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
         ("folder", str(short_path(run_dir))),
     ]
     for name, text in lines:
@@ -159,6 +157,22 @@ def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
     # a library's weights have no entry
     entry = model.entry if isinstance(model, ImageNetwork) else None
     return entry.name if entry else weights_name(spec["name"])
+
+
+def _step(trainer: pl.Trainer, data: ImageData) -> str:
+    """The images of all processes for one update of the weights; an epoch's last one may be less.
+
+    A step ends with the epoch, however many batches are to be accumulated.
+    """
+    any_trainer: Any = trainer  # Lightning declares no type for its limits
+    images = data.batch_size * trainer.world_size
+    batches = data.train_count // images
+    limit = any_trainer.limit_train_batches  # a number of batches, or a share of them
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    group = max(1, min(trainer.accumulate_grad_batches, batches))
+    text = f"{group * images:,} images per step"
+    rest = batches % group
+    return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
 
 def _left_out(trainer: pl.Trainer, data: ImageData) -> str:

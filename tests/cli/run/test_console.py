@@ -25,6 +25,7 @@ from revzoo.cli.run.console import (
     _emulates_bfloat16,
     _few_to_validate,
     _length,
+    _step,
     _weights,
     activations_per_image,
     logged_warnings,
@@ -138,6 +139,26 @@ def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) 
     data: Any = SimpleNamespace(val_count=images, num_classes=4)
     assert _few_to_validate(data).startswith(told)
     assert bool(_few_to_validate(data)) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "text"),
+    [
+        (1, 1.0, "64 images per step"),
+        (4, 1.0, "256 images per step"),
+        (8, 1.0, "512 images per step (256 in the last of an epoch)"),
+        (64, 1.0, "1,280 images per step"),
+        (64, 3, "192 images per step"),
+        (2, 0.25, "128 images per step (64 in the last of an epoch)"),
+    ],
+)
+def test_the_opening_tells_the_images_of_a_step(group: int, limit: Any, text: str) -> None:
+    """It multiplied by accumulate_grad_batches although an epoch has only 20 batches."""
+    data: Any = SimpleNamespace(batch_size=32, train_count=1293)
+    trainer: Any = SimpleNamespace(
+        world_size=2, accumulate_grad_batches=group, limit_train_batches=limit
+    )
+    assert _step(trainer, data) == text
 
 
 def test_the_weights_that_a_run_starts_from_are_named(
