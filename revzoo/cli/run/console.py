@@ -31,6 +31,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
+from revzoo.weights.run_files import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -320,9 +321,10 @@ def _commands(
 ) -> Iterator[tuple[str, str]]:
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
         yield "curves", tensorboard_line(short_path(run_dir))
-    if best:
+    last = run_dir / CHECKPOINTS / LAST
+    if best or last.exists():
         # the folder stands for its best checkpoint
-        run = short_path(run_dir)
+        run = short_path(run_dir if best else last)
         yield "predict", f"{command_line('predict', run)} IMAGES"
         split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
         yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)

@@ -65,10 +65,18 @@ from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
 from revzoo.models import pretrained
 from revzoo.training import Classifier
-from revzoo.training.callbacks.checkpoints import best_checkpoint_path
+from revzoo.training.callbacks.checkpoints import (
+    best_checkpoint_path,
+    check_saved,
+    check_validated,
+)
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.run_state import RunState
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import (
+    CheckpointError,
+    UnwritableCheckpointError,
+    read_checkpoint,
+)
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.quiet_lightning import quiet
@@ -77,7 +85,15 @@ from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 log = logging.getLogger(__name__)
 
 # errors that end training after its start; the run still writes its summary
-ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
+ENDINGS = (
+    FloatingPointError,
+    DataError,
+    DriftError,
+    RangeError,
+    NoMemoryError,
+    OSError,
+    UnwritableCheckpointError,
+)
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 # environment variables that Lightning sets: two for determinism, two for seeds
 VARIABLES = (
@@ -336,8 +352,10 @@ def fit_and_test(
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
+        check_validated(trainer, figures)
         if test and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
+        check_saved(trainer)
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
         by_signal = isinstance(error, RunStopped)
