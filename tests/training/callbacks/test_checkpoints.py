@@ -20,7 +20,6 @@ from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
 
-
 NAN, INF = float("nan"), float("inf")
 
 
