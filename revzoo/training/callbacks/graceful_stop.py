@@ -10,6 +10,8 @@
 - After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
   never see the signal.
+- Without a signal, a distributed process ends after as long without an answer of another one; see
+  :mod:`revzoo.training.heartbeat`.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
@@ -34,6 +36,7 @@ import torch
 
 from revzoo.training.checkpoint.resume_point import can_resume_here
 from revzoo.training.distributed import is_first_process
+from revzoo.training.heartbeat import Heartbeat, start_heartbeat
 from revzoo.training.lightning_compat import callbacks_of, started_processes
 
 log = logging.getLogger(__name__)
@@ -86,6 +89,7 @@ class GracefulStop(pl.Callback):
         self._may_end = False  # whether the run may end before the next batch
         self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
+        self._heartbeat: Heartbeat | None = None  # of a distributed run
         self._signals: list[signal.Signals] = []  # that this handles
 
     @contextmanager
@@ -101,25 +105,37 @@ class GracefulStop(pl.Callback):
         self._listen()
         outer, GracefulStop.active = GracefulStop.active, self
         try:
-            with watchdog(self._end_now, self._signals):
+            with watchdog(self._end_blocked, self._signals):
                 yield
         finally:
             GracefulStop.active = outer
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+                self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
-    def _end_now(self, signum: int) -> None:
-        """Kill the processes that this one has started and exit; runs in the watchdog's thread."""
+    def _end_blocked(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        text = f"revzoo: blocked for {DEADLINE:.0f} s after {name}; the last checkpoint is intact\n"
-        os.write(2, text.encode())  # logging may hold a lock and block
+        self._end_now(f"blocked for {DEADLINE:.0f} s after {name}", 128 + signum)
+
+    def _end_alone(self, rank: int) -> None:
+        self._end_now(f"process {rank} of the run has not answered for {DEADLINE:.0f} s", 1)
+
+    def _end_now(self, reason: str, status: int) -> None:
+        """Kill the processes that this one has started and exit; runs in a watchdog's thread."""
+        # logging may hold a lock and block
+        os.write(2, f"revzoo: {reason}; the last checkpoint is intact\n".encode())
         for process in started_processes(self._trainer) if self._trainer is not None else ():
             # their own watchdogs may hang, too
             process.kill()
-        os._exit(128 + signum)
+        os._exit(status)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
+        # the test of a run uses the heartbeat of its training
+        if GracefulStop.active is self and self._heartbeat is None:
+            self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
