@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,14 @@ def shorten_log() -> None:
     # Hydra's handlers with another format: their levels and files stay
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
+        # logging would print a traceback for each line that a full disk refuses
+        handler.handleError = partial(_drop_unwritable, handler)  # type: ignore[method-assign]
+
+
+def _drop_unwritable(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Report the error of a handler, unless the disk or the terminal refused the line."""
+    if not isinstance(sys.exc_info()[1], OSError):
+        type(handler).handleError(handler, record)
 
 
 @contextmanager

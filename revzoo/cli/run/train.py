@@ -203,14 +203,15 @@ def train(
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
                 record_start(run, run_dir, overrides, resume)
-            figures = fit_and_test(
-                run.trainer,
-                run.module,
-                run.data,
-                run_dir=run_dir,
-                test=config["test"],
-                resume=resume,
-            )
+            with config_kept(run, run_dir):
+                figures = fit_and_test(
+                    run.trainer,
+                    run.module,
+                    run.data,
+                    run_dir=run_dir,
+                    test=config["test"],
+                    resume=resume,
+                )
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
@@ -302,6 +303,21 @@ def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path
 
 
 @contextmanager
+def config_kept(run: Run, run_dir: Path) -> Iterator[None]:
+    """Write the configuration again if the run's folder was removed while it trained.
+
+    Checkpoints and logs make the folder again; without its configuration no command could use it.
+    """
+    try:
+        yield
+    finally:
+        made_again = run_dir.exists() and not (run_dir / CONFIG_FILE).exists()
+        if run.trainer.is_global_zero and made_again:
+            log.warning("%s was removed during the run: its earlier files are lost", run_dir)
+            write_config(run.config, run_dir)
+
+
+@contextmanager
 def unlogged(logger: logging.Logger) -> Iterator[None]:
     """Suppress a logger's messages below warnings."""
     before = logger.level
@@ -366,11 +382,8 @@ def fit_and_test(
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):
-            summary = describe_run(
-                trainer, module, seconds=seconds, figures=figures, stopped=stopped
-            )
-            write_summary(summary, run_dir)
             if not stopped:
+                # before the summary, which a full disk refuses
                 best = best_checkpoint_path(trainer)
                 log_result(
                     trainer,
@@ -380,6 +393,10 @@ def fit_and_test(
                     best=best,
                     data=data,
                 )
+            summary = describe_run(
+                trainer, module, seconds=seconds, figures=figures, stopped=stopped
+            )
+            write_summary(summary, run_dir)
         end_together(trainer, ask=by_signal)
     return figures
 

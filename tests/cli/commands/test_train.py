@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from revzoo.cli.config import checks
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun
 from revzoo.cli.run import train as train_module
+from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.data import DataError, Digits, ImageData
 from revzoo.training import Classifier
+from revzoo.training.callbacks.checkpoints import LastCheckpoint
 from revzoo.training.checkpoint import files
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -254,6 +257,25 @@ def test_early_stopping_needs_a_validation(compose: Any, tmp_path: Path) -> None
     """It ended with a traceback after the first epoch."""
     options = ("trainer.limit_val_batches=0", "callbacks.early_stopping={patience: 2}")
     assert "limit_val_batches" in ending(compose(*SMALL, *options), tmp_path)
+
+
+def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard's writer ended it with a traceback, and left metrics.csv and summary.json."""
+    save = LastCheckpoint.on_train_epoch_end
+
+    def removed(callback: LastCheckpoint, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            shutil.rmtree(tmp_path / "run")
+        save(callback, trainer, module)
+
+    monkeypatch.setattr(LastCheckpoint, "on_train_epoch_end", removed)
+    run_dir = tmp_path / "run"
+    train(compose(*SMALL, "trainer.max_epochs=2", "test=false"), run_dir=run_dir)
+    made_again = {"checkpoints", "config.yaml", "metrics.csv", "summary.json", "revnet38-digits"}
+    assert made_again <= {path.name for path in run_dir.iterdir()}
+    assert resume(run_dir)  # it is finished
 
 
 def test_a_refused_run_writes_no_summary(

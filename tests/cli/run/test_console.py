@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -29,6 +30,7 @@ from revzoo.cli.run.console import (
     _weights,
     activations_per_image,
     logged_warnings,
+    shorten_log,
 )
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
@@ -48,6 +50,25 @@ def test_the_prefix_is_short_and_names_levels_above_info() -> None:
     assert len(line) == len("08:01:30 step 3")
     assert LogFormat(date=False).format(record(logging.WARNING)).endswith(" warning: step 3")
     assert len(LogFormat(date=True).format(record(logging.INFO))) == 26
+
+
+def test_a_line_that_the_disk_refuses_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line printed a traceback."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    root = logging.Logger("a root")
+    root.addHandler(logging.StreamHandler(Full()))
+    monkeypatch.setattr(logging, "getLogger", lambda: root)
+    shorten_log()
+    root.error("a line")
+    assert capsys.readouterr().err == ""
+    root.error("%d", "no number")
+    assert "no number" in capsys.readouterr().err
 
 
 def test_a_run_logs_its_description_and_its_figures(
