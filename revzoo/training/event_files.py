@@ -30,7 +30,7 @@ class EventFile:
         # TensorBoard reads the files of a folder in the order of their names
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name
-        self._records = RecordWriter(self)  # type: ignore[no-untyped-call]
+        self._records = RecordWriter(self)
         self._pending: list[bytes] = []
         self._flushed = time.monotonic()
         self._failed = False  # whether the last attempt to write failed
@@ -40,7 +40,7 @@ class EventFile:
         return str(self._path.parent)
 
     def add_event(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())  # type: ignore[no-untyped-call]
+        self._records.write(event.SerializeToString())
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 
@@ -83,6 +83,9 @@ class _Files(FileWriter):
 
 class EventWriter(SummaryWriter):
     """torch's writer of summaries, with an :class:`EventFile`."""
+
+    file_writer: FileWriter | None  # type: ignore[assignment]
+    all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
 
     def _get_file_writer(self) -> FileWriter:
         if self.file_writer is None:

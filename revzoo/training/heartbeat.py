@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 import pytorch_lightning as pl
-from torch.distributed import Store, TCPStore
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 INTERVAL = 2.0  # seconds between two beats
 FINISHED = -(2**40)  # added to the count of a process that ends as it should
@@ -83,7 +83,7 @@ def start_heartbeat(
     # Lightning, torchrun and Lightning's support of SLURM set it
     host, first = os.environ["MASTER_ADDR"], trainer.is_global_zero
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if first else None
-    port = trainer.strategy.broadcast(None if store is None else store.port)
+    port: int = trainer.strategy.broadcast(0 if store is None else store.port)
     if store is None:
         store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     ranks = {"rank": trainer.global_rank, "processes": trainer.world_size}

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from pytorch_lightning.loggers.logger import rank_zero_experiment
+from pytorch_lightning.loggers.logger import rank_zero_experiment  # type: ignore[attr-defined]
 from pytorch_lightning.utilities import rank_zero_only
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from revzoo.training.callbacks.pictures import GROUP
@@ -62,7 +63,7 @@ class TensorBoard(TensorBoardLogger):
 
     @property
     @rank_zero_experiment
-    def experiment(self) -> EventWriter:
+    def experiment(self) -> SummaryWriter:
         if self._experiment is None:
             self._experiment = EventWriter(self.log_dir, **self._kwargs)
         return self._experiment

@@ -247,7 +247,7 @@ def check_saved(trainer: pl.Trainer) -> None:
         UnwritableCheckpointError: with the reason. Only in the process that writes them.
     """
     lasts = callbacks_of(trainer, LastCheckpoint)
-    wanted = lasts or callbacks_of(trainer, BestCheckpoint)
+    wanted = bool(lasts) or bool(callbacks_of(trainer, BestCheckpoint))
     dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
     if not wanted or dry or not trainer.is_global_zero:
         return
