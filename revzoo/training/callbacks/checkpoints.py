@@ -23,7 +23,7 @@ from torch import Tensor
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.callbacks.run_state import RunState
-from revzoo.training.checkpoint.files import UnwritableCheckpointError, was_saved
+from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
@@ -252,8 +252,8 @@ def check_saved(trainer: pl.Trainer) -> None:
     if not wanted or dry or not trainer.is_global_zero:
         return
     failed: Mapping[Path, str] = getattr(trainer.strategy.checkpoint_io, "failed", {})
-    # an older last.ckpt does not have the weights of the end
-    if any(last.path.exists() and last.path not in failed for last in lasts):
+    # if the last save failed, the file has older weights
+    if any(has_saved(last.path.parent) and last.path not in failed for last in lasts):
         return
     if best_checkpoint_path(trainer) is None:
         unknown = "there is no file; keep callbacks.last_checkpoint and the run's folder"
