@@ -36,7 +36,7 @@ from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
-from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
+from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
 from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import (
     BALANCED,
@@ -313,6 +313,20 @@ class Classifier(pl.LightningModule):
         # super() without arguments does not work inside the lambda
         backward = super().backward
         self.retry.backward(loss, lambda loss: backward(loss, *args, **kwargs))
+        self._divide_by_batches()
+
+    def _divide_by_batches(self) -> None:
+        """Make the gradients of an optimiser step the mean over the batches that it has summed.
+
+        Lightning divides each loss by ``accumulate_grad_batches``, although the last step of an
+        epoch may sum fewer batches. Only now is it sure that a stream without a length has ended.
+        """
+        planned, summed = self.trainer.accumulate_grad_batches, batches_of_step(self.trainer)
+        if summed is None or summed == planned:
+            return
+        for p in self.parameters():
+            if p.grad is not None:
+                p.grad.mul_(planned / summed)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits (B, num_classes), for callbacks that show them."""

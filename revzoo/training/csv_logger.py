@@ -58,7 +58,9 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def save(self) -> None:
         """Append the new rows; after an error of the disk, keep them for the next call."""
-        if not self._rows:
+        # a resumed run also drops the rows after its checkpoint before it saves the next one
+        begun = self._first_step is None or self._columns is not None
+        if begun and not self._rows:
             return
         try:
             self._append()

@@ -31,6 +31,17 @@ def batches_of_run(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def batches_of_step(trainer: pl.Trainer) -> int | None:
+    """The batches whose gradients the optimiser step after this batch sums; None if none follows.
+
+    The last step of an epoch sums what is left.
+    """
+    if trainer.fit_loop._should_accumulate():
+        return None
+    count = trainer.accumulate_grad_batches
+    return batches_of_epoch(trainer) % count or count
+
+
 def epoch_is_open(trainer: pl.Trainer) -> bool:
     """Whether an epoch is in progress: a state saved now resumes inside it."""
     epochs: Any = trainer.fit_loop.epoch_progress.current

@@ -6,6 +6,8 @@ the step at which a resumed run starts to log, and the options of its configurat
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.loggers.logger import rank_zero_experiment  # type: ignore[attr-defined]
 from pytorch_lightning.utilities import rank_zero_only
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from revzoo.training.callbacks.pictures import GROUP
+from revzoo.training.event_files import EventWriter
+
+log = logging.getLogger(__name__)
 
 MIB = 2**20
 RENAMED = {
@@ -53,6 +60,18 @@ class TensorBoard(TensorBoardLogger):
         folder = re.sub(r"[^\w.]+", "-", f"{run['model']} {run['data']}".lower())
         super().__init__(save_dir=run_dir, name="", version=folder, purge_step=first_step)
         self.run = dict(run)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        if self._experiment is None:
+            self._experiment = EventWriter(self.log_dir, **self._kwargs)
+        return self._experiment
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the new events. Lightning's logger also writes ``hparams.yaml``."""
+        self.experiment.flush()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -92,6 +111,29 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
             yield f"{GROUP}/{name.replace('/', '_')}", value
 
 
+def unfailing(logger: Logger) -> Logger:
+    """Let ``logger`` log its first error and drop figures, instead of ending the run."""
+    failed: list[str] = []
+
+    def caught(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:  # a service's client may raise anything
+                kind = type(logger).__name__
+                if not failed:
+                    log.error("%s fails, figures are lost (%s): training continues", kind, error)
+                failed.append(str(error))
+
+        return call
+
+    for name in ("log_metrics", "log_hyperparams", "log_image", "save", "finalize"):
+        if (method := getattr(logger, name, None)) is not None:
+            setattr(logger, name, caught(method))
+    return logger
+
+
 def name_of(run_dir: Path) -> str:
     """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
     return f"{run_dir.absolute().parent.name}-{run_dir.name}"
@@ -118,7 +160,7 @@ def wandb(
         resume="allow",
     )
     logger.log_hyperparams(dict(run))
-    return logger
+    return unfailing(logger)
 
 
 def mlflow(
@@ -137,7 +179,7 @@ def mlflow(
     uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
     logger = MLFlowLogger(experiment_name=experiment, run_name=name_of(run_dir), **uri)
     logger.log_hyperparams(dict(run))
-    return logger
+    return unfailing(logger)
 
 
 LOGGERS: dict[str, Callable[..., Logger]] = {

@@ -156,7 +156,10 @@ def test_a_signal_ends_a_search_and_leaves_no_files(
     assert not list(temporary.glob("revzoo-*"))
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
+)
 def test_a_signal_saves_the_run_and_names_the_next_command(
     signum: int, status: int, tmp_path: Path
 ) -> None:
@@ -177,7 +180,8 @@ def test_a_signal_saves_the_run_and_names_the_next_command(
         process.send_signal(signum)
         result, _ = process.communicate(timeout=30)
     assert process.returncode == status, result
-    assert re.search(rf"to resume: \S*python\S* {ROOT / 'train.py'} --resume", result)
+    unfolded = " ".join(result.replace("\\\n", "").split())
+    assert re.search(rf"to resume: \S*python\S* {ROOT / 'train.py'} --resume", unfolded)
     assert "Traceback" not in result
     assert read_checkpoint(run_dir / "checkpoints" / "last.ckpt")["global_step"] >= 20
     summary = json.loads((run_dir / "summary.json").read_text())

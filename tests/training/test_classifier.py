@@ -338,3 +338,48 @@ def test_a_trained_network_is_saved_with_the_facts_of_its_data(tmp_path: Path) -
         EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of its training"
     ):
         network.save_pretrained(tmp_path / "net")  # trained on unknown data
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_classes, self.head = 2, nn.Linear(64, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(images.flatten(1))
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Batches without a length, so the last one shows only when it is there."""
+
+    def __iter__(self) -> Any:
+        yield from loader(96)
+
+
+@pytest.mark.parametrize(("group", "steps"), [(4, 4), (64, 2), (3, 4), (1, 12)])
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_optimiser_step_divides_by_its_own_batches(
+    group: int, steps: int, streams: bool, tmp_path: Path
+) -> None:
+    """Lightning divides by ``accumulate_grad_batches``, though an epoch's last group is shorter."""
+    found: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
+    batches: list[Any] = []
+
+    def collect(runner: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batches.append(batch)
+
+    def compare(runner: Any, module: Any, optimizer: Any) -> None:
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        batches.clear()
+        weight = module.model.head.weight
+        loss = functional.cross_entropy(module.model(images), labels)
+        found.append(weight.grad.clone())
+        expected.extend(torch.autograd.grad(loss, weight))
+
+    watch = LambdaCallback(on_train_batch_start=collect, on_before_optimizer_step=compare)
+    runner = trainer(tmp_path, callbacks=[watch], accumulate_grad_batches=group)
+    data = torch.utils.data.DataLoader(Stream(), batch_size=None) if streams else loader(96)
+    runner.fit(Classifier(Linear(), optim=CONSTANT), data)
+    assert len(found) == steps
+    torch.testing.assert_close(found, expected)

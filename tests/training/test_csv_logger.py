@@ -54,6 +54,15 @@ def test_a_resumed_run_keeps_earlier_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_resumed_run_drops_later_rows_although_it_logs_none(tmp_path: Path) -> None:
+    """An i-RevNet stopped twice within log_every_n_steps kept the row of its first stop."""
+    path = tmp_path / "metrics.csv"
+    write(path, (3, {"a": 3.0}), (4, {"reconstruction/error": 0.0}))
+    MetricsCSV(path, first_step=4).save()  # before its checkpoint at step 5
+    write(path, (9, {"a": 9.0}), first_step=5)
+    assert rows(path) == [{"step": "3", "a": "3.0"}, {"step": "9", "a": "9.0"}]
+
+
 def test_a_new_run_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, (0, {"a": 1.0}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,89 @@ def test_two_folders_of_one_name_have_two_records(
 def test_figures_of_other_callbacks_come_after_val_too() -> None:
     charts = dict(loggers._charts({"private/epsilon": 1.0, "gradients/norm": 2.0, "val/acc": 3.0}))
     assert charts == {"watch/private_epsilon": 1.0, "watch/gradients_norm": 2.0, "val/acc": 3.0}
+
+
+def full(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_events_wait_for_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A traceback of TensorBoard's writer ended the run."""
+    logger = TensorBoard(tmp_path, RUN, None)
+    for step in range(4):
+        with monkeypatch.context() as patch:
+            if step in (1, 2):
+                patch.setattr(Path, "open", full)
+            logger.log_metrics({"val/acc": float(step)}, step)
+            logger.save()
+    logger.finalize("success")
+    assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2, 3]
+    assert len(caplog.messages) == 1
+
+
+def test_a_record_that_is_cut_off_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = TensorBoard(tmp_path, RUN, None)
+    opened = Path.open
+
+    class Short:
+        """A file on a disk with three bytes left."""
+
+        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
+            self.file: Any = opened(path, *args, **kwargs)
+
+        def write(self, data: bytes) -> int:
+            return int(self.file.write(data[:3]))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Short:
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            self.file.close()
+
+    logger.log_metrics({"val/acc": 0.0}, 0)
+    logger.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", Short)
+        logger.log_metrics({"val/acc": 1.0}, 1)
+        logger.save()
+    logger.log_metrics({"val/acc": 2.0}, 2)
+    logger.save()
+    assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2]
+
+
+def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
+    logger = TensorBoard(tmp_path, RUN, None)
+    for step in range(3):
+        if step == 1:
+            shutil.rmtree(tmp_path / "revnet38-digits")
+        logger.log_metrics({"val/acc": float(step)}, step)
+        logger.save()
+    assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [1, 2]
+
+
+def test_a_service_that_fails_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fake:
+        def __init__(self, **keywords: Any) -> None:
+            self.fails = False
+
+        def log_hyperparams(self, params: dict[str, Any]) -> None:
+            pass
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(loggers, "MLFlowLogger", Fake)
+    logger = LOGGERS["mlflow"](tmp_path, RUN, None)
+    for step in range(3):
+        logger.log_metrics({"val/acc": 0.5}, step)
+    (line,) = caplog.messages
+    assert "no route to host" in line

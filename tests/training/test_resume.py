@@ -152,6 +152,7 @@ def test_slow_accumulation_resumes_from_the_step_before(tmp_path: Path) -> None:
     [
         # gradients of half a step are not saved: the step is finished first
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 2, 3),
+        ({"accumulate_grad_batches": 3}, 2, 3),  # and the last step of an epoch has one batch
         # a validation inside an epoch is finished, and one step after it
         ({"val_check_interval": 2}, 1, 3),
         ({"ema": {"decay": 0.5}}, 5, 6),

@@ -58,6 +58,7 @@ MONITORED = {
     f"{split}/{name}": direction(name) for split, names in _FIGURES.items() for name in names
 }  # logged figures -> whether the best is the smallest or the largest
 
+LIMIT = "limit_val_batches"
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 
 
@@ -72,7 +73,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_trainer(config["trainer"])
         check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
         check_callbacks(config["callbacks"])
-        check_monitors(config["callbacks"])
+        check_monitors(config["callbacks"], validates=config["trainer"].get(LIMIT) != 0)
         # the constructors check their values
         callbacks = build_callbacks(config["callbacks"], run_dir=Path())
         check_logger(config["logger"])
@@ -120,7 +121,9 @@ def check_compiled(callbacks: Mapping[str, Any]) -> None:
         )
 
 
-def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
+def check_monitors(
+    callbacks: Mapping[str, Mapping[str, Any] | None], *, validates: bool = True
+) -> None:
     """Check that each ``monitor`` is a figure of a run, and ``mode`` its direction."""
     for name, builder in CALLBACKS.items():
         parameters = signature(builder).parameters
@@ -134,6 +137,11 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
                 f"callbacks.{name}.monitor={figure}: expected one of {', '.join(MONITORED)}"
                 # val_acc is the name in other programs
                 + did_you_mean(str(figure).replace("_", "/"), MONITORED)
+            )
+        if name == "early_stopping" and figure.startswith("val/") and not validates:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={figure}, but with trainer.{LIMIT}=0 the run does not "
+                f"validate: set callbacks.{name}.monitor=train/loss, or callbacks.{name}=null"
             )
         if mode not in (None, better := MONITORED[figure]):
             raise ConfigError(

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO
 
-from revzoo.training.callbacks.graceful_stop import SIGNALS, RunStopped
+from revzoo.training.callbacks.graceful_stop import RunStopped, stop_signals
 
 
 def run_program(
@@ -46,7 +46,7 @@ def run_program(
             process.terminate()
 
     # before the process starts: a signal in between must not leave it alone
-    before = {signum: signal.signal(signum, pass_on) for signum in SIGNALS}
+    before = {signum: signal.signal(signum, pass_on) for signum in stop_signals()}
     try:
         # both streams in one file, in their order
         errors = subprocess.STDOUT if output is not None else None

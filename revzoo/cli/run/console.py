@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
+from revzoo.weights.run_files import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +73,14 @@ def shorten_log() -> None:
     # Hydra's handlers with another format: their levels and files stay
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
+        # logging would print a traceback for each line that a full disk refuses
+        handler.handleError = partial(_drop_unwritable, handler)  # type: ignore[method-assign]
+
+
+def _drop_unwritable(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Report the error of a handler, unless the disk or the terminal refused the line."""
+    if not isinstance(sys.exc_info()[1], OSError):
+        type(handler).handleError(handler, record)
 
 
 @contextmanager
@@ -118,8 +129,6 @@ def log_opening(
     peak = activations_per_image(module, data)
     size = "" if peak is None else f", {peak / 1024:,.0f} KiB of activations per image at the peak"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
-    # of all processes, for one update of the weights
-    batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     lines = [
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
@@ -129,7 +138,7 @@ def log_opening(
         *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
         ("memory", f"{_modes(config, module)}{size}"),
         ("device", ", ".join(_device(config, trainer))),
-        ("train", f"{length}, {batch} images per step, {rate}, seed {config['seed']}"),
+        ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
         ("folder", str(short_path(run_dir))),
     ]
     for name, text in lines:
@@ -160,6 +169,22 @@ def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
     # a library's weights have no entry
     entry = model.entry if isinstance(model, ImageNetwork) else None
     return entry.name if entry else weights_name(spec["name"])
+
+
+def _step(trainer: pl.Trainer, data: ImageData) -> str:
+    """The images of all processes for one update of the weights; an epoch's last one may be less.
+
+    A step ends with the epoch, however many batches are to be accumulated.
+    """
+    any_trainer: Any = trainer  # Lightning declares no type for its limits
+    images = data.batch_size * trainer.world_size
+    batches = data.train_count // images
+    limit = any_trainer.limit_train_batches  # a number of batches, or a share of them
+    batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
+    group = max(1, min(trainer.accumulate_grad_batches, batches))
+    text = f"{group * images:,} images per step"
+    rest = batches % group
+    return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
 
 def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
@@ -307,9 +332,10 @@ def _commands(
 ) -> Iterator[tuple[str, str]]:
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
         yield "curves", tensorboard_line(short_path(run_dir))
-    if best:
+    last = run_dir / CHECKPOINTS / LAST
+    if best or last.exists():
         # the folder stands for its best checkpoint
-        run = short_path(run_dir)
+        run = short_path(run_dir if best else last)
         yield "predict", f"{command_line('predict', run)} IMAGES"
         split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
         yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)

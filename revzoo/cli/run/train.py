@@ -66,10 +66,18 @@ from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
 from revzoo.training import Classifier
-from revzoo.training.callbacks.checkpoints import best_checkpoint_path
+from revzoo.training.callbacks.checkpoints import (
+    best_checkpoint_path,
+    check_saved,
+    check_validated,
+)
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.run_state import RunState
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import (
+    CheckpointError,
+    UnwritableCheckpointError,
+    read_checkpoint,
+)
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.quiet_lightning import quiet
@@ -78,7 +86,15 @@ from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 log = logging.getLogger(__name__)
 
 # errors that end training after its start; the run still writes its summary
-ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
+ENDINGS = (
+    FloatingPointError,
+    DataError,
+    DriftError,
+    RangeError,
+    NoMemoryError,
+    OSError,
+    UnwritableCheckpointError,
+)
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 # environment variables that Lightning sets: two for determinism, two for seeds
 VARIABLES = (
@@ -188,14 +204,15 @@ def train(
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
                 record_start(run, run_dir, overrides, resume)
-            figures = fit_and_test(
-                run.trainer,
-                run.module,
-                run.data,
-                run_dir=run_dir,
-                test=config["test"],
-                resume=resume,
-            )
+            with config_kept(run, run_dir):
+                figures = fit_and_test(
+                    run.trainer,
+                    run.module,
+                    run.data,
+                    run_dir=run_dir,
+                    test=config["test"],
+                    resume=resume,
+                )
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
@@ -287,6 +304,21 @@ def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path
 
 
 @contextmanager
+def config_kept(run: Run, run_dir: Path) -> Iterator[None]:
+    """Write the configuration again if the run's folder was removed while it trained.
+
+    Checkpoints and logs make the folder again; without its configuration no command could use it.
+    """
+    try:
+        yield
+    finally:
+        made_again = run_dir.exists() and not (run_dir / CONFIG_FILE).exists()
+        if run.trainer.is_global_zero and made_again:
+            log.warning("%s was removed during the run: its earlier files are lost", run_dir)
+            write_config(run.config, run_dir)
+
+
+@contextmanager
 def unlogged(logger: logging.Logger) -> Iterator[None]:
     """Suppress a logger's messages below warnings."""
     before = logger.level
@@ -339,8 +371,10 @@ def fit_and_test(
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
+        check_validated(trainer, figures)
         if test and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
+        check_saved(trainer)
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
         by_signal = isinstance(error, RunStopped)
@@ -351,11 +385,8 @@ def fit_and_test(
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):
-            summary = describe_run(
-                trainer, module, seconds=seconds, figures=figures, stopped=stopped
-            )
-            write_summary(summary, run_dir)
             if not stopped:
+                # before the summary, which a full disk refuses
                 best = best_checkpoint_path(trainer)
                 log_result(
                     trainer,
@@ -365,6 +396,10 @@ def fit_and_test(
                     best=best,
                     data=data,
                 )
+            summary = describe_run(
+                trainer, module, seconds=seconds, figures=figures, stopped=stopped
+            )
+            write_summary(summary, run_dir)
         end_together(trainer, ask=by_signal)
     return figures
 

@@ -7,6 +7,7 @@ can resume exactly, and it does not save when a signal stops the run.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -22,10 +23,10 @@ from torch import Tensor
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.callbacks.run_state import RunState
-from revzoo.training.checkpoint.files import was_saved
+from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.weights.run_files import CHECKPOINTS, LAST
+from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,9 @@ def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
 class BestCheckpoint(ModelCheckpoint):
     """Saves ``best.ckpt`` at the best ``monitor``; ties go to the lower ``val/loss``.
 
+    An epoch is never the best if its ``monitor`` or ``val/loss`` is not finite: logits of NaN count
+    as the first class. Without a validation there is no ``best.ckpt``.
+
     If a checkpoint could not be written, its score does not count, so a later one can still be the
     best. Paths in the callback's state are relative: users may move a run's folder.
 
@@ -118,15 +122,26 @@ class BestCheckpoint(ModelCheckpoint):
     _least_loss: float | None = None  # of the best validation
     _validated_at: int | None = None  # the step of the last validation
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._lacks_figures(trainer) and trainer.is_global_zero:
+            log.info("no validation, and so no %s: %s has the weights to use", BEST, LAST)
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated_at = trainer.global_step
         with self._reverted_if_unsaved(trainer):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._lacks_figures(trainer):
+            return  # Lightning would warn that it does not find the monitor
         # Lightning saves here if `monitor` is a figure of training
         with self._reverted_if_unsaved(trainer):
             super().on_train_epoch_end(trainer, pl_module)
+
+    def _lacks_figures(self, trainer: pl.Trainer) -> bool:
+        """Whether the run does not validate, and so never computes the monitor."""
+        return str(self.monitor).startswith("val/") and not trainer.enable_validation
 
     @contextmanager
     def _reverted_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
@@ -141,16 +156,19 @@ class BestCheckpoint(ModelCheckpoint):
             note_failed_save(trainer, Path(path))
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        # if the monitor is a figure of training, the last validation may be old
+        is_new = self._validated_at == trainer.global_step
+        loss = trainer.callback_metrics.get(TIE_BREAKER)
+        figures = [current, loss if is_new else None]
+        if not all(math.isfinite(figure) for figure in figures if figure is not None):
+            return False
         better = super().check_monitor_top_k(trainer, current)
         # on small validation splits many epochs share an accuracy
         equal = current is not None and current == self.best_model_score
-        loss = trainer.callback_metrics.get(TIE_BREAKER)
         if equal and loss is not None and self._least_loss is not None:
             better = better or bool(loss < self._least_loss)
         if better:
             self._least_loss = None if loss is None else float(loss)
-            # if the monitor is a figure of training, the last validation may be old
-            is_new = self._validated_at == trainer.global_step
             named = trainer.callback_metrics.items() if is_new else ()
             self.figures = {name: float(v) for name, v in named if name.startswith("val/")}
         return better
@@ -198,6 +216,49 @@ def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     # a user may have removed it during the run
     log.error("%s is missing: using the last weights instead", path)
     return None
+
+
+def check_validated(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
+    """Refuse the end of a run with validations of which none is finite.
+
+    Args:
+        trainer: the run's, after training.
+        figures: of the whole run, also before a resume.
+
+    Raises:
+        FloatingPointError: naming the figure.
+    """
+    if _saved_best(trainer) is not None:
+        return
+    for best in callbacks_of(trainer, BestCheckpoint):
+        for name in (str(best.monitor), TIE_BREAKER):
+            if not math.isfinite(value := figures.get(name, 0.0)):
+                raise FloatingPointError(
+                    f"{name} is {value}, and no earlier epoch has finite figures and a {BEST}: no "
+                    "weights of the run are worth a test. Lower optim.lr, train longer, or set "
+                    "precision=fp32 memory=store"
+                )
+
+
+def check_saved(trainer: pl.Trainer) -> None:
+    """Refuse the end of a run that should save checkpoints and has none of its weights.
+
+    Raises:
+        UnwritableCheckpointError: with the reason. Only in the process that writes them.
+    """
+    lasts = callbacks_of(trainer, LastCheckpoint)
+    wanted = bool(lasts) or bool(callbacks_of(trainer, BestCheckpoint))
+    dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]
+    if not wanted or dry or not trainer.is_global_zero:
+        return
+    failed: Mapping[Path, str] = getattr(trainer.strategy.checkpoint_io, "failed", {})
+    # if the last save failed, the file has older weights
+    if any(has_saved(last.path.parent) and last.path not in failed for last in lasts):
+        return
+    if best_checkpoint_path(trainer) is None:
+        unknown = "there is no file; keep callbacks.last_checkpoint and the run's folder"
+        reason = next(iter(failed.values()), unknown)
+        raise UnwritableCheckpointError(f"the run ends without a checkpoint: {reason}")
 
 
 def _saved_best(trainer: pl.Trainer) -> BestCheckpoint | None:

@@ -7,6 +7,7 @@ Pillow because torchmetrics' plots need matplotlib, which the package does not r
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 from revzoo._files import replacing_table
 from revzoo.training.callbacks.pictures import PictureCallback, add_image, class_names, matrix
 from revzoo.training.metrics import count_unrepeated, true_classes
+
+log = logging.getLogger(__name__)
 
 
 class ConfusionMatrix(PictureCallback):
@@ -55,7 +58,10 @@ class ConfusionMatrix(PictureCallback):
         if self._counts is None:
             return
         names = class_names(trainer, len(self._counts))
-        self._write(names, self._counts.tolist())
+        try:
+            self._write(names, self._counts.tolist())
+        except OSError as error:
+            log.error("cannot write %s (%s): the run continues", self.path, error.strerror)
         add_image(trainer, "confusion", matrix(self._counts, names), step)
 
     def _write(self, names: list[str], rows: list[list[int]]) -> None:

@@ -2,16 +2,21 @@
 
 Why not only Lightning's callback: it saves that it stopped the run, but ignores this after
 loading. A run that is killed during its test would train one more epoch when it resumes.
+
+A validation whose loss is not finite does not count: logits of NaN count as the first class.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+
+from revzoo.training.callbacks.checkpoints import TIE_BREAKER
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +36,20 @@ class EarlyStopping(callbacks.EarlyStopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._ended = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._counts(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._counts(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    def _counts(self, trainer: pl.Trainer) -> bool:
+        """Whether the monitor means something; a loss that is watched itself ends the run."""
+        if self.monitor == TIE_BREAKER or not self.monitor.startswith("val/"):
+            return True
+        return math.isfinite(trainer.callback_metrics.get(TIE_BREAKER, 0.0))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C save a run and stop it at a point where it can resume exactly.
+"""SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C save a run and stop it where it can resume exactly.
 
 - Training finishes the batch (with accumulated gradients, the optimiser step), writes ``last.ckpt``
   and stops. A due or running validation is finished first: a run cannot resume before its end.
@@ -10,6 +10,11 @@
 - After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
   never see the signal.
+- Without a signal, a distributed process ends after as long without an answer of another one; see
+  :mod:`revzoo.training.heartbeat`.
+
+SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
+under ``nohup`` ignores SIGHUP.
 
 Why not Lightning's handler: it ends a run without saving, and broadcasts from inside the handler.
 """
@@ -21,7 +26,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
@@ -31,15 +36,23 @@ import torch
 
 from revzoo.training.checkpoint.resume_point import can_resume_here
 from revzoo.training.distributed import is_first_process
+from revzoo.training.heartbeat import Heartbeat, start_heartbeat
 from revzoo.training.lightning_compat import callbacks_of, started_processes
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
 DEADLINE = 28.0  # leaves time to save after the patience is over
-PREFERRED = (None, signal.SIGTERM, signal.SIGINT)  # the last wins if processes got different ones
+# the last wins if processes got different ones
+PREFERRED = (None, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a run here: not SIGHUP and SIGUSR1 if they are ignored or in use."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return [s for s in SIGNALS if s in always or signal.getsignal(s) is signal.SIG_DFL]
 
 
 class RunStopped(BaseException):
@@ -51,7 +64,7 @@ class RunStopped(BaseException):
 
     @property
     def status(self) -> int:
-        """The exit status of a program that the signal ended, as in a shell: 143 or 130."""
+        """The exit status of a program that the signal ended, as in a shell: 143 for SIGTERM."""
         return 128 + self.signum
 
 
@@ -76,6 +89,8 @@ class GracefulStop(pl.Callback):
         self._may_end = False  # whether the run may end before the next batch
         self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
+        self._heartbeat: Heartbeat | None = None  # of a distributed run
+        self._signals: list[signal.Signals] = []  # that this handles
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -85,33 +100,46 @@ class GracefulStop(pl.Callback):
             yield
             return
         # a sweep or a notebook has handlers, which work again after the run
-        before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        self._signals = stop_signals()
+        before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
         outer, GracefulStop.active = GracefulStop.active, self
         try:
-            with watchdog(self._end_now):
+            with watchdog(self._end_blocked, self._signals):
                 yield
         finally:
             GracefulStop.active = outer
+            if self._heartbeat is not None:
+                self._heartbeat.close()
+                self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
-    def _end_now(self, signum: int) -> None:
-        """Kill the processes that this one has started and exit; runs in the watchdog's thread."""
+    def _end_blocked(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        text = f"revzoo: blocked for {DEADLINE:.0f} s after {name}; the last checkpoint is intact\n"
-        os.write(2, text.encode())  # logging may hold a lock and block
+        self._end_now(f"blocked for {DEADLINE:.0f} s after {name}", 128 + signum)
+
+    def _end_alone(self, rank: int) -> None:
+        self._end_now(f"process {rank} of the run has not answered for {DEADLINE:.0f} s", 1)
+
+    def _end_now(self, reason: str, status: int) -> None:
+        """Kill the processes that this one has started and exit; runs in a watchdog's thread."""
+        # logging may hold a lock and block
+        os.write(2, f"revzoo: {reason}; the last checkpoint is intact\n".encode())
         for process in started_processes(self._trainer) if self._trainer is not None else ():
             # their own watchdogs may hang, too
             process.kill()
-        os._exit(128 + signum)
+        os._exit(status)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
+        # the test of a run uses the heartbeat of its training
+        if GracefulStop.active is self and self._heartbeat is None:
+            self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
+            for signum in self._signals:
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -196,8 +224,8 @@ class GracefulStop(pl.Callback):
 
 
 @contextmanager
-def watchdog(end: Callable[[int], None]) -> Iterator[None]:
-    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first signal inside the context.
+def watchdog(end: Callable[[int], None], signals: Sequence[int]) -> Iterator[None]:
+    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first of ``signals`` in the context.
 
     Python's C-level handler writes the signal's number into a pipe, and a thread reads it. This
     works while the main thread is blocked in a library.
@@ -211,7 +239,7 @@ def watchdog(end: Callable[[int], None]) -> Iterator[None]:
     def watch() -> None:
         # blocks in C, so this thread costs nothing until a signal arrives
         while signums := os.read(reads, 1):
-            if signums[0] in SIGNALS:
+            if signums[0] in signals:
                 # False after the deadline, True if the context has ended in time
                 if not over.wait(DEADLINE):
                     end(signums[0])

@@ -173,8 +173,8 @@ def epoch_of(trainer: pl.Trainer) -> str:
     number, total = trainer.current_epoch + 1, trainer.max_epochs or -1
     per_epoch = trainer.num_training_batches
     if trainer.max_steps > 0 and per_epoch:
-        batches = trainer.max_steps * trainer.accumulate_grad_batches
-        by_steps = math.ceil(batches / per_epoch)  # 0 if an epoch never ends
+        # 0 if an epoch never ends
+        by_steps = math.ceil(batches_until(trainer, trainer.max_steps) / per_epoch)
         # whichever limit comes first
         total = min(total, by_steps) if total > 0 else by_steps
     return f"{number}/{total}" if total > 0 else str(number)
@@ -188,8 +188,17 @@ def batches_left(trainer: pl.Trainer) -> float:
         whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
         ends.append(whole - batches_of_epoch(trainer))
     if trainer.max_steps > 0:
-        ends.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        ends.append(batches_until(trainer, trainer.max_steps) - batches_of_run(trainer))
     return min(ends)
+
+
+def batches_until(trainer: pl.Trainer, step: int) -> int:
+    """Training batches of the first ``step`` optimiser steps; an epoch's last step may sum less."""
+    per_epoch, group = trainer.num_training_batches, trainer.accumulate_grad_batches
+    if not 0 < per_epoch < math.inf:
+        return step * group
+    epochs, steps = divmod(step, math.ceil(per_epoch / group))
+    return epochs * int(per_epoch) + steps * group
 
 
 def per_second(images: float) -> str:

@@ -168,6 +168,9 @@ class _Sweep(Trial):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        # a step ends with the epoch, but Lightning's sweep records whole steps only
+        batches: Any = min(self.trainer.accumulate_grad_batches, self.trainer.num_training_batches)
+        self.trainer.accumulate_grad_batches = batches
         # otherwise Lightning draws its progress bar into log files
         self.trainer.callbacks[0].progress_bar_refresh_rate = 0  # type: ignore[attr-defined]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from revzoo.cli.config import checks
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun
 from revzoo.cli.run import train as train_module
+from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.data import DataError, Digits, ImageData
 from revzoo.training import Classifier
+from revzoo.training.callbacks.checkpoints import LastCheckpoint
+from revzoo.training.checkpoint import files
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
@@ -188,6 +192,90 @@ def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert message == f"revzoo: {summary['stopped']}"
     assert summary["steps"] == 1
+
+
+def test_a_run_whose_validations_are_not_finite_fails(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accuracy of the first class became the best."""
+
+    def loss(self: Classifier, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return loss if self.training else loss * float("nan")
+
+    monkeypatch.setattr(Classifier, "loss", loss)
+    message = failing(compose(*SMALL), tmp_path)
+    assert "val/loss is nan" in message
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert message == f"revzoo: {summary['stopped']}"
+    assert summary["checkpoint"] is None
+    assert not (tmp_path / "checkpoints" / "best.ckpt").exists()
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_run_that_could_not_write_a_checkpoint_fails(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with status 0."""
+    monkeypatch.setattr(files, "RETRY_AFTER", ())
+
+    def full(state: Any, path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_write", full)
+    message = failing(compose(*SMALL), tmp_path)
+    assert "No space left on device" in message
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert message == f"revzoo: {summary['stopped']}"
+    assert "test/acc" in summary["metrics"]
+
+
+@pytest.mark.parametrize(("callbacks", "fails"), [("none", False), ("default", True)])
+def test_a_run_without_checkpoints_is_a_choice(
+    callbacks: str, fails: bool, compose: Any, tmp_path: Path
+) -> None:
+    """Of a run that keeps only its best checkpoint and does not validate, nothing is left."""
+    options = [f"callbacks={callbacks}", "trainer.limit_val_batches=0"]
+    if fails:
+        options.append("callbacks.last_checkpoint=null")
+        assert "callbacks.last_checkpoint" in failing(compose(*SMALL, *options), tmp_path)
+    else:
+        assert "test/acc" in train(compose(*SMALL, *options), run_dir=tmp_path)
+
+
+def test_a_run_without_validation_ends_with_commands_for_its_last_checkpoint(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="revzoo"):
+        train(compose(*SMALL, "trainer.limit_val_batches=0"), run_dir=tmp_path)
+    last = str(tmp_path / "checkpoints" / "last.ckpt")
+    commands = [m for m in caplog.messages if m.startswith(("predict", "evaluate"))]
+    assert [last in command for command in commands] == [True, True]
+
+
+def test_early_stopping_needs_a_validation(compose: Any, tmp_path: Path) -> None:
+    """It ended with a traceback after the first epoch."""
+    options = ("trainer.limit_val_batches=0", "callbacks.early_stopping={patience: 2}")
+    assert "limit_val_batches" in ending(compose(*SMALL, *options), tmp_path)
+
+
+def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorBoard's writer ended it with a traceback, and left metrics.csv and summary.json."""
+    save = LastCheckpoint.on_train_epoch_end
+
+    def removed(callback: LastCheckpoint, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            shutil.rmtree(tmp_path / "run")
+        save(callback, trainer, module)
+
+    monkeypatch.setattr(LastCheckpoint, "on_train_epoch_end", removed)
+    run_dir = tmp_path / "run"
+    train(compose(*SMALL, "trainer.max_epochs=2", "test=false"), run_dir=run_dir)
+    made_again = {"checkpoints", "config.yaml", "metrics.csv", "summary.json", "revnet38-digits"}
+    assert made_again <= {path.name for path in run_dir.iterdir()}
+    assert resume(run_dir)  # it is finished
 
 
 def test_a_refused_run_writes_no_summary(

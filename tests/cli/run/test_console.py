@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -25,9 +26,11 @@ from revzoo.cli.run.console import (
     _emulates_bfloat16,
     _few_to_validate,
     _length,
+    _step,
     _weights,
     activations_per_image,
     logged_warnings,
+    shorten_log,
 )
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
@@ -47,6 +50,25 @@ def test_the_prefix_is_short_and_names_levels_above_info() -> None:
     assert len(line) == len("08:01:30 step 3")
     assert LogFormat(date=False).format(record(logging.WARNING)).endswith(" warning: step 3")
     assert len(LogFormat(date=True).format(record(logging.INFO))) == 26
+
+
+def test_a_line_that_the_disk_refuses_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line printed a traceback."""
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    root = logging.Logger("a root")
+    root.addHandler(logging.StreamHandler(Full()))
+    monkeypatch.setattr(logging, "getLogger", lambda: root)
+    shorten_log()
+    root.error("a line")
+    assert capsys.readouterr().err == ""
+    root.error("%d", "no number")
+    assert "no number" in capsys.readouterr().err
 
 
 def test_a_run_logs_its_description_and_its_figures(
@@ -150,6 +172,26 @@ def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) 
     data: Any = SimpleNamespace(val_count=images, num_classes=4)
     assert _few_to_validate(data).startswith(told)
     assert bool(_few_to_validate(data)) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("group", "limit", "text"),
+    [
+        (1, 1.0, "64 images per step"),
+        (4, 1.0, "256 images per step"),
+        (8, 1.0, "512 images per step (256 in the last of an epoch)"),
+        (64, 1.0, "1,280 images per step"),
+        (64, 3, "192 images per step"),
+        (2, 0.25, "128 images per step (64 in the last of an epoch)"),
+    ],
+)
+def test_the_opening_tells_the_images_of_a_step(group: int, limit: Any, text: str) -> None:
+    """It multiplied by accumulate_grad_batches although an epoch has only 20 batches."""
+    data: Any = SimpleNamespace(batch_size=32, train_count=1293)
+    trainer: Any = SimpleNamespace(
+        world_size=2, accumulate_grad_batches=group, limit_train_batches=limit
+    )
+    assert _step(trainer, data) == text
 
 
 def test_the_weights_that_a_run_starts_from_are_named(

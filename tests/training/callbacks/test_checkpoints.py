@@ -20,6 +20,8 @@ from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
 
+NAN, INF = float("nan"), float("inf")
+
 
 def saved_steps(
     tmp_path: Path, *, minutes: float, seconds_a_step: float, **options: Any
@@ -149,6 +151,9 @@ def trainer_with_best(folder: Path, epochs: int) -> tuple[pl.Trainer, BestCheckp
         ([0.5, 0.9, 0.9, 0.9, 0.8], [1.0, 0.5, 0.3, 0.4, 0.1], 2),
         ([0.5, 0.9, 0.9, 0.9, 0.9], [1.0, 0.5, 0.5, 0.6, 0.7], 1),
         ([0.9, 0.5, 0.95, 0.95, 0.9], [0.1, 0.2, 0.8, 0.7, 0.0], 3),
+        # NaN counts as the first class, which may be most images
+        ([0.9, 0.5, 0.6, 0.6, 0.9], [NAN, 0.9, 0.8, 0.7, INF], 3),
+        ([NAN, 0.5, 0.6, NAN, 0.4], [0.1, 0.2, 0.8, 0.0, 0.0], 2),
     ],
 )
 def test_ties_go_to_the_lowest_loss(
@@ -181,6 +186,24 @@ def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
     (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
     best.load_state_dict({k: v for k, v in saved.items() if k != "best_figures"})
     assert best.figures == {}  # of an earlier version
+
+
+def test_without_a_finite_validation_there_is_no_best_checkpoint(tmp_path: Path) -> None:
+    best = fit_with_best(Scripted([0.9, 0.9], [NAN, INF]), tmp_path, 2, None)
+    assert (best.best_model_path, best.figures) == ("", {})
+    assert not (tmp_path / "checkpoints" / "best.ckpt").exists()
+
+
+def test_without_a_validation_the_last_checkpoint_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lightning warned that it could not find the monitored key."""
+    runner, _ = trainer_with_best(tmp_path, 2)
+    with caplog.at_level("INFO"):
+        runner.fit(Scripted([], []), loader())
+    (line,) = [r for r in caplog.messages if "best.ckpt" in r or "monitored key" in r]
+    assert "last.ckpt" in line
+    assert best_checkpoint_path(runner) is None
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")

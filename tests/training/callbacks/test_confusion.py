@@ -119,3 +119,17 @@ def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path:
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(module.eval()(images), labels)
     assert test["test/loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ConfusionMatrix, "_write", full)
+    path = tmp_path / "confusion.csv"
+    runner = trainer(tmp_path, callbacks=[ConfusionMatrix(path, every_n_epochs=1)])
+    runner.fit(Classifier(TinyNet()), loader(), loader())
+    assert runner.current_epoch == 2
+    assert "No space left on device" in caplog.text

@@ -14,7 +14,7 @@ from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
 from revzoo.training.callbacks import graceful_stop as stop_module
-from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.callbacks.graceful_stop import SIGNALS, GracefulStop, RunStopped
 
 
 class SignalIn(pl.Callback):
@@ -46,7 +46,10 @@ def fit(
     return sender, stop, stopped.value.status
 
 
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("signum", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
+)
 def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None:
     sender, stop, ended = fit(tmp_path, "on_before_backward", signum)
     assert (sender.batches, ended) == (1, status)
@@ -98,10 +101,25 @@ def test_a_second_interrupt_ends_at_once(
 
 
 def test_the_old_handlers_are_restored() -> None:
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(s) for s in SIGNALS]
     with GracefulStop().listening():
-        assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] != before
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+        assert not {signal.getsignal(s) for s in SIGNALS} & set(before)
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR1])
+def test_an_ignored_or_used_signal_is_left_alone(signum: int) -> None:
+    """A run under nohup must not end with its terminal."""
+    received: list[int] = []
+    for handler in (signal.SIG_IGN, lambda number, frame: received.append(number)):
+        before = signal.signal(signum, handler)
+        try:
+            with GracefulStop().listening():
+                assert signal.getsignal(signum) is handler
+                os.kill(os.getpid(), signum)
+        finally:
+            signal.signal(signum, before)
+    assert received == [signum]
 
 
 BLOCKED = """

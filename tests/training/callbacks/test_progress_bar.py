@@ -15,7 +15,7 @@ from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
 from revzoo.training.callbacks import progress_bar
-from revzoo.training.callbacks.progress_bar import Progress, clock, epoch_of, fitted
+from revzoo.training.callbacks.progress_bar import Progress, batches_left, clock, epoch_of, fitted
 
 WORDS = ["1204 img/s", "loss 0.733", "acc 0.931", "4:12 left"]
 
@@ -83,17 +83,25 @@ def test_a_terminal_gets_a_bar(
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"max_epochs": 2}, "2/2"), ({"max_epochs": -1, "max_steps": 6}, "2/2")],
+    [
+        ({"max_epochs": 2}, "2/2"),
+        ({"max_epochs": -1, "max_steps": 6}, "2/2"),
+        # an epoch has four batches, so a step cannot sum 64
+        ({"max_epochs": -1, "max_steps": 2, "accumulate_grad_batches": 64}, "2/2"),
+        ({"max_epochs": -1, "max_steps": 4, "accumulate_grad_batches": 3}, "2/2"),
+    ],
 )
 def test_the_epoch_and_the_number_of_epochs(tmp_path: Path, options: Any, text: str) -> None:
-    seen = []
+    seen, left = [], []
 
     class Seen(Progress):
         def on_train_epoch_end(self, runner: Any, module: Any) -> None:
             seen.append(epoch_of(runner))
+            left.append(batches_left(runner))
 
     fit(tmp_path, Seen(), **options)
     assert seen[-1] == text
+    assert left[-1] == 0
 
 
 def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_gradients_are_clipped_as_in_the_run(data: Digits) -> None:
     assert norm.losses != value.losses
 
 
+def test_a_step_of_more_batches_than_an_epoch_has_is_swept(data: Digits) -> None:
+    """The curve was empty, and ended in a traceback."""
+    data.batch_size = 512  # two batches
+    module, trainer = Classifier(TEN), {**CPU, "accumulate_grad_batches": 64}
+    assert len(find_lr(module, data, steps=15, trainer=trainer).rates) == 15
+
+
 def test_the_curve_begins_with_the_first_loss(data: Digits) -> None:
     module = Classifier(TEN)
     images, labels = next(iter(copy.copy(data).train_dataloader()))
