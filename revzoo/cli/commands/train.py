@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.config.compose import check_multirun, compose_whole, to_plain
 
     source = _source(args)
+    if args.multirun and args.cfg:
+        raise ConfigError("--cfg prints the configuration of one run: leave out -m")
     if args.multirun:
         check_multirun(args.overrides, source)
         _multirun(args, source)
