@@ -71,7 +71,7 @@ class TensorBoard(TensorBoardLogger):
 
 def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the figures that get a chart, with their names in TensorBoard."""
-    # LearningRateMonitor logs one figure per group: lr/pg1, lr/pg2
+    # LearningRateMonitor logs one figure per group: lr/weights, lr/norms_biases
     rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
     for name, value in metrics.items():
         group, _, rest = name.partition("/")
