@@ -167,7 +167,7 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
         SystemExit: for help, or for arguments that it does not have.
     """
     # `revzoo` alone shows the help
-    name = _command(arguments[:1] or ["--help"])
+    name = _command(["--help"] if arguments[:1] in ([], ["help"]) else arguments[:1])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")
     # the help is the module's docstring, without its notes for developers; python -OO has none

@@ -93,7 +93,7 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def name_of(run_dir: Path) -> str:
-    """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
+    """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26``."""
     return f"{run_dir.absolute().parent.name}-{run_dir.name}"
 
 

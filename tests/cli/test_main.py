@@ -148,7 +148,7 @@ def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
     entry = write_entry(tmp_path)
     main(["info", str(tmp_path / name), "--batch-size", "1"])
     output = capsys.readouterr().out
-    assert f"sha256                  {entry.sha256}" in output
+    assert f"sha256  {entry.sha256}" in output
     assert f"parameters              {sum(p.numel() for p in small().parameters()):,}" in output
     assert "forward, 3x8x8" in output
 

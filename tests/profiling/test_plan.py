@@ -176,7 +176,7 @@ def test_a_plan_is_data_and_text():
     assert plan.modes == dict(plan)
     assert set(plan.values()) == {"store"}
     assert "stages.0  4 store" in str(plan)
-    assert "of 1,024.00 MiB" in str(plan)
+    assert "of 1,024 MiB" in str(plan)
 
 
 def test_a_plan_says_what_its_peak_includes():

@@ -17,6 +17,8 @@ from revzoo._checks import check_count, number_of
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
 
+SHOWN = 10  # paths of each reason, on a terminal
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -42,7 +44,10 @@ def run(args: argparse.Namespace) -> None:
         report = check_folder(folder, workers=args.workers)
     for reason, paths in report.bad.items():
         # a path a line: they are copied
-        listed = "".join(f"  {path}\n" for path in paths)
+        shown = paths[:SHOWN] if sys.stdout.isatty() else paths
+        listed = "".join(f"  {path}\n" for path in shown)
+        if more := len(paths) - len(shown):
+            listed += f"  and {more} more; > FILE writes all\n"
         what = f"{number_of(len(paths), 'image')}: {reason}"
         sys.stdout.write(f"{folded(what, indent=4)}\n{listed}")
     if report.layout:

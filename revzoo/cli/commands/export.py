@@ -27,6 +27,7 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.status import status_of
+from revzoo.cli.terminal import folded
 from revzoo.profiling.units import in_units
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED
@@ -84,10 +85,9 @@ def run(args: argparse.Namespace) -> None:
         if args.image_size is not None:
             check_side(job.network, args.image_size, "--image-size")
         largest = export(job, path, kind=kind, tolerance=tolerance)
-    sys.stdout.write(
-        f"{path}  {in_units(path.stat().st_size)}, difference {largest:.1e} of the largest logit "
-        f"(limit {tolerance:g})\n"
-    )
+    size = in_units(path.stat().st_size)
+    line = f"{path}  {size}, difference {largest:.1e} of the largest logit (limit {tolerance:g})"
+    sys.stdout.write(f"{folded(line, indent=2)}\n")
 
 
 def _job(args: argparse.Namespace) -> Export:

@@ -131,7 +131,10 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
 
 def _print(key: str, value: object) -> None:
-    sys.stdout.write(f"{folded(f'{key:24}{_text(value)}', indent=24)}\n")
+    text = _text(value)
+    # a hash is one word, longer than a column
+    width = 24 if " " in text or len(text) < 56 else len(key) + 2
+    sys.stdout.write(f"{folded(f'{key:{width}}{text}', indent=24)}\n")
     # counting takes seconds, so show the facts first
     sys.stdout.flush()
 

@@ -4,7 +4,7 @@
 
 Arguments are overrides of the configuration in configs/train.yaml, in Hydra's grammar:
   model=NAME data=NAME ...    choose an option of a group, see below
-  optim.lr=0.1                set a value
+  optim.lr=0.1                set a value; --optim.lr 0.1 means the same
   +model.units=[1,1,1]        add a keyword that the section knows
   -m seed=0,1,2               several runs, one after the other
 

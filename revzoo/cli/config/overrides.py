@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from revzoo._checks import either, expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.signatures import with_bases
+from revzoo.cli.config.signatures import options, with_bases
 from revzoo.cli.config.spellings import our_spelling
 
 # arguments of create_model that a run fills in, and their sources
@@ -96,11 +96,15 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
 def _meant_by(word: str, loader: ConfigLoader | None) -> str:
     """A hint with an override for a word without ``=``: a folder, or the option of a group."""
     if Path(word).is_dir():
-        return f"; did you mean data=imagefolder data.root={quoted_if_needed(word)}?"
+        return f"; did you mean {_folder(word)}?"
     for group in loader.list_groups("") if loader else ():
         if word in loader.get_group_options(group):  # type: ignore[union-attr]
             return f"; did you mean {group}={word}?"
     return " without spaces, such as trainer.max_epochs=3"
+
+
+def _folder(path: str) -> str:
+    return f"data=imagefolder data.root={quoted_if_needed(path)}"
 
 
 def quoted(value: object) -> str:
@@ -193,6 +197,8 @@ def check_option(override: Override, loader: ConfigLoader) -> None:
             group = override.key_or_group
             # model=resnet18 belongs to torchvision or timm
             hint = library_hint(str(option)) if group == "model" else ""
+            if group == "data" and Path(str(option)).is_dir():
+                hint = f"; use {_folder(str(option))}"
             hint = hint or our_spelling(group, str(option), loader.list_groups(""))
             hint = hint or _meant(str(option), options)
             # a long list would hide the hint
@@ -249,6 +255,9 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
     section, _, leaf = key.rpartition(".")
     if section == "callbacks" and leaf in _registered_callbacks():
         return f", but it is registered: add it by '+{key}={value or '{}'}'"
+    # trainer.max_time
+    if section == "trainer" and leaf in options("pytorch_lightning.trainer.trainer", "Trainer"):
+        return f"; use +{key}={value}"
     node = OmegaConf.select(base, section) if section else None
     if section in known and node is None:
         # data.image_size=64 in an evaluation, whose data come from the checkpoint

@@ -39,6 +39,22 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_a_terminal_shows_a_few_paths_of_many(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(30):
+        (root / "train" / "a" / f"bad{number}.png").write_bytes(b"no image")
+    shown = {}
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)  # noqa: B023
+        with pytest.raises(SystemExit, match="30 of 34 images"):
+            main(["check", str(root), "--workers", "1"])
+        shown[is_terminal] = capsys.readouterr().out.splitlines()
+    assert len(shown[False]) == 31
+    assert shown[True][:11] == shown[False][:11]
+    assert shown[True][11:] == ["  and 20 more; > FILE writes all"]
+
+
 def test_images_are_not_to_be_skipped_if_none_can_be_read(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

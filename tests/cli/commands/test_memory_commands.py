@@ -151,7 +151,7 @@ def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
     table = lines[lines.index("for comparison, every step in one mode") + 1 :][:4]
     assert [line.split()[0] for line in table] == [*DEVICE_MODES]
     (peak,) = (line for line in lines if line.startswith("peak "))
-    assert "of 2,048.00 MiB" in peak
+    assert "of 2,048 MiB" in peak
     assert all(line.count(" MiB") == 1 for line in table)
 
 

@@ -44,6 +44,10 @@ ANSWERS = {
     "train revnet56": "did you mean model=revnet56?",
     "train .": "did you mean data=imagefolder data.root='.'?",
     "train -m seed=1,2 --cfg job": "leave out -m",
+    "train +experiment=finetune": "write experiment=NAME without +",
+    "train trainer.max_time=00:01:00:00": "use +trainer.max_time=00:01:00:00",
+    "train data=..": "use data=imagefolder data.root='..'",
+    "train --scheduler step": "use optim=step",
     "eval ckpt_path=a.ckpt": "did you mean 'ckpt'",
 }
 
