@@ -46,21 +46,18 @@ def in_units(count: float) -> str:
 
 
 def in_one_unit(largest: float) -> Callable[[float], str]:
-    """A function like :func:`in_units` for several sizes, all with the unit that fits ``largest``.
+    """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
 
-    Sizes in several units cannot be compared at a glance. The unit is GiB from 10 GiB on, so that
-    a tenth of ``largest`` is more than 0.01. Small ones read ``<0.01 MiB``; beside a size of 1,000
-    MiB, sizes have no decimals.
+    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``. Beside a
+    size of 1 GiB, sizes have no decimals.
     """
-    least = {"GiB": 10 * 2**30}
-    fitting = (u for u in _SIZES if largest >= least.get(u[0], u[1]))
-    unit, size = next(fitting, _SIZES[-1])
-    digits = 0 if largest >= 1000 * size else 2
-    smallest = 10**-digits
+    unit, size = _SIZES[1 if largest >= 2**20 else 2]
+    digits = 0 if largest >= 2**30 else 2
+    least = 10**-digits
 
     def sized(count: float) -> str:
-        tiny = 0 < count / size < smallest / 2
-        return f"{f'<{smallest:g}' if tiny else f'{count / size:,.{digits}f}'} {unit}"
+        tiny = 0 < count / size < least / 2
+        return f"{f'<{least:g}' if tiny else f'{count / size:,.{digits}f}'} {unit}"
 
     return sized
 

@@ -142,13 +142,16 @@ def test_info_of_weights_shows_entry_and_costs(
 
 @pytest.mark.parametrize("name", ["", "revnet38.small.safetensors"])
 def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It showed "weights none", although the file holds an entry."""
     entry = write_entry(tmp_path)
     main(["info", str(tmp_path / name), "--batch-size", "1"])
     output = capsys.readouterr().out
-    assert f"sha256  {entry.sha256}" in output
+    assert f"sha256                  {entry.sha256}" in output
+    monkeypatch.setenv("COLUMNS", "80")  # a hash on two lines cannot be copied
+    main(["info", str(tmp_path / name), "--batch-size", "1"])
+    assert f"sha256  {entry.sha256}\n" in capsys.readouterr().out
     assert f"parameters              {sum(p.numel() for p in small().parameters()):,}" in output
     assert "forward, 3x8x8" in output
 

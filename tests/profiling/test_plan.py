@@ -185,7 +185,7 @@ def test_a_plan_says_what_its_peak_includes():
     plan = planner.plan("1GiB")
     assert plan.extra == 2**21
     first = str(plan).splitlines()[0]
-    assert first == "peak: weights, gradients, input, activations, and 2.00 MiB for the optimiser"
+    assert first == "peak: weights, gradients, input, activations, and 2 MiB for the optimiser"
     without = plan_memory(model_of(), SHAPE, "1GiB", clock=False)
     assert str(without).startswith("peak: weights, gradients, input and activations; not the opt")
 

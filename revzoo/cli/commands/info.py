@@ -26,7 +26,7 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import columns, folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.run_files import checkpoint_of
@@ -133,7 +133,7 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 def _print(key: str, value: object) -> None:
     text = _text(value)
     # a hash is one word, longer than a column
-    width = 24 if " " in text or len(text) < 56 else len(key) + 2
+    width = len(key) + 2 if " " not in text and 0 < columns() < 24 + len(text) else 24
     sys.stdout.write(f"{folded(f'{key:{width}}{text}', indent=24)}\n")
     # counting takes seconds, so show the facts first
     sys.stdout.flush()

@@ -80,7 +80,6 @@ SPELLINGS = {
     "trainer.default_root_dir": "hydra.run.dir=@",
     "trainer.enable_checkpointing": "callbacks.best_checkpoint=null callbacks.last_checkpoint=null",
     "trainer.enable_progress_bar": "callbacks.progress_bar=null",
-    "trainer.fast_dev_run": _SMOKE,
     "trainer.gpus": "trainer.accelerator=gpu trainer.devices=@",
     "trainer.logger": "logger=none",
     "trainer.precision": "precision=@",
