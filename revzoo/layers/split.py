@@ -43,7 +43,7 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
             "(split= of a sequence, parts= of Split), pad the channels or pass two streams"
         )
     # of a jagged tensor, the backward pass of split() with a list ends in a segmentation fault
-    pieces = x.chunk(2, dim) if x.is_nested else x.split([unit * n for n in parts], dim)
+    pieces = x.chunk(2, dim) if x.is_nested else torch.split(x, [unit * n for n in parts], dim)
     # not torch.split, whose pieces are views with gaps: see the module
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
 
