@@ -130,7 +130,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
 
     def _at(self, start: float) -> float:
         """The epoch of an entry; a fraction stays one while the number of epochs is not known."""
-        return int(start * self._max_epochs) if self._max_epochs and 0 < start < 1 else start
+        return round(start * self._max_epochs) if self._max_epochs and 0 < start < 1 else start
 
     def _plan(self, names: list[str]) -> dict[float, int]:
         """The index in ``names`` of the first part that trains, by entry of ``unfreeze``."""

@@ -67,6 +67,7 @@ def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) 
         ([1 / 6, 1 / 3], 12, {0: "fc", 1: "fc", 2: "stages.2", 3: "stages.2", 4: "stages.1"}),
         ([1 / 6, 1 / 3], 3, {0: "stages.2", 1: "stages.1"}),
         ([1 / 6, 1 / 3], 1, {0: "stages.1"}),
+        ([0.17, 0.34], 3, {0: "fc", 1: "stages.1"}),
         ([[0.5, "stages.0"]], 4, {1: "fc", 2: "stages.0"}),
     ],
 )
