@@ -124,7 +124,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
             # the stem is the first part, so this unfreezes the whole network
             _freeze_before("stem", _network(pl_module))
 
-    def freeze(self, network: nn.Module, *, epoch: int) -> None:
+    def freeze(self, network: nn.Module, *, epoch: float) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
         _freeze_before(self.first_trained(network, epoch=epoch), network)
 
