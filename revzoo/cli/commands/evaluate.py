@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FoldedFormat())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    given = _with_key(args.overrides)
+    given = with_key(args.overrides)
     _check_keys(given)
     others, root = take_root(given)
     names_data = any(override.startswith("data=") for override in others)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
 
 
-def _with_key(overrides: Sequence[str]) -> list[str]:
+def with_key(overrides: Sequence[str]) -> list[str]:
     """The overrides, with ``ckpt=`` before a word without a key, the first one."""
     from revzoo.cli.config.overrides import quoted_if_needed
 
