@@ -67,7 +67,7 @@ def check_fine_tuning(names: dict[str, Any], printed: str) -> None:
     assert names["losses"][-1] < names["losses"][0]
     assert names["trainer"].state.finished
     assert names["trainer"].current_epoch == 3
-    assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/pg2"
+    assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/norms_biases"
 
 
 def check_torch_checkpoint(names: dict[str, Any], printed: str) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import select
 import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
@@ -81,6 +83,9 @@ COUNTERPARTS = {
     "validate": "eval",
     "models": "list",
     "summary": "info",
+    "infer": "predict",
+    "inference": "predict",
+    "profile": "audit",
 }
 
 
@@ -162,7 +167,7 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
         SystemExit: for help, or for arguments that it does not have.
     """
     # `revzoo` alone shows the help
-    name = _command(arguments[:1] or ["--help"])
+    name = _command(["--help"] if arguments[:1] in ([], ["help"]) else arguments[:1])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")
     # the help is the module's docstring, without its notes for developers; python -OO has none
@@ -177,8 +182,11 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     command.add_arguments(parser)
     if row.builds:
         add_import_option(parser)
+    words = arguments[1:]
+    if any(action.dest == "overrides" for action in parser._actions):
+        words = list(_as_overrides(words, parser._option_string_actions))
     # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
-    args, unknown = parser.parse_known_intermixed_args(arguments[1:])
+    args, unknown = parser.parse_known_intermixed_args(words)
     # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
     if hasattr(args, "overrides") and any(word.startswith("-") for word in unknown):
         args.overrides += [word for word in unknown if not word.startswith("-")]
@@ -187,13 +195,27 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
         # there is no public list; 0.8: --resum, but not --epochs, is near --resume
         hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.8)
         if not hint and hasattr(args, "overrides"):
-            key, equals, value = unknown[0].lstrip("-").partition("=")
-            # --model revnet38: argparse takes the value for an override
-            loose = [word for word in args.overrides if "=" not in word]
-            example = f"{key}={value if equals else loose[0]}" if equals or loose else ""
-            hint = f"; set values as KEY=VALUE, such as {example or 'trainer.max_epochs=3'}"
+            hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
+
+
+def _as_overrides(words: Iterable[str], known: Collection[str]) -> Iterator[str]:
+    """``words`` with ``--model revnet38`` and ``--seed=1`` as ``model=revnet38`` and ``seed=1``.
+
+    Options that are ``known``, or misspelt, stay. An option without a value becomes ``KEY=true``.
+    """
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
+        key, equals, value = word.partition("=")
+        if not re.match(r"--\w", word) or key in known or did_you_mean(key, known, cutoff=0.8):
+            yield word
+            continue
+        if not equals:
+            is_flag = not rest or rest[0].startswith("-") or "=" in rest[0]
+            value = "true" if is_flag else rest.popleft()
+        yield f"{key[2:].replace('-', '_')}={value}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,7 +22,7 @@ def set_memory(
     """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
 
     The modes ``invert`` and ``exact`` recompute a step that has no inverse (a stem, a change of
-    resolution).
+    resolution). A module without steps takes only ``store``.
 
     Args:
         module: a module that holds steps.
@@ -35,9 +35,9 @@ def set_memory(
 
     Raises:
         TypeError: the mode is neither a name nor a plan.
-        ValueError: unknown mode, path or grid; no step in ``module``; an inverting mode if no step
-            has an inverse; ``invert`` for a step whose inverse works only in fixed point; ``exact``
-            or a grid for a step that is not exact.
+        ValueError: unknown mode, path or grid; no step in ``module`` for another mode than
+            ``store``; an inverting mode if no step has an inverse; ``invert`` for a step whose
+            inverse works only in fixed point; ``exact`` or a grid for a step that is not exact.
 
     Example:
         >>> model = revzoo.create_model("revnet38")
@@ -52,7 +52,7 @@ def set_memory(
             "revzoo.plan_memory(...), which maps paths to modes"
         )
     plan = {"": mode} if isinstance(mode, str) else dict(mode)
-    chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]
+    chosen = [(mode_of(name), _steps_at(module, path, name, grid)) for path, name in plan.items()]
     for each, steps in chosen:
         if isinstance(mode, str):
             each.check(module, steps)
@@ -127,8 +127,8 @@ def refuse_own_memory(module: nn.Module, purpose: str, *, prefix: str = "") -> N
             )
 
 
-def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
-    """The steps of ``module`` at a path; raises a ValueError if there are none."""
+def _steps_at(module: nn.Module, path: str, mode: str, grid: Grid | None) -> list[Step]:
+    """The steps of ``module`` at a path; raises a ValueError if ``mode`` needs some."""
     try:
         part = module.get_submodule(path)
     except AttributeError:
@@ -140,6 +140,9 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     steps = [*all_steps(part).values()]
     if not steps:
         refuse_own_memory(part, f"set to {mode!r}", prefix=path)
+        # a network without steps stores; a part of a step follows its step
+        if part is module and mode == "store" and grid is None:
+            return []
         raise ValueError(
             f"{kind_of(part)} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step, or make its "

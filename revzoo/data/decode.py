@@ -117,8 +117,7 @@ def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image
     if skipped is not None:
         return open_image(path, channels)
     remedy = (
-        "replace or remove it, or set data.on_error=skip; revzoo check data DIR lists all such "
-        "images"
+        "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
     )
     return open_image(path, channels, remedy=remedy)
 
@@ -170,7 +169,7 @@ class SkippedFiles:
         if len(files) > self._at_most:
             raise DataError(
                 f"more than data.max_errors={self._at_most} images cannot be read: "
-                f"{shortened(files)}. Replace or remove them (`revzoo check data DIR` lists all), "
+                f"{shortened(files)}. Replace or remove them (`revzoo check DIR` lists all), "
                 "or raise data.max_errors"
             )
 

@@ -30,7 +30,6 @@ from torch import Tensor
 
 from revzoo._checks import is_count, package_needed
 from revzoo._files import replacing
-from revzoo.core.invertible import Step
 from revzoo.core.set_memory import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
@@ -102,8 +101,7 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     file_format = _checked(job, path, kind)
     # a copy: evaluation mode and mode "store" would otherwise stay on the caller's network
     plain = copy.deepcopy(job.network).cpu().eval()
-    if any(isinstance(m, Step) for m in plain.modules()):  # set_memory refuses plain networks
-        set_memory(plain, "store")
+    set_memory(plain, "store")
     job = replace(job, network=plain)
     plain.check_size(*job.images(1).shape[2:])
     with replacing(path) as temporary, torch.no_grad():

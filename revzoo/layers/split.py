@@ -28,9 +28,12 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
     """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, as dense copies.
 
     Raises:
-        ValueError: the tensor has no such dimension, or its size is not divisible.
+        ValueError: the tensor has no such dimension, its size is not divisible, or a nested tensor
+            is not split in halves along a dimension of one size.
     """
     _check_has(x, dim)
+    if x.is_nested:
+        _check_nested(x, dim, parts)
     unit = x.shape[dim] // sum(parts)
     if x.shape[dim] % sum(parts):
         number = "an even number" if parts == HALVES else f"a multiple of {sum(parts)}"
@@ -39,7 +42,8 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
             f"expected {number} of channels there; choose another dim, other relative sizes "
             "(split= of a sequence, parts= of Split), pad the channels or pass two streams"
         )
-    pieces = torch.split(x, [unit * n for n in parts], dim=dim)
+    # of a jagged tensor, the backward pass of split() with a list ends in a segmentation fault
+    pieces = x.chunk(2, dim) if x.is_nested else torch.split(x, [unit * n for n in parts], dim)
     # not torch.split, whose pieces are views with gaps: see the module
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
 
@@ -65,6 +69,16 @@ def _check_has(x: Tensor, dim: int) -> None:
     if not -x.dim() <= dim < x.dim():
         fits = f"a dim from {-x.dim()} to {x.dim() - 1}" if x.dim() else "a tensor with dimensions"
         raise ValueError(f"dim={dim}: got a tensor of shape {tuple(x.shape)}, expected {fits}")
+
+
+def _check_nested(x: Tensor, dim: int, parts: Parts) -> None:
+    # the size of the jagged dimension is symbolic
+    if x.layout != torch.jagged or parts != HALVES or not isinstance(x.shape[dim], int):
+        raise ValueError(
+            f"got a nested tensor ({x.layout}) to split along dim={dim} in parts {parts}: expected "
+            f"layout=torch.jagged, parts {HALVES} and a dim that has one size, such as -1; or pass "
+            "two streams"
+        )
 
 
 class Split(Invertible):

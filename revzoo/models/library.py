@@ -172,8 +172,8 @@ class LibraryNetwork(WrappedNetwork):
         if not pretrained or num_classes != LIBRARY_CLASSES:
             self.reset_classifier(num_classes)
         self.num_classes = num_classes
-        if memory not in (None, "store"):
-            set_memory(self, memory)  # raises: the network has no steps
+        if memory is not None:
+            set_memory(self, memory)  # raises for all modes but store: the network has no steps
 
     def _get_name(self) -> str:  # in repr and errors
         return self._name

@@ -6,7 +6,6 @@ import hashlib
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -270,9 +269,8 @@ def _check_description(network: SavableNetwork, spec: Spec) -> None:
 
 def _outputs(network: Any, image: Tensor) -> list[Tensor]:
     """Features and logits; a classifier of zeros would hide the features."""
-    # the description has neither a memory mode nor a grid; a plain library network has no steps
-    in_store = memory(network, "store") if steps_in(network) else nullcontext()
-    with in_store, evaluation_mode(network), torch.inference_mode():
+    # the description has neither a memory mode nor a grid
+    with memory(network, "store"), evaluation_mode(network), torch.inference_mode():
         features = network.forward_features(image)
         return [features.float(), network.forward_head(features).float()]
 

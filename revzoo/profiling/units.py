@@ -48,10 +48,18 @@ def in_units(count: float) -> str:
 def in_one_unit(largest: float) -> Callable[[float], str]:
     """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
 
-    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``.
+    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``. Beside a
+    size of 1 GiB, sizes have no decimals.
     """
     unit, size = _SIZES[1 if largest >= 2**20 else 2]
-    return lambda count: f"{'<0.01' if 0 < count < size / 200 else f'{count / size:,.2f}'} {unit}"
+    digits = 0 if largest >= 2**30 else 2
+    least = 10**-digits
+
+    def sized(count: float) -> str:
+        tiny = 0 < count / size < least / 2
+        return f"{f'<{least:g}' if tiny else f'{count / size:,.{digits}f}'} {unit}"
+
+    return sized
 
 
 def peak_note(extra: int = 0, sized: Callable[[float], str] = in_units) -> str:

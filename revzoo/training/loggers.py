@@ -90,7 +90,7 @@ class TensorBoard(TensorBoardLogger):
 
 def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the figures that get a chart, with their names in TensorBoard."""
-    # LearningRateMonitor logs one figure per group: lr/pg1, lr/pg2
+    # LearningRateMonitor logs one figure per group: lr/weights, lr/norms_biases
     rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
     for name, value in metrics.items():
         group, _, rest = name.partition("/")
@@ -135,7 +135,7 @@ def unfailing(logger: Logger) -> Logger:
 
 
 def name_of(run_dir: Path) -> str:
-    """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
+    """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26``."""
     return f"{run_dir.absolute().parent.name}-{run_dir.name}"
 
 

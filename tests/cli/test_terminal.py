@@ -82,7 +82,7 @@ def test_tables_are_folded(
         "train --import json modle=x",
         "predict {run}/x.ckpt {run}",
         "eval ckpt={run}/x.ckpt",
-        "check data {run}",
+        "check {run}",
         "info revnet38 --image-size 1",
         "info {run}/x.ckpt",
         "pack {run}/x.ckpt revnet38.x --license MIT --recipe x",

@@ -5,7 +5,7 @@ import torch
 from compare import conv_net, images, linear_net
 from torch import nn
 
-from revzoo import AdditiveCoupling, ReversibleSequence, Step, set_memory
+from revzoo import AdditiveCoupling, ReversibleSequence, Step, memory, set_memory
 from revzoo.core import modes
 from revzoo.core.modes import MODES, Mode
 from revzoo.profiling.plan import PLANNED
@@ -73,9 +73,14 @@ def test_the_module_comes_first():
         set_memory(Halve, "exact")
 
 
-def test_a_module_without_steps():
-    with pytest.raises(ValueError, match="Linear holds no step"):
-        set_memory(nn.Linear(2, 2), "store")
+def test_a_module_without_steps_only_stores():
+    plain = nn.Linear(2, 2)
+    set_memory(plain, "store")
+    with memory(plain, "store"):
+        plain(torch.ones(1, 2)).sum().backward()
+    for mode, grid in (("recompute", None), ("exact", None), ("store", 12)):
+        with pytest.raises(ValueError, match="Linear holds no step"):
+            set_memory(plain, mode, grid=grid)
 
 
 def test_invert_where_nothing_has_an_inverse():

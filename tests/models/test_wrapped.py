@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import revzoo
+from revzoo.interop.export import Export, export
 from revzoo.models.network import ImageSizeError, parts
 from revzoo.models.registry import MODELS
 from revzoo.training.classifier import Classifier
@@ -149,6 +150,15 @@ class Bare(nn.Module):
 
     def forward(self, x):
         return self.last(x.mean((2, 3)) * self.scale)
+
+
+def test_a_plain_network_stores(tmp_path):
+    model = revzoo.create_model("mynet", num_classes=2, memory="store")
+    model.save_pretrained(tmp_path, classes=["a", "b"], mean=[0.5] * 3, std=[0.5] * 3)
+    again = revzoo.from_pretrained(tmp_path, memory="store")
+    export(Export(network=again, image_size=8), tmp_path / "net.safetensors", kind="safetensors")
+    with pytest.raises(ValueError, match=r"no step.*'recompute'"):
+        revzoo.create_model("mynet", memory="recompute")
 
 
 def test_every_parameter_is_in_one_part():

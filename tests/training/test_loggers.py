@@ -41,9 +41,11 @@ def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) 
 
 def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path, RUN, None)
-    logger.log_metrics({"lr/pg1": 0.1, "lr/pg2": 0.2, "epoch": 1.0}, 0)
-    logger.save()
-    assert events(tmp_path).Tags()["scalars"] == ["watch/lr_pg1", "watch/lr_pg2"]
+    optim = {"name": "muon", "lr": 0.01, "sgd_lr": 0.1, "schedule": {"name": "constant"}}
+    module = Classifier(TINY, optim=optim)
+    trainer(tmp_path, logger=logger, callbacks=[registry.learning_rate()]).fit(module, loader())
+    tags = events(tmp_path).Tags()["scalars"]
+    assert [t for t in tags if "lr" in t] == ["watch/lr_hidden_weights", "watch/lr_others"]
 
 
 def test_the_test_has_only_the_chart_that_hparams_needs(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Evaluate a trained model.
 
-  revzoo eval ckpt=RUN_DIR
+  revzoo eval RUN_DIR
 
-ckpt is a checkpoint, such as RUN_DIR/checkpoints/last.ckpt, or the folder of a run, for its best
-checkpoint. It may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file
-or a folder of save_pretrained. Weights do not name their data, so data= is needed.
+RUN_DIR, also written ckpt=RUN_DIR, is the folder of a run, for its best checkpoint; or a
+checkpoint, such as RUN_DIR/checkpoints/last.ckpt. It may also be weights: a name (revzoo eval
+revnet38.cifar10 data=cifar10), a safetensors file or a folder of save_pretrained. Weights do not
+name their data, so data= is needed.
 
 By default it evaluates the run's data, from its config.yaml; data.root=DIR says where they are now.
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.invocation import override_argument
@@ -62,10 +63,11 @@ def run(args: argparse.Namespace) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(FoldedFormat())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    _check_keys(args.overrides)
-    others, root = take_root(args.overrides)
+    given = with_key(args.overrides)
+    _check_keys(given)
+    others, root = take_root(given)
     names_data = any(override.startswith("data=") for override in others)
-    overrides = args.overrides if names_data else others
+    overrides = given if names_data else others
     config = to_plain(compose_checked(overrides, ConfigFiles("eval")))
     # refuse wrong keys and names before importing torch
     check_evaluated(config)
@@ -82,6 +84,16 @@ def run(args: argparse.Namespace) -> None:
     # the figures are means over all processes
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
+
+
+def with_key(overrides: Sequence[str]) -> list[str]:
+    """The overrides, with ``ckpt=`` before a word without a key, the first one."""
+    from revzoo.cli.config.overrides import quoted_if_needed
+
+    words = [word for word in overrides if "=" not in word and not word.startswith("~")]
+    named = any(override.startswith("ckpt=") for override in overrides)
+    first = None if named or not words else words[0]
+    return [f"ckpt={quoted_if_needed(o)}" if o is first else o for o in overrides]
 
 
 def _check_keys(overrides: Iterable[str]) -> None:
@@ -104,4 +116,4 @@ def _check_keys(overrides: Iterable[str]) -> None:
                 + REASONS.get(section, "")
             )
         if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")
+            raise ConfigError(f"{override}: expected KEY=VALUE")

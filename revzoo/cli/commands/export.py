@@ -1,5 +1,6 @@
-"""``revzoo export NAME --format onnx``: a network as a file that other programs run.
+"""``revzoo export NAME``: a network as a file that other programs run.
 
+    revzoo export RUN_DIR                       # pt2: torch.export
     revzoo export revnet38.cifar10 --format onnx
     revzoo export RUN/checkpoints/best.ckpt --format pt2 --batch-size 16
     revzoo export irevnet163 --format pt2       # random weights
@@ -26,6 +27,7 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.status import status_of
+from revzoo.cli.terminal import folded
 from revzoo.profiling.units import in_units
 from revzoo.weights.run_files import checkpoint_of
 from revzoo.weights.source import SAVED
@@ -33,6 +35,7 @@ from revzoo.weights.source import SAVED
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
 
+_FORMATS = ("pt2", "onnx", "safetensors")
 # fields of the weights' entry to store in the file; the network has classes and normalisation
 _FIELDS = ("name", "license", "recipe", "metrics", "measured_on")
 
@@ -45,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a run, for its best checkpoint, a folder of save_pretrained, or a model, with random "
         "weights",
     )
-    parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
+    help_text = "default: by the suffix of --output, or pt2"
+    parser.add_argument("--format", choices=_FORMATS, help=help_text)
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
     add_output(parser, help="the file to (over)write (default NAME.FORMAT)")
     add_batch_size(parser, type=_batch, help="images per call (default dynamic: any number)")
@@ -72,17 +76,18 @@ def run(args: argparse.Namespace) -> None:
     # names of weights contain a dot, too: Path.stem would cut revnet38.cifar10
     for suffix in (".ckpt", ".safetensors"):
         stem = stem.removesuffix(suffix)
-    path = args.output or Path(f"{file_name(stem)}.{args.format}")
+    suffix = args.output.suffix[1:] if args.output else ""
+    kind = args.format or (suffix if suffix in _FORMATS else _FORMATS[0])
+    path = args.output or Path(f"{file_name(stem)}.{kind}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     with status_of(f"exporting {args.name}"):
         job = _job(args)
         if args.image_size is not None:
             check_side(job.network, args.image_size, "--image-size")
-        largest = export(job, path, kind=args.format, tolerance=tolerance)
-    sys.stdout.write(
-        f"{path}  {in_units(path.stat().st_size)}, difference {largest:.1e} of the largest logit "
-        f"(limit {tolerance:g})\n"
-    )
+        largest = export(job, path, kind=kind, tolerance=tolerance)
+    size = in_units(path.stat().st_size)
+    line = f"{path}  {size}, difference {largest:.1e} of the largest logit (limit {tolerance:g})"
+    sys.stdout.write(f"{folded(line, indent=2)}\n")
 
 
 def _job(args: argparse.Namespace) -> Export:

@@ -26,7 +26,7 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
 from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import columns, folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.run_files import checkpoint_of
@@ -131,7 +131,10 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
 
 def _print(key: str, value: object) -> None:
-    sys.stdout.write(f"{folded(f'{key:24}{_text(value)}', indent=24)}\n")
+    text = _text(value)
+    # a hash is one word, longer than a column
+    width = len(key) + 2 if " " not in text and 0 < columns() < 24 + len(text) else 24
+    sys.stdout.write(f"{folded(f'{key:{width}}{text}', indent=24)}\n")
     # counting takes seconds, so show the facts first
     sys.stdout.flush()
 

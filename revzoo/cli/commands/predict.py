@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count, number_of
+from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_size,
     add_image_size,
@@ -38,8 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_const", dest="form", const="json")
-    form.add_argument("--csv", action="store_const", dest="form", const="csv")
+    for name in ("json", "csv"):
+        help_text = f"all classes, to standard output or to a file: --{name} FILE.{name}"
+        form.add_argument(
+            f"--{name}", action="store_const", dest="form", const=name, help=help_text
+        )
     parser.set_defaults(form="table")
 
 
@@ -56,6 +60,13 @@ def run(args: argparse.Namespace) -> None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     # the form that revzoo eval takes
     source = args.ckpt.removeprefix("ckpt=")
+    # argparse cannot tell --csv FILE IMAGES from --csv IMAGES
+    outputs = [path for path in args.images if path.endswith(f".{args.form}")]
+    args.images = [path for path in args.images if path not in outputs]
+    if len(outputs) > 1 or not args.images:
+        raise ConfigError(f"--{args.form} {' '.join(outputs)}: one file and images are needed")
+    output = Path(outputs[0]) if outputs else None
+    check_writable(output)
     # before torch is imported, which takes seconds
     for path in args.images:
         if not Path(path).exists():
@@ -97,11 +108,15 @@ def run(args: argparse.Namespace) -> None:
         options = {"batch_size": args.batch_size, "image_size": args.image_size, "device": device}
         # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options, on_error=report))
-    sys.stdout.write(FORMS[args.form](predictions, args.top))
+    rows = FORMS[args.form](predictions, args.top)
+    if output is None:
+        sys.stdout.write(rows)
+    else:
+        write_atomically(output, rows.encode())
     if unreadable:
         sys.stdout.flush()  # the rows before the last message, also in one log
         images = number_of(len(predictions) + unreadable, "image")
         raise DataError(
             f"{unreadable} of {images} could not be read: replace or remove them; revzoo check "
-            "data DIR lists all such images of a folder"
+            "DIR lists all such images of a folder"
         )

@@ -4,7 +4,7 @@
 
 Arguments are overrides of the configuration in configs/train.yaml, in Hydra's grammar:
   model=NAME data=NAME ...    choose an option of a group, see below
-  optim.lr=0.1                set a value
+  optim.lr=0.1                set a value; --optim.lr 0.1 means the same
   +model.units=[1,1,1]        add a keyword that the section knows
   -m seed=0,1,2               several runs, one after the other
 
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.config.compose import check_multirun, compose_whole, to_plain
 
     source = _source(args)
+    if args.multirun and args.cfg:
+        raise ConfigError("--cfg prints the configuration of one run: leave out -m")
     if args.multirun:
         check_multirun(args.overrides, source)
         _multirun(args, source)

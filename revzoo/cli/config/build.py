@@ -117,9 +117,9 @@ def build_loggers(
 
 
 def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """A short description of a run, for tables that compare runs.
+    """A short description of a run, for tables that compare runs: numbers in columns of numbers.
 
-    TensorBoard shows the first five keys in alphabetical order by default.
+    TensorBoard shows the columns in alphabetical order.
     """
     data, optim, trainer = config["data"], config["optim"], config["trainer"]
     root = f" {Path(data['root']).name}" if "root" in data else ""
@@ -127,15 +127,18 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     bits = config["model"].get("reversible_bits")
     default = default_memory(name, bits) if name in MODELS else "default"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
-    length = [f"{trainer[k]} {name}" for k, name in ends.items() if (trainer.get(k) or -1) > 0]
-    rate = f"{optim['name']} with lr {optim['lr']:g}"
+    length = {name: trainer[key] for key, name in ends.items() if (trainer.get(key) or -1) > 0}
     return {
+        **length,
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
         "memory": config["memory"]["mode"] or default,
         "model": config["model"]["name"],
         "seed": config["seed"],
-        "training": ", ".join([*length, rate, config["precision"]["trainer"]]),
+        "lr": optim["lr"],
+        "optimizer": optim["name"],
+        "precision": config["precision"]["trainer"],
+        "weight_decay": optim["weight_decay"],
     }
 
 

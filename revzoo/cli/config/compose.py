@@ -257,6 +257,10 @@ def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = 
     except ConfigError:  # from check_growth
         raise
     except (HydraException, OmegaConfBaseException) as error:
+        # +experiment=NAME, which is right where the primary file does not list the group
+        if double := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
+            group = double[1]
+            raise ConfigError(f"{group} has two values: write {group}=NAME without +") from None
         raise ConfigError(one_line(error)) from None
     except Exception as error:  # Hydra does not validate files, so any error can occur
         raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None

@@ -33,7 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from revzoo._checks import either, expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.signatures import with_bases
+from revzoo.cli.config.signatures import options, with_bases
+from revzoo.cli.config.spellings import our_spelling
 
 # arguments of create_model that a run fills in, and their sources
 FITTED = {
@@ -75,6 +76,8 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
     except HydraException as error:
         # other errors do not say which override they mean
         text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
+        if text and "=" not in text:
+            raise ConfigError(f"{text}: expected KEY=VALUE{_meant_by(text, loader)}") from None
         raise ConfigError(_parse_error(text, _reason(error))) from None
     for override in parsed:
         if isinstance(values := override.value(), RangeSweep):
@@ -88,6 +91,20 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
                 + _meant(key, known)
             )
     return parsed
+
+
+def _meant_by(word: str, loader: ConfigLoader | None) -> str:
+    """A hint with an override for a word without ``=``: a folder, or the option of a group."""
+    if Path(word).is_dir():
+        return f"; did you mean {_folder(word)}?"
+    for group in loader.list_groups("") if loader else ():
+        if word in loader.get_group_options(group):  # type: ignore[union-attr]
+            return f"; did you mean {group}={word}?"
+    return " without spaces, such as trainer.max_epochs=3"
+
+
+def _folder(path: str) -> str:
+    return f"data=imagefolder data.root={quoted_if_needed(path)}"
 
 
 def quoted(value: object) -> str:
@@ -126,8 +143,6 @@ def _reason(error: HydraException) -> str:
 
 def _parse_error(text: str, reason: str) -> str:
     """The message for ``text``, which is not an override, with a remedy; ``reason`` is Hydra's."""
-    if text and "=" not in text:
-        return f"{text}: expected KEY=VALUE"
     for opening, closing in ("{}", "[]", "()"):
         if text.count(opening) > text.count(closing):
             return (
@@ -182,6 +197,9 @@ def check_option(override: Override, loader: ConfigLoader) -> None:
             group = override.key_or_group
             # model=resnet18 belongs to torchvision or timm
             hint = library_hint(str(option)) if group == "model" else ""
+            if group == "data" and Path(str(option)).is_dir():
+                hint = f"; use {_folder(str(option))}"
+            hint = hint or our_spelling(group, str(option), loader.list_groups(""))
             hint = hint or _meant(str(option), options)
             # a long list would hide the hint
             listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
@@ -205,10 +223,11 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     check_settable(key)
     section, dot, _ = key.partition(".")
     is_new = override.is_add() or override.is_force_add()
-    if key in known or (is_new and dot and section in known):
-        return
     value = str(override.input_line).partition("=")[2]
-    remedy = _remedy(key, value, base, [*groups, *known], folder)
+    remedy = "" if key in known else our_spelling(key, value, ["hydra", "debug", *base])
+    if key in known or (is_new and dot and section in known and not remedy):
+        return
+    remedy = remedy or _remedy(key, value, base, [*groups, *known], folder)
     raise ConfigError(f"{override.input_line}: there is no key {key!r}{remedy}")
 
 
@@ -236,6 +255,9 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
     section, _, leaf = key.rpartition(".")
     if section == "callbacks" and leaf in _registered_callbacks():
         return f", but it is registered: add it by '+{key}={value or '{}'}'"
+    # trainer.max_time
+    if section == "trainer" and leaf in options("pytorch_lightning.trainer.trainer", "Trainer"):
+        return f"; use +{key}={value}"
     node = OmegaConf.select(base, section) if section else None
     if section in known and node is None:
         # data.image_size=64 in an evaluation, whose data come from the checkpoint

@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from omegaconf import DictConfig, OmegaConf
 
 from revzoo._checks import check_number
 from revzoo._files import check_regular, json_bytes, write_atomically
@@ -96,6 +98,26 @@ def check_unused(run_dir: Path) -> None:
             f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose another "
             "hydra.run.dir"
         )
+
+
+def is_timed(section: DictConfig) -> bool:
+    """Whether the folder of ``hydra.run`` or ``hydra.sweep`` has the time in its name."""
+    plain: Any = OmegaConf.to_container(section, resolve=False)
+    return "${now:" in str(plain["dir"])
+
+
+def new_folder(folder: Path) -> Path:
+    """Create ``folder``; if it exists, ``folder-2``, ``folder-3`` and so on instead.
+
+    Two runs that start in the same second have the same name for their folders.
+    """
+    path = folder
+    for number in itertools.count(2):
+        with suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+        path = folder.with_name(f"{folder.name}-{number}")
+    return path
 
 
 def resume_hint(run_dir: Path) -> str:

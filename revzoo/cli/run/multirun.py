@@ -32,6 +32,7 @@ from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import train_words
 from revzoo.cli.run.child_process import run_program
+from revzoo.cli.run.folder import is_timed, new_folder
 from revzoo.cli.terminal import folded
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
@@ -65,7 +66,9 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
             continue
         log.info("  #%d: %s", number, " ".join(job))
         # resolve it once: its name contains the time
-        sweep_dir = sweep_dir or Path(str(run.hydra.sweep.dir))
+        if sweep_dir is None:
+            sweep_dir = Path(str(run.hydra.sweep.dir))
+            sweep_dir = new_folder(sweep_dir) if is_timed(run.hydra.sweep) else sweep_dir
         run_dir = sweep_dir / str(run.hydra.sweep.subdir)
         try:
             status = run_program(

@@ -49,6 +49,8 @@ from revzoo.cli.run.folder import (
     check_unused,
     describe_run,
     discard_folder,
+    is_timed,
+    new_folder,
     record_session,
     resume_hint,
     seconds_before,
@@ -131,10 +133,13 @@ def begin(
             folder = Path(str(hydra_cfg.run.dir))
         except OmegaConfBaseException as error:  # a reference to a missing key
             raise ConfigError(one_line(error)) from None
-        check_unused(folder)
+        if not (timed := is_timed(hydra_cfg.run)):
+            check_unused(folder)
     if isinstance(root := config["data"].get("root"), str):
         # the run may resume in another working directory
         config = {**config, "data": moved(config["data"], root)}
+    if timed:
+        folder = new_folder(folder)
     hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.sweep.spec import load_optuna, read_spec
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
+    now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
     folder, spec = read_spec(
         args.overrides, default=Path("outputs", "sweep", now), config_dir=args.config_dir
     )

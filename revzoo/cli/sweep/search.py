@@ -30,7 +30,7 @@ from revzoo.cli.sweep.results import (
 )
 from revzoo.cli.sweep.space import Parameter
 from revzoo.cli.sweep.spec import SweepSpec, load_optuna
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, folded_command
 
 log = logging.getLogger(__name__)
 
@@ -190,4 +190,4 @@ def log_best(search: Search) -> None:
         return
     figure = f"{search.spec.metric} {best.value:.6g}"
     log.info("best: trial %d, %s, in %s", best.number, figure, search.run_of(best.number))
-    log.info("%s", best_command(best, search.spec))
+    log.info("%s", folded_command(best_command(best, search.spec), indent=2))

@@ -4,8 +4,8 @@ Why not Lightning's ``BackboneFinetuning``: it adds parameter groups to the opti
 training, which the schedule does not know, and with ``train_bn=False`` the statistics of frozen
 BatchNorms still move. Here the optimiser holds every parameter from the first step on. A frozen
 parameter has no gradient, so the optimiser skips it: no decay, no momentum. Groups, rates and
-schedule are the same in every epoch. The frozen part depends only on the epoch, so a resumed run
-needs no other state.
+schedule are the same in every epoch. The frozen part depends only on the epoch and the number of
+epochs, so a resumed run needs no other state.
 
 The frozen part is always the first part of the network. It is in evaluation mode: its running
 statistics stay and dropout is off. No tensor in it requires a gradient, so it saves no activation
@@ -26,12 +26,12 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import nn
 
-from revzoo._checks import did_you_mean, is_count, number_of
+from revzoo._checks import did_you_mean, is_count, is_number, number_of
 from revzoo.models.network import parts
 from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
 from revzoo.training.callbacks.progress_bar import epoch_of
 
-Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
+Unfreeze = Mapping[float, str] | Sequence[float] | Sequence[tuple[float, str]] | None
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,8 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
             last stage too, then all but the stem. Pairs ``[[5, "stages.2"], ...]`` mean the same;
             Hydra replaces pairs, but merges mappings. A list of epochs unfreezes one more part at
             each, from the last stage to the stem. None trains only the classifier: a *linear
-            probe*.
+            probe*. A number between 0 and 1 is a fraction of the trainer's ``max_epochs``:
+            ``[0.25, 0.5]`` means epochs 3 and 6 of 12.
 
     Raises:
         ValueError: the epochs are not whole numbers >= 0 in rising order.
@@ -60,17 +61,18 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     """
 
     def __init__(self, *, unfreeze: Unfreeze = None) -> None:
-        self.unfreeze: dict[int, str] | list[int] = _parse(unfreeze)
+        self.unfreeze: dict[float, str] | list[float] = _parse(unfreeze)
+        self._max_epochs: int | None = None  # of the run
         self._applies = False  # whether there is something to undo
 
-    def first_trained(self, network: nn.Module, *, epoch: int) -> str:
+    def first_trained(self, network: nn.Module, *, epoch: float) -> str:
         """The name of the first part that trains in ``epoch``; all parts after it train too.
 
         Raises:
             ValueError: the network lacks a part, or later epochs do not name earlier parts.
         """
         names = [part.name for part in parts(network)]
-        reached = [first for start, first in self._plan(names).items() if start <= epoch]
+        reached = [first for start, first in self._plan(names).items() if self._at(start) <= epoch]
         # the last part is the classifier, which always trains
         return names[min(reached, default=len(names) - 1)]
 
@@ -81,19 +83,26 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
 
         Raises:
-            ValueError: see :meth:`first_trained`.
+            ValueError: see :meth:`first_trained`; or fractions in a run without ``max_epochs``.
         """
         if stage != "fit":
             return
         network = _network(pl_module)
         self.check_model(network)
         # max_epochs is -1 or None in a run without an end
-        late = [epoch for epoch in self.unfreeze if 0 < (trainer.max_epochs or -1) <= epoch]
+        epochs = trainer.max_epochs or -1
+        if epochs < 1 and any(0 < start < 1 for start in self.unfreeze):
+            raise ValueError(
+                f"unfreeze={list(self.unfreeze)} are fractions of trainer.max_epochs, and this run "
+                "has none: give epochs, such as [2, 4], or set trainer.max_epochs"
+            )
+        self._max_epochs = epochs if epochs > 0 else None
+        late = [start for start in self.unfreeze if 0 < epochs <= start]
         if late:
             log.warning(
                 "the run ends after %s, before epoch %s (unfreeze=%s, counted from 0)",
                 number_of(trainer.max_epochs or 0, "epoch"),
-                late[0] + 1,
+                int(late[0]) + 1,
                 late,
             )
         network.requires_grad_(True)
@@ -105,7 +114,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         epoch = trainer.current_epoch
-        if trainer.is_global_zero and (epoch == 0 or epoch in self.unfreeze):
+        if trainer.is_global_zero and (epoch == 0 or epoch in map(self._at, self.unfreeze)):
             first = self.first_trained(_network(pl_module), epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
@@ -115,12 +124,16 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
             # the stem is the first part, so this unfreezes the whole network
             _freeze_before("stem", _network(pl_module))
 
-    def freeze(self, network: nn.Module, *, epoch: int) -> None:
+    def freeze(self, network: nn.Module, *, epoch: float) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
         _freeze_before(self.first_trained(network, epoch=epoch), network)
 
-    def _plan(self, names: list[str]) -> dict[int, int]:
-        """The index in ``names`` of the first part that trains, by epoch."""
+    def _at(self, start: float) -> float:
+        """The epoch of an entry; a fraction stays one while the number of epochs is not known."""
+        return round(start * self._max_epochs) if self._max_epochs and 0 < start < 1 else start
+
+    def _plan(self, names: list[str]) -> dict[float, int]:
+        """The index in ``names`` of the first part that trains, by entry of ``unfreeze``."""
         *backbone, head = names
         if isinstance(self.unfreeze, list):
             if len(self.unfreeze) > len(backbone):
@@ -170,8 +183,8 @@ def _network(pl_module: pl.LightningModule) -> nn.Module:
     return network
 
 
-def _parse(unfreeze: Any) -> dict[int, str] | list[int]:
-    """Epochs with parts as a dict, epochs alone as a list."""
+def _parse(unfreeze: Any) -> dict[float, str] | list[float]:
+    """Epochs, or fractions, with parts as a dict; alone as a list."""
     values = unfreeze.items() if isinstance(unfreeze, Mapping) else unfreeze or ()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
@@ -181,10 +194,11 @@ def _parse(unfreeze: Any) -> dict[int, str] | list[int]:
     entries: list[Any] = list(values)
     paired = bool(entries) and all(isinstance(e, list | tuple) and len(e) == 2 for e in entries)
     epochs = [entry[0] for entry in entries] if paired else entries
-    if not all(is_count(epoch, 0) for epoch in epochs):
+    if not all(is_count(epoch, 0) or (is_number(epoch) and 0 < epoch < 1) for epoch in epochs):
         raise ValueError(
-            f"unfreeze={unfreeze!r}: expected whole numbers >= 0 as epochs, and a part for all of "
-            'them or for none, such as [[5, "stages.2"], [8, "stages.0"]]'
+            f"unfreeze={unfreeze!r}: expected whole numbers >= 0 as epochs, or fractions of the "
+            'run such as 0.5, and a part for all of them or for none, such as [[5, "stages.2"], '
+            '[8, "stages.0"]]'
         )
     if any(earlier >= later for earlier, later in pairwise(epochs)):
         raise ValueError(f"unfreeze={unfreeze!r}: expected epochs in rising order, each once")

@@ -39,6 +39,7 @@ OPTIONAL = (
     "recomputed",
     "grid",
     "row",
+    "name",  # of a parameter group
 )
 
 WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is a momentum buffer per parameter

@@ -166,10 +166,12 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
 def plain_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
     """Two groups with rate and weight decay; the second one decays only with ``decay_all``."""
     weights, others = split_weights(model)
+    # True counts as 1
+    decay = {"weights": spec.weight_decay, "norms_biases": spec.weight_decay * spec.decay_all}
+    # the names appear in the log of learning rates
     return [
-        {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
-        # True counts as 1
-        {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
+        {"name": name, "params": params, "lr": spec.lr, "weight_decay": decay[name]}
+        for name, params in zip(decay, (weights, others), strict=True)
     ]
 
 
@@ -205,9 +207,10 @@ def muon_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
     hidden = [p for p in weights if id(p) not in ids]
     classifier = [p for p in weights if id(p) in ids]
     orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
+    momentum = {"momentum": spec.momentum}
     return [
-        {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
-        {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
+        {"name": "hidden_weights", "params": hidden, "lr": spec.lr, **momentum, **orthogonal},
+        {"name": "others", "params": [*others, *classifier], "lr": spec.sgd_lr, **momentum},
     ]
 
 
@@ -244,8 +247,8 @@ def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[
         ids = {id(p) for p in part.parameters()}
         for i, group in enumerate(groups, start=1):
             params = [p for p in group["params"] if id(p) in ids]
-            # the name appears in the log of learning rates
-            changed = {"lr": group["lr"] * decay**depth, "name": f"{part.name}/pg{i}"}
+            name = f"{part.name}/{group.get('name', f'pg{i}')}"
+            changed = {"lr": group["lr"] * decay**depth, "name": name}
             split.append({**group, "params": params, **changed})
     return split
 

@@ -1,4 +1,4 @@
-"""``revzoo check data DIR``: all bad images at once."""
+"""``revzoo check DIR``: all bad images at once."""
 
 import os
 import subprocess
@@ -22,8 +22,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_good_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["check", "data", str(root), "--workers", "1"])
-    assert capsys.readouterr().out == "all 4 images can be read\n"
+    for words in ([str(root)], ["data", str(root)]):
+        main(["check", *words, "--workers", "1"])
+        assert capsys.readouterr().out == "all 4 images can be read\n"
 
 
 def test_other_files_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +47,22 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
         "2 images: UnidentifiedImageError: cannot identify image file",
         *(f"  {path}" for path in bad),
     ]
+
+
+def test_a_terminal_shows_a_few_paths_of_many(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(30):
+        (root / "train" / "a" / f"bad{number}.png").write_bytes(b"no image")
+    shown = {}
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)  # noqa: B023
+        with pytest.raises(SystemExit, match="30 of 34 images"):
+            main(["check", str(root), "--workers", "1"])
+        shown[is_terminal] = capsys.readouterr().out.splitlines()
+    assert len(shown[False]) == 31
+    assert shown[True][:11] == shown[False][:11]
+    assert shown[True][11:] == ["  and 20 more; > FILE writes all"]
 
 
 def test_images_are_not_to_be_skipped_if_none_can_be_read(
@@ -85,10 +102,9 @@ def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["small"], r"check small: expected revzoo check data DIR, .* a model: revzoo info NAME\."),
-        (["model", "revnet38"], "check model revnet38: expected revzoo check data DIR"),
-        (["data"], "check data: expected revzoo check data DIR, where DIR is a folder of images$"),
-        (["train"], r"check train: .*; did you mean revzoo check data train\?$"),
+        (["small"], r"check small: expected revzoo check DIR, .* a model: revzoo info NAME\."),
+        (["model", "revnet38"], "check model revnet38: expected revzoo check DIR"),
+        (["data"], "check data: expected revzoo check DIR, where DIR is a folder of images"),
     ],
 )
 def test_other_words_are_told_what_to_write(
@@ -121,7 +137,7 @@ def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
 
 
 def test_a_split_alone_is_not_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``revzoo check data DIR/train`` reported train/train as missing."""
+    """``revzoo check DIR/train`` reported train/train as missing."""
     main(["check", "data", str(image_folder(tmp_path) / "train"), "--workers", "1"])
     assert capsys.readouterr().out == "all 40 images can be read\n"
 

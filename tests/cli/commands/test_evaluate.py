@@ -94,9 +94,10 @@ def test_the_figures_equal_the_runs(split: str, run: Any) -> None:
 
 
 def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["eval", f"ckpt={run[0]}", "trainer=cpu"])
-    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
+    for words in ([f"ckpt={run[0]}"], [str(run[0])], ["--ckpt", str(run[0])]):
+        main(["eval", *words, "trainer=cpu"])
+        lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
@@ -208,7 +209,8 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
         (["splitt=val"], "did you mean 'split'"),
         (["optim=adam"], "optim=adam: expected one of the keys of an evaluation, ckpt, "),
         (["memory=store"], "the memory mode does not matter"),
-        (["ckpt.ckpt"], "did you mean ckpt=ckpt.ckpt?"),
+        (["ckpt.ckpt"], "there is no checkpoint ckpt.ckpt"),
+        (["a.ckpt", "b.ckpt"], "b.ckpt: expected KEY=VALUE"),
         (["model=revnet38.cifar10"], "expected ckpt=revnet38.cifar10"),
     ],
 )
@@ -424,7 +426,7 @@ def test_a_run_is_exported_with_its_classes(
     kind: str, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / f"net.{kind}"
-    main(["export", str(run[0]), "--format", kind, "--output", str(path)])
+    main(["export", str(run[0]), "--output", str(path)])
     assert f"{path}  " in capsys.readouterr().out
     data = Digits()
     data.setup("test")

@@ -48,7 +48,7 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
     assert {len(row) for row in rows} == {len(header)} == {79}
     with pytest.raises(SystemExit, match=r"holds no step .*make_reversible\(model\), .* --bits 4"):
-        main(["bench", "torchvision:resnet18", *options])
+        main(["bench", "torchvision:resnet18", "--memory", "exact", *options])
     assert capsys.readouterr().out == ""  # no header of a table without rows
 
 
@@ -151,7 +151,7 @@ def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
     table = lines[lines.index("for comparison, every step in one mode") + 1 :][:4]
     assert [line.split()[0] for line in table] == [*DEVICE_MODES]
     (peak,) = (line for line in lines if line.startswith("peak "))
-    assert "of 2,048.00 MiB" in peak
+    assert "of 2,048 MiB" in peak
     assert all(line.count(" MiB") == 1 for line in table)
 
 

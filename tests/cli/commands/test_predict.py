@@ -101,6 +101,22 @@ def test_the_checkpoint_may_be_written_as_ckpt(
     assert "dark" in outputs[0]
 
 
+def test_csv_and_json_may_name_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = str(image_folder(tmp_path, side=8) / "test")
+    main(["predict", "irevnet13.digits", image, "--csv"])
+    table = capsys.readouterr().out
+    file = tmp_path / "out.csv"
+    for words in ([image, "--csv", str(file)], ["--csv", str(file), image]):
+        main(["predict", "irevnet13.digits", *words])
+        assert capsys.readouterr().out == ""
+        assert file.read_text() == table
+        file.unlink()
+    with pytest.raises(SystemExit, match="no image or folder"):
+        main(["predict", "irevnet13.digits", image, "--json", str(file)])
+    with pytest.raises(SystemExit, match="images are needed"):
+        main(["predict", "irevnet13.digits", "--csv", str(file)])
+
+
 def test_the_other_images_are_classified(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +128,7 @@ def test_the_other_images_are_classified(
         path.write_bytes(b"no image")
     good = [path for path in good if Path(path) not in bad]
     command = ["predict", "irevnet13.digits", str(folder), "--device", "cpu", "--batch-size", "3"]
-    message = "2 of 41 images could not be read: .* revzoo check data DIR"
+    message = "2 of 41 images could not be read: .* revzoo check DIR"
     with pytest.raises(SystemExit, match=message) as end:
         main([*command, "--json"])
     assert isinstance(end.value.code, str)  # Python exits with 1

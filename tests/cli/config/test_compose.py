@@ -143,7 +143,7 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.lr=fast", "optim.lr=fast: expected a number"),
         ("optim.nesterov=3", "optim.nesterov=3: expected true or false"),
         ("seed=true", "seed=True: expected a whole number"),
-        ("seed", "^seed: expected KEY=VALUE$"),
+        ("seed", "^seed: expected KEY=VALUE without spaces"),
         ("model=[1", r"^model=\[1: a \[ is not closed"),
         ("optim.lr=0.1,0.2,", "expected another value after the comma"),
         ("seed=0,1", r"^seed=0,1: several values; .* add -m to .* list write seed=\[0,1\]$"),

@@ -62,6 +62,36 @@ def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) 
 
 
 @pytest.mark.parametrize(
+    ("unfreeze", "max_epochs", "expected"),
+    [
+        ([1 / 6, 1 / 3], 12, {0: "fc", 1: "fc", 2: "stages.2", 3: "stages.2", 4: "stages.1"}),
+        ([1 / 6, 1 / 3], 3, {0: "stages.2", 1: "stages.1"}),
+        ([1 / 6, 1 / 3], 1, {0: "stages.1"}),
+        ([0.17, 0.34], 3, {0: "fc", 1: "stages.1"}),
+        ([[0.5, "stages.0"]], 4, {1: "fc", 2: "stages.0"}),
+    ],
+)
+def test_fractions_of_the_run_scale_with_its_epochs(
+    unfreeze: Any, max_epochs: int, expected: dict[int, str], tmp_path: Path, caplog: Any
+) -> None:
+    callback, module = Finetuning(unfreeze=unfreeze), tiny()
+    callback.check_model(module.model)  # before the run is known
+    assert callback.first_trained(module.model, epoch=0) == "fc"
+    runner = trainer(tmp_path, max_epochs=max_epochs, callbacks=[callback])
+    callback.setup(runner, module, "fit")
+    found = {epoch: callback.first_trained(module.model, epoch=epoch) for epoch in expected}
+    assert found == expected
+    assert "the run ends after" not in caplog.text
+
+
+def test_fractions_need_a_number_of_epochs(tmp_path: Path) -> None:
+    callback = Finetuning(unfreeze=[0.5])
+    runner = trainer(tmp_path, max_epochs=-1, max_steps=3, callbacks=[callback])
+    with pytest.raises(ValueError, match=r"fractions of trainer\.max_epochs.*give epochs"):
+        callback.setup(runner, tiny(), "fit")
+
+
+@pytest.mark.parametrize(
     ("unfreeze", "expected"),
     [
         (None, [{"fc"}] * 3),

@@ -207,7 +207,7 @@ def test_schedules_keep_the_ratio_of_rates(name: str) -> None:
     groups = {group["name"]: group for group in optimizer.param_groups}
     scheduler = build_schedule(optimizer, spec, total_steps=10)
     for _ in range(10):
-        rates = groups["fc/pg1"]["lr"], groups["stem/pg1"]["lr"]
+        rates = groups["fc/weights"]["lr"], groups["stem/weights"]["lr"]
         assert rates[1] == pytest.approx(rates[0] * 1e-4)
         optimizer.step()
         scheduler.step()

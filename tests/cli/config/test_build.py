@@ -1,0 +1,15 @@
+"""The parts of a run that are built from its configuration."""
+
+from __future__ import annotations
+
+from revzoo.cli.config.build import run_description
+from revzoo.cli.config.compose import compose_checked, to_plain
+
+
+def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
+    """Rate, weight decay and optimiser were one text, which no table sorts."""
+    config = to_plain(compose_checked(["optim=adamw", "optim.lr=0.002", "trainer.max_epochs=7"]))
+    described = run_description(config)
+    numbers = {"batch": 64, "epochs": 7, "lr": 0.002, "seed": 0, "weight_decay": 0.05}
+    assert {key: described[key] for key in numbers} == numbers
+    assert described["optimizer"] == "adamw"
