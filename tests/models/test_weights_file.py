@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from safetensors.torch import load, save_file
-from torch import nn
 from small_weights import OPTIONS, write_entry
+from torch import nn
 
 from revzoo.models import create_model
 from revzoo.models.weights_file import read_weights_file, safetensors_bytes, within_size_of
