@@ -33,6 +33,9 @@ IMAGENET_CROP_PCT = 224 / 256
 FORMATS = (*("JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"),)
 """Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
 
+MAX_ASPECT = 1000
+"""The longest form: resizing the shorter side of a line of pixels would fill the memory."""
+
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -73,7 +76,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         remedy: the advice in the error about a corrupt file.
 
     Raises:
-        DataError: the file is corrupt, or a grey image of more than 8 bits.
+        DataError: the file is corrupt, or :func:`converted` refuses the image.
     """
     try:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would block
@@ -93,11 +96,16 @@ def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
     """An image upright, in RGB (3 channels) or grey (1 channel).
 
     Raises:
-        DataError: a grey image of more than 8 bits, which Pillow would clip; it has this ``name``.
+        DataError: a grey image of more than 8 bits, which Pillow would clip, or a form beyond
+            :data:`MAX_ASPECT`; it has this ``name``.
     """
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
         fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
+    shorter, longer = sorted(image.size)
+    if longer > MAX_ASPECT * shorter:
+        fault = f"{image.width}x{image.height} pixels, but at most {MAX_ASPECT}:1 can be resized"
+        raise DataError(f"{name} has {fault}: crop it", f"{fault}: crop it")
     pixels = image.convert("RGB" if channels == 3 else "L")
     try:
         turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
 
@@ -163,8 +164,9 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    # from archives of macOS, and from folders that Windows has shown
-    return name.startswith(".") or name in ("__MACOSX", "Thumbs.db", "desktop.ini")
+    # from archives of macOS, from folders that Windows has shown, and from disks of Linux
+    others = ("__MACOSX", "Thumbs.db", "desktop.ini", "lost+found")
+    return name.startswith(".") or name in others
 
 
 def _check_same_classes(folder: Path, first: Path, classes: list[str]) -> None:
@@ -301,11 +303,14 @@ def images_below(root: Path, unread: Counter[str] | None = None) -> Iterator[str
     Args:
         root: a folder.
         unread: counts the suffixes of the other files.
+
+    Raises:
+        OSError: a folder cannot be read; without its images, a run would train on fewer.
     """
     top = root.resolve()
     seen = {str(top), *map(str, top.parents)}  # do not follow links to parent folders
     images = []
-    for folder, folders, files in os.walk(root, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=_raise, followlinks=True):
         visible = sorted((n for n in folders if not _is_hidden(n)), reverse=True)
         # reversed: if a place has two names, the first in the alphabet overwrites the other
         places = {os.path.realpath(f"{folder}/{n}"): n for n in visible}
@@ -321,6 +326,10 @@ def images_below(root: Path, unread: Counter[str] | None = None) -> Iterator[str
                 unread[suffix if suffix[1:].isalnum() else "others"] += 1
     for folder, name in sorted(images):  # as text: a million Path objects take seconds
         yield f"{folder}/{name}"
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _reason_of(path: str) -> str:

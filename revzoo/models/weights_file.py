@@ -6,12 +6,14 @@ safetensors files hold only bytes and shapes. :mod:`revzoo.weights.torch_file` r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from revzoo._checks import is_count, shortened
 from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
@@ -20,6 +22,8 @@ from revzoo.weights.header import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.torch_file import is_dense, read_torch_file
 
 PICKLED = (".pt", ".pth", ".ckpt")
+# how far a network may exceed its file: a new classifier, or layers that the constructor replaces
+MORE_PARAMETERS, MORE_VALUES = 1000, 2**28
 
 
 class TensorFile(NamedTuple):
@@ -150,6 +154,38 @@ def check_finite(
             "damaged. Use an earlier checkpoint, or create_model(..., allow_nonfinite=True) to "
             "examine it"
         )
+
+
+@contextmanager
+def within_size_of(tensors: Mapping[str, Any], where: str) -> Iterator[None]:
+    """Stop the construction of a network that is much larger than the weights of a file.
+
+    The file's options may describe 10**9 blocks, or layers of terabytes. A parameter is registered
+    before its memory is filled.
+
+    Raises:
+        UnreadableWeightsError: the network has too many parameters.
+    """
+    count, values = MORE_PARAMETERS, MORE_VALUES
+    for tensor in tensors.values():
+        count += 1
+        values += tensor.numel() if isinstance(tensor, Tensor) else 0
+
+    def subtract(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count, values
+        count -= 1
+        values -= 0 if parameter is None else parameter.numel()
+        if min(count, values) < 0:
+            raise UnreadableWeightsError(
+                f"{where} describes a network that is much larger than its {len(tensors)} tensors: "
+                "use another copy of it"
+            )
+
+    hook = register_module_parameter_registration_hook(subtract)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:

@@ -29,6 +29,7 @@ from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
+from revzoo.models.weights_file import within_size_of
 from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.last_step import LastStep
@@ -46,6 +47,7 @@ from revzoo.training.optim.optimizers import (
 )
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.step_retry import StepRetry
+from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source
 
 
@@ -165,7 +167,10 @@ class Classifier(pl.LightningModule):
         """
         hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
         try:
-            module = cls(**{**hyper, **options})
+            with within_size_of(state["state_dict"], where):
+                module = cls(**{**hyper, **options})
+        except WeightsError as error:
+            raise CheckpointError(str(error)) from None
         except Exception as error:  # wrong options from a file can raise anything
             # the caller's own arguments may be wrong, not the file
             if options:

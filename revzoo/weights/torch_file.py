@@ -56,10 +56,13 @@ def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
     Raises:
         UnreadableWeightsError: the file is missing or damaged, holds other objects, or takes much
             more time or memory than its size suggests.
+        OSError: the system does not open the file.
     """
     # a pipe would block
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
+    # a file that the system refuses, for now perhaps, is not a damaged one
+    path.open("rb").close()
     # elsewhere the system does not limit memory
     if not (_examine_in_fork if sys.platform == "linux" else _examine)(path):
         log.warning(

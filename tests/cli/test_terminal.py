@@ -146,4 +146,5 @@ def test_control_characters_are_shown_as_text() -> None:
         assert first.endswith(r"\x1b[2J")
         assert others == [r"  12:00:00 saved\r\u202eb"]
     assert message_line(ValueError("a\x1bb")) == r"revzoo: a\x1bb"
-    assert as_table([("a\nb\x1b.png", {"cat": 1.0})], 1) == "a\\nb\\x1b.png  cat 1.0000\n"
+    expected = "a\\nb\\x1b.png  c\\nd\\x1b 1.0000\n"
+    assert as_table([("a\nb\x1b.png", {"c\nd\x1b": 1.0})], 1) == expected

@@ -125,6 +125,13 @@ def test_an_image_too_large_for_pillow_is_named(
         open_image(path, 3)
 
 
+def test_a_line_of_pixels_is_named(tmp_path: Path) -> None:
+    """Resizing its shorter side ended in a MemoryError."""
+    path = _save(tmp_path / "line.png", _noise(1, 8001))
+    with pytest.raises(DataError, match=r"line\.png has 8001x1 pixels"):
+        open_image(path, 3)
+
+
 def test_more_than_8_bits_are_refused_not_clipped(tmp_path: Path) -> None:
     path = _save(tmp_path / "deep.png", np.full((4, 4), 40000, dtype=np.uint16))
     with pytest.raises(DataError, match=r"deep\.png has more than 8 bits per channel"):

@@ -2,6 +2,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,3 +221,22 @@ def test_links_that_lead_back_are_not_followed_again(make_folder: MakeFolder) ->
     cats = [path for path, label in zip(files.paths, files.labels, strict=True) if label == 0]
     assert [Path(path).parent.name for path in cats] == ["cat"] * _TWO["cat"]
     assert check_folder(root, workers=1).images == sum(_TWO.values())
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run trained without its images."""
+    root = make_folder({"train": _TWO})
+    closed = root / "train" / "cat" / "closed"
+    closed.mkdir()
+    read = os.scandir
+
+    def refuse(path: str) -> Any:
+        if os.fspath(path) == str(closed):
+            raise PermissionError(13, "Permission denied", path)
+        return read(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(OSError, match=str(closed)):
+        scan(root)

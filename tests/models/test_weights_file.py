@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load, save_file
 from small_weights import OPTIONS, write_entry
+from torch import nn
 
 from revzoo.models import create_model
-from revzoo.models.weights_file import read_weights_file, safetensors_bytes
+from revzoo.models.weights_file import read_weights_file, safetensors_bytes, within_size_of
 from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError, WeightsError
 from revzoo.weights.header import entry_of_file, metadata_of
 
@@ -156,3 +157,12 @@ def test_a_file_is_held_against_the_entry_beside_it(tmp_path):
     assert (
         create_model("revnet38", **options).num_classes == 5
     )  # the checkpoint does not name its architecture
+
+
+def test_a_layer_much_larger_than_the_file_is_refused_before_it_fills_the_memory():
+    with (
+        pytest.raises(UnreadableWeightsError, match="much larger than its 0 tensors"),
+        within_size_of({}, "w"),
+    ):
+        nn.Linear(2**15, 2**14)
+    nn.Linear(2, 2)  # the limit has ended

@@ -19,7 +19,9 @@ class ConfigError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """The first two lines of an error's message, joined."""
+    """The first two lines of an error's message, joined; of YAML's, which are its context, none."""
+    if problem := getattr(error, "problem", None):
+        return " ".join(f"{problem} {getattr(error, 'problem_mark', '')}".split())
     texts = [line.strip() for line in str(error).splitlines() if line.strip()]
     # some errors have no message
     return " ".join(texts[:2]) or type(error).__name__

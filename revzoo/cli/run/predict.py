@@ -100,17 +100,21 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:
     """A line per image: its path, then classes with their probabilities."""
-    # a name may hold the end of a line
-    shown = [printable(path).replace("\n", r"\n") for path, _ in predictions]
+    shown = [_in_line(path) for path, _ in predictions]
     width = max(map(len, shown), default=0)
     lines = []
     for path, (_, classes) in zip(shown, predictions, strict=True):
         best = list(classes.items())[:top]
-        figures = "  ".join(f"{name} {p:.4f}" for name, p in best)
+        figures = "  ".join(f"{_in_line(name)} {p:.4f}" for name, p in best)
         line = f"{path:{width}}  {figures}"
         too_long = 0 < columns() < len(line)  # 0 without a terminal
         lines.append(f"{path}\n  {figures}" if too_long else line)
     return "".join(f"{line}\n" for line in lines)
+
+
+def _in_line(name: str) -> str:
+    # the name of a file or class may hold the end of a line
+    return printable(name).replace("\n", r"\n")
 
 
 def as_json(predictions: Sequence[Prediction], top: int) -> str:

@@ -36,7 +36,7 @@ from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.validate import check_contents, check_parts
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.weights.run_files import CHECKPOINTS
+from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,10 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
     """
     if not has_saved(run_dir / CHECKPOINTS):
         if is_first_process():
-            log.info("%s has no checkpoint: the run starts from the beginning", run_dir)
+            log.warning("%s has no %s: the run starts from the beginning", run_dir, LAST)
+            best = run_dir / CHECKPOINTS / BEST
+            if best.is_file():  # someone has removed only last.ckpt
+                log.warning("%s is now %s", best, best.replace(best.with_name(f"{BEST}.earlier")))
         return None
     with user_errors():
         check = partial(check_fits, config, run_dir=run_dir)

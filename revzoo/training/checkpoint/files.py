@@ -264,7 +264,8 @@ def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, A
         check(state)
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
-            f"{path} is damaged ({error}): restore it from a copy, or begin a new run"
+            f"{path} is damaged ({error}): restore it from a copy, or the run's configuration, if "
+            "someone has changed that; or begin a new run"
         ) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None

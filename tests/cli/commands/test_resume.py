@@ -520,10 +520,14 @@ def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:
 def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for path in (stopped / "checkpoints").iterdir():
+    """Without last.ckpt alone, the first epoch overwrote best.ckpt."""
+    best = stopped / "checkpoints" / "best.ckpt"
+    content = best.read_bytes()
+    for path in {*best.parent.iterdir()} - {best}:
         path.unlink()
     figures = go_on(stopped, "memory=store")
     assert "the run starts from the beginning" in caplog.text
+    assert best.with_name("best.ckpt.earlier").read_bytes() == content
     whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
     assert without_times(figures) == without_times(whole)
     assert rows(stopped) == rows(tmp_path / "whole")

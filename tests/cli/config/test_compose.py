@@ -293,3 +293,9 @@ def test_references_are_bounded(in_primary: bool, tmp_path: Path) -> None:
         source = ConfigFiles("own", folder=tmp_path)
     with pytest.raises(ConfigError, match="leads to more than 1,000 references"):
         compose_checked([] if in_primary else ["experiment=x"], source)
+
+
+def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
+    """The message had the line of the mapping only."""
+    with pytest.raises(ConfigError, match=r"duplicate key lr .*line 4"):
+        compose_checked(["experiment=x"], experiment(tmp_path, "optim:\n  lr: 1\n  lr: 2\n"))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import builtins
 import collections
+import io
 import logging
 import os
 import pickle
@@ -216,6 +218,25 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     assert "previous.ckpt" in caplog.text
     save(tmp_path / LAST, 2)  # the damaged one must not become the previous one
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
+
+
+def test_a_file_that_the_system_does_not_open_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run resumed from the epoch before, and renamed its good ``last.ckpt``."""
+    last = save(save(tmp_path / LAST, 1), 2)
+    opened = open
+
+    def refuse(file: Any, *args: Any, **keywords: Any) -> Any:
+        if str(file) == str(last):
+            raise PermissionError(13, "Permission denied", str(last))
+        return opened(file, *args, **keywords)
+
+    for module in (builtins, io):
+        monkeypatch.setattr(module, "open", refuse)
+    with pytest.raises(PermissionError, match=str(last)):
+        read_last(tmp_path)
+    assert last.exists()
 
 
 def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:

@@ -95,6 +95,8 @@ def test_an_aliased_section_is_checked_too() -> None:
         (lambda s: s.pop("hyper_parameters"), "no hyperparameters"),
         (lambda s: s.pop("Digits"), "does not have the classes"),
         (lambda s: s["state_dict"].clear(), "do not fit the model"),
+        # 10**9 units filled the memory
+        (lambda s: s["hyper_parameters"]["model"].update(units=[100, 1, 1]), "much larger"),
     ],
 )
 def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: Any) -> None:
