@@ -177,6 +177,8 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     command.add_arguments(parser)
     if row.builds:
         add_import_option(parser)
+    if "" in arguments:  # an empty path would mean the working directory
+        parser.error("one of the arguments is empty (is a variable of the shell empty?)")
     # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
     args, unknown = parser.parse_known_intermixed_args(arguments[1:])
     # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
@@ -190,10 +192,24 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
             key, equals, value = unknown[0].lstrip("-").partition("=")
             # --model revnet38: argparse takes the value for an override
             loose = [word for word in args.overrides if "=" not in word]
-            example = f"{key}={value if equals else loose[0]}" if equals or loose else ""
-            hint = f"; set values as KEY=VALUE, such as {example or 'trainer.max_epochs=3'}"
+            key, value = key.replace("-", "_"), value if equals else "".join(loose[:1])
+            hint = f"; set values as KEY=VALUE{_example(name, key, value)}"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
+
+
+def _example(command: str, key: str, value: str) -> str:
+    """The end of a hint: ``key=value``, or the answer of ``revzoo train`` to it."""
+    from revzoo.cli.config.compose import compose_checked
+    from revzoo.cli.config.errors import ConfigError
+
+    typed = f"{key}={value or 1}"
+    try:
+        if command in ("train", "sweep"):
+            compose_checked([typed])
+    except ConfigError as error:
+        return f". {error}"
+    return f", such as {typed if value else 'trainer.max_epochs=3'}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -226,7 +226,9 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "end"),
     [
-        (["train", "--epochs", "3"], "--epochs; set values as KEY=VALUE, such as epochs=3"),
+        (["train", "--epochs", "3"], "--epochs; set values as KEY=VALUE. epochs=3: there is"),
+        (["train", "--seed", "3"], "--seed; set values as KEY=VALUE, such as seed=3"),
+        (["eval", "--batch-size", "3"], "--batch-size; set values as KEY=VALUE, such as batch_"),
         (
             ["train", "--model=revnet38"],
             "--model=revnet38; set values as KEY=VALUE, such as model=",
@@ -243,6 +245,17 @@ def test_an_unknown_option_is_answered_with_what_to_do(
     with pytest.raises(SystemExit):
         main(arguments)
     assert f"error: unrecognized arguments: {end}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", [["info", ""], ["predict", "revnet38", ""], ["train", "--resume", ""]]
+)
+def test_an_empty_argument_is_not_the_working_directory(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(line)
+    assert "one of the arguments is empty" in capsys.readouterr().err
 
 
 def test_ctrl_c_during_imports_ends_the_program(tmp_path: Path) -> None:
