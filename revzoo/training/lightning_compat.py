@@ -36,7 +36,8 @@ def epochs_of_run(trainer: pl.Trainer) -> int:
 
     A state saved at the end of an epoch counts it as processed, but not yet as completed.
     """
-    return trainer.fit_loop.epoch_progress.current.processed
+    progress: Any = trainer.fit_loop.epoch_progress.current  # Lightning's type is too general
+    return int(progress.processed)
 
 
 def batches_of_step(trainer: pl.Trainer) -> int | None:
