@@ -247,7 +247,7 @@ def package_needed(what: str, *packages: str) -> str:
 
 def number_of(count: int, noun: str) -> str:
     """``"1 epoch"`` or ``"2 epochs"``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(

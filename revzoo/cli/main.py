@@ -182,6 +182,8 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     command.add_arguments(parser)
     if row.builds:
         add_import_option(parser)
+    if "" in arguments:  # an empty path would mean the working directory
+        parser.error("one of the arguments is empty (is a variable of the shell empty?)")
     words = arguments[1:]
     if any(action.dest == "overrides" for action in parser._actions):
         words = list(_as_overrides(words, parser._option_string_actions))

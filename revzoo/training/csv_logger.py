@@ -74,7 +74,9 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        self.save()
+        # a resume that is refused leaves the file as it is
+        if self._rows or status == "success":
+            self.save()
 
     @rank_zero_only
     def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:

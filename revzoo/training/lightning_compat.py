@@ -31,6 +31,15 @@ def batches_of_run(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
+def epochs_of_run(trainer: pl.Trainer) -> int:
+    """Finished epochs of the run so far; ``current_epoch`` misses the last one of a finished run.
+
+    A state saved at the end of an epoch counts it as processed, but not yet as completed.
+    """
+    progress: Any = trainer.fit_loop.epoch_progress.current  # Lightning's type is too general
+    return int(progress.processed)
+
+
 def batches_of_step(trainer: pl.Trainer) -> int | None:
     """The batches whose gradients the optimiser step after this batch sums; None if none follows.
 

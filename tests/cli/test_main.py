@@ -244,6 +244,17 @@ def test_an_unknown_option_is_answered_with_what_to_do(
     assert f"error: unrecognized arguments: {end}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line", [["info", ""], ["predict", "revnet38", ""], ["train", "--resume", ""]]
+)
+def test_an_empty_argument_is_not_the_working_directory(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(line)
+    assert "one of the arguments is empty" in capsys.readouterr().err
+
+
 def test_ctrl_c_during_imports_ends_the_program(tmp_path: Path) -> None:
     """It showed the traceback of an import. If a library caught it, the program went on."""
     (tmp_path / "slow.py").write_text(

@@ -135,3 +135,12 @@ def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_
 def test_an_unknown_profiler_is_refused(compose: Any) -> None:
     with pytest.raises(ValueError, match="did you mean 'simple'"):
         check_config(compose("trainer.profiler=simpel"))
+
+
+@pytest.mark.parametrize("limit", ["limit_train_batches", "limit_val_batches", "overfit_batches"])
+def test_a_fraction_without_a_batch_ends_with_a_message(
+    limit: str, compose: Any, tmp_path: Path
+) -> None:
+    config = compose(*SMALL, "debug=smoke", f"trainer.{limit}=0.01", "test=false")
+    with pytest.raises(SystemExit, match=r"0\.01 \* \d+ < 1"):
+        train(config, run_dir=tmp_path)

@@ -48,8 +48,37 @@ REASONS = {
     "model.reversible_bits": "it makes plain networks reversible; RevNets, i-RevNets and RevViTs "
     "are reversible without it",
 }
-# keys with a number in some options of the group, a word in others
-WORD_OR_NUMBER = ("trainer.devices",)
+# keys whose values have several types: the default's says nothing
+SEVERAL_TYPES = (
+    "trainer.devices",  # a number or a word
+    # a number of batches or a fraction of them
+    *(f"trainer.limit_{split}_batches" for split in ("train", "val", "test")),
+)
+# names of timm, torch's examples and Lightning's template, and our counterparts
+COUNTERPARTS = {
+    **dict.fromkeys(
+        ("aa", "auto_augment", "reprob", "color_jitter", "hflip", "vflip"),
+        "data.augment, which has crops, a flip, mixup and cutmix only; for others register data "
+        "of your own (docs/how-to/extend.md)",
+    ),
+    **dict.fromkeys(("amp", "fp16", "use_amp"), "precision=bf16"),
+    **dict.fromkeys(("device", "gpus", "gpu", "cuda"), "trainer=gpu or trainer=cpu"),
+    **dict.fromkeys(("opt", "optimizer"), "optim=NAME, listed by revzoo options optim"),
+    **dict.fromkeys(
+        ("sched", "scheduler", "lr_scheduler"),
+        "optim.schedule.name=constant, cosine, onecycle or step",
+    ),
+    **dict.fromkeys(
+        ("warmup_epochs", "warmup_steps"), "optim.schedule.warmup=FRACTION, of the whole run"
+    ),
+    **dict.fromkeys(
+        ("clip_grad", "grad_clip", "max_grad_norm"), "trainer.gradient_clip_val=NUMBER"
+    ),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "revzoo train --resume RUN"),
+    **dict.fromkeys(("model_ema", "use_ema"), "'callbacks.ema={}'"),
+    "smoothing": "optim.label_smoothing=NUMBER",
+    "workers": "data.num_workers=N",
+}
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
     "hydra.run.dir",
@@ -82,6 +111,12 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
     for override in parsed:
         if isinstance(values := override.value(), RangeSweep):
             _check_range(override, values)
+        # dir=$DIR: an empty path would mean the working directory
+        if values == "" and str(override.input_line).endswith("="):
+            raise ConfigError(
+                f"{override.input_line}: expected a value after =, or null (is a variable of the "
+                "shell empty?)"
+            )
         key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
         # group@hydra.job=x would put a group's content into Hydra's section
         places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
@@ -192,9 +227,14 @@ def check_option(override: Override, loader: ConfigLoader) -> None:
         chosen: Iterable[Any] = override.sweep_string_iterator()
     else:
         chosen = [override.value()]
+    group = override.key_or_group
     for option in chosen:
+        if option is None and not override.is_delete():
+            raise ConfigError(
+                f"{group}=null: expected one of its options ({', '.join(options)}), or leave "
+                f"{group} out"
+            )
         if option is not None and str(option) not in options:
-            group = override.key_or_group
             # model=resnet18 belongs to torchvision or timm
             hint = library_hint(str(option)) if group == "model" else ""
             if group == "data" and Path(str(option)).is_dir():
@@ -253,6 +293,8 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
     if key == "resume":
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
+    if leaf in COUNTERPARTS:
+        return f"; use {COUNTERPARTS[leaf]}"
     if section == "callbacks" and leaf in _registered_callbacks():
         return f", but it is registered: add it by '+{key}={value or '{}'}'"
     # trainer.max_time
@@ -314,7 +356,10 @@ def check_value_types(cfg: DictConfig, base: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from None
     for key, (before, after) in pairs.items():
-        if after is None or key in WORD_OR_NUMBER or type(before) not in (bool, int, float):
+        # optim.schedule=cosine would replace the mapping
+        if isinstance(before, DictConfig) and "name" in before and isinstance(after, str):
+            raise ConfigError(f"{key}={after}: expected options; the name is {key}.name={after}")
+        if after is None or key in SEVERAL_TYPES or type(before) not in (bool, int, float):
             continue
         # equal values are right even if types differ, such as 1 for 1.0
         if before != after and (expected := expected_type(after, type(before))):

@@ -31,7 +31,7 @@ from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
-from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
 from revzoo.training.metrics import in_order
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
@@ -182,7 +182,7 @@ def _step(trainer: pl.Trainer, data: ImageData) -> str:
     limit = any_trainer.limit_train_batches  # a number of batches, or a share of them
     batches = int(batches * limit) if isinstance(limit, float) else min(batches, limit)
     group = max(1, min(trainer.accumulate_grad_batches, batches))
-    text = f"{group * images:,} images per step"
+    text = f"{number_of(group * images, 'image')} per step"
     rest = batches % group
     return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
@@ -216,7 +216,7 @@ def _length(trainer: pl.Trainer, max_time: object) -> str:
     if epochs > 0:
         limits.append(number_of(epochs, "epoch"))
     if steps > 0:
-        limits.append(f"{steps:,} steps")
+        limits.append(number_of(steps, "step"))
     return " or ".join(limits) or f"{max_time} of time"
 
 
@@ -280,7 +280,9 @@ def log_result(
         best: the best checkpoint; None if the figures belong to the last weights.
         data: the run's, after ``setup``.
     """
-    length = f"{number_of(trainer.current_epoch, 'epoch')}, {trainer.global_step:,} steps"
+    length = (
+        f"{number_of(epochs_of_run(trainer), 'epoch')}, {number_of(trainer.global_step, 'step')}"
+    )
     log.info("%-8s %s in %s", "trained", length, clock(seconds))
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
@@ -316,7 +318,7 @@ def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
     if 0 < steps <= trainer.global_step:
         end, key = f"step {steps:,} of {steps:,}", "trainer.max_steps"
     else:
-        end, key = f"epoch {trainer.current_epoch} of {epochs}", "trainer.max_epochs"
+        end, key = f"epoch {epochs_of_run(trainer)} of {epochs}", "trainer.max_epochs"
     weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
     log.info(
         "the run was finished (%s): nothing was trained. To train on from its weights, add "

@@ -36,7 +36,7 @@ from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_fig
 from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
 from revzoo.weights.entry import parse_json
 from revzoo.weights.run_files import CHECKPOINTS
 
@@ -213,7 +213,7 @@ def describe_run(
     root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
     return {
         "metrics": dict(figures),
-        "epochs": trainer.current_epoch,
+        "epochs": epochs_of_run(trainer),
         "steps": trainer.global_step,
         # a resumed run adds to it, see seconds_before
         "train_seconds": round(seconds, 3),

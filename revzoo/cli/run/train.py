@@ -18,6 +18,7 @@ import torch
 from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -96,6 +97,7 @@ ENDINGS = (
     NoMemoryError,
     OSError,
     UnwritableCheckpointError,
+    MisconfigurationException,  # Lightning's, such as a fraction of batches that leaves none
 )
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 # environment variables that Lightning sets: two for determinism, two for seeds
@@ -351,7 +353,7 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Pa
     check_same_images(trained_on, data.identity, f"start a new run from its weights: {command}")
 
 
-@user_errors(TRAINING_ERRORS)
+@user_errors((*USER_ERRORS, *TRAINING_ERRORS))  # here: Hydra would print all overrides first
 def fit_and_test(
     trainer: pl.Trainer,
     module: Classifier,

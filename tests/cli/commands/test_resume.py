@@ -445,6 +445,7 @@ def test_a_finished_run_says_so(
     assert without_times(go_on(stopped)) == without_times(figures)
     after = json.loads((stopped / "summary.json").read_text())
     assert without_times(after["metrics"]) == without_times(before["metrics"])
+    assert (after["epochs"], after["steps"]) == (before["epochs"], before["steps"])
     assert after["train_seconds"] >= before["train_seconds"]
     *_, line = caplog.messages
     assert line.startswith(f"the run was finished ({end}): nothing was trained. To train on")
