@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
     args.batch, args.channels, args.size, args.channels_last = 2, 4, 2, False
+    args.dtype = "float32"
     warnings.simplefilter("ignore")  # deprecations in the peers
     steps = {name: step(name, args, args.blocks) for name in CANDIDATES}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

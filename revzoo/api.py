@@ -4,13 +4,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 from revzoo.core.check import check_inverse, is_invertible
-from revzoo.core.checkpoint import checkpoint
+from revzoo.core.checkpoint import ReplayMismatchError, checkpoint
+from revzoo.core.conditions import is_replaying
 from revzoo.core.guard.drift import DriftError, drift, set_drift_limit
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.invertible_checkpoint import invertible_checkpoint
-from revzoo.core.replay.entry import ReplayMismatchError
-from revzoo.core.restore.conditions import is_replaying
 from revzoo.core.set_memory import memory, set_memory
 from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published

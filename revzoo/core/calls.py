@@ -24,7 +24,6 @@ from revzoo.core.fixedpoint.words import (
     within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
-from revzoo.core.restore.reach import has_global_hooks
 from revzoo.core.tensors import as_dense, storage_id, version_of
 
 
@@ -193,7 +192,11 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
 
 def hooked(layer: nn.Module) -> bool:
     """Whether forward hooks run on the layer, either its own or global ones."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks) or has_global_hooks()
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or _global_hooks()
+
+
+def _global_hooks() -> bool:
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def calls_only_forward(layer: nn.Module) -> bool:

@@ -13,11 +13,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import refuse_changed_outputs, versions_of
+from revzoo.core.conditions import leave, repeating
 from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
-from revzoo.core.restore.conditions import Conditions
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -295,13 +295,15 @@ def _type_of(t: Tensor, dtype: torch.dtype) -> torch.dtype:
 def _round_trip(
     name: str, step: Invertible, state: State, context: Mapping[str, Any]
 ) -> tuple[StepError, State]:
-    conditions = Conditions(step, state, context)
-    # restored() undoes changes of buffers; conditions notes them, for the inverse
-    with conditions.restored(), conditions:
+    with repeating(step, state) as conditions:
         outputs = streams_of(step(*state, **context), step)
+        conditions.finish()
     versions = versions_of(outputs)
-    with conditions.restored(inverting=True):
+    undo = conditions.enter(inverting=True)
+    try:
         back: Any = step.inverse(*outputs, **context)
+    finally:
+        leave(undo)
     refuse_changed_outputs(name, outputs, versions)
     back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
     shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]

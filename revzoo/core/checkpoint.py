@@ -1,35 +1,113 @@
-"""Any function as a recomputed step: a drop-in for ``torch.utils.checkpoint.checkpoint``.
+"""Mode recompute, and a drop-in for ``torch.utils.checkpoint.checkpoint``.
 
-The call is a :class:`~revzoo.Step` in memory mode ``recompute``: a tape of one entry that keeps the
-function's tensor arguments (rule 7 of NOTE [ Slots and the tape ] in
-:mod:`revzoo.core.replay.tape`). A replay restores more than torch's version: normalisation
-statistics count a batch once, and other buffers, ``torch.Generator`` objects, train/eval flags,
-rebound variables and mutated lists have their values of the forward pass (NOTE [ What a replay
-restores ] in :mod:`revzoo.core.restore.conditions`).
+Both run torch's own non-reentrant checkpoint, with contexts of ours around the two evaluations:
+normalisation statistics count a batch once, and a parameter that changed in between raises
+(NOTE [ The contract ] in :mod:`revzoo.core.conditions`). torch restores random state and autocast.
+
+Code that we do not know may compute something else the second time, and torch compares only shapes
+and dtypes. So after such code we run the replay to its end and compare samples of the outputs.
 
 Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import MethodType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint  # also if ours replaces it there
 
 from revzoo._checks import check_callable
+from revzoo.core.ambient import runs_eagerly
+from revzoo.core.arguments import Kept
+from revzoo.core.conditions import Conditions, Members, leave
+from revzoo.core.guard.drift import Guard, Replayed
+from revzoo.core.guard.samples import Samples, sample
 from revzoo.core.invertible import State, Step
-from revzoo.core.modes import run_step
-from revzoo.core.tensors import tensors_of
 
-_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+ReplayMismatchError = CheckpointError
+"""A replay saved different tensors from the forward pass: the step is not deterministic."""
+
+
+def run_recomputed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    conditions: Conditions,
+    drift: Replayed | None,
+    **options: Any,
+) -> Any:
+    """``call(*args, **kwargs)`` under torch's checkpoint.
+
+    Args:
+        call: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        conditions: of the call.
+        drift: whose outputs to compare with which limit; None compares nothing.
+        **options: of torch's checkpoint.
+    """
+    quiet = conditions.members.quiet
+    compared = None if quiet else drift
+    leaves, structure = tree_flatten((args, dict(kwargs)))
+    tensors = list(dict.fromkeys(t for t in leaves if isinstance(t, Tensor)))
+    at = {id(t): i for i, t in enumerate(tensors)}
+    parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
+    # the function gets the caller's own objects, a replay copies of them; torch keeps the tensors
+    given: tuple[Any, Any] | None = (args, kwargs)
+    kept = [at[id(t)] if isinstance(t, Tensor) else Kept.of(t) for t in leaves]
+    samples: list[Samples] = []
+    guard = Guard()
+
+    def run(*state: Tensor) -> Any:
+        nonlocal given
+        if given is not None:  # the forward pass
+            (own, named), given = given, None
+            returned = call(*own, **named)
+            conditions.finish()
+            if compared is not None:
+                samples.extend(sample(_tensors_in(returned), state, channels=False))
+            return returned
+        values = [
+            leaf.again() if isinstance(leaf, Kept) else _as_given(state[leaf], leaf in parameters)
+            for leaf in kept
+        ]
+        again, named = tree_unflatten(values, structure)
+        undo = conditions.enter()
+        try:
+            returned = call(*again, **named)
+        finally:
+            leave(undo)
+        if compared is not None:
+            guard.begin(())
+            guard.compare(compared, samples, _tensors_in(returned))
+        return returned
+
+    options["early_stop"] = options.get("early_stop", True) and compared is None
+    # the conditions restore the random state, also of devices that no argument is on
+    return torchs_checkpoint(
+        run, *tensors, use_reentrant=False, preserve_rng_state=False, **options
+    )
+
+
+def _tensors_in(tree: Any) -> State:
+    """The tensors to compare; not those of torch.distributed, which may still be on their way."""
+    tensors = (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+    return tuple(t for t in tensors if not is_traceable_wrapper_subclass(t))
+
+
+def _as_given(t: Tensor, is_parameter: bool) -> Tensor:
+    return nn.Parameter(t, t.requires_grad) if is_parameter else t
 
 
 def checkpoint(
@@ -38,7 +116,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = None,
     preserve_rng_state: bool = True,
-    context_fn: Callable[[], _Contexts] | None = None,
+    context_fn: Callable[[], Contexts] | None = None,
     determinism_check: Literal["default", "none"] = "default",
     debug: bool = False,
     early_stop: bool = True,
@@ -50,9 +128,7 @@ def checkpoint(
     Takes the arguments of ``torch.utils.checkpoint.checkpoint``: to switch, change the import.
 
     Args:
-        fn: any callable: a module, a method, a lambda. A replay restores modules, tensors and
-            generators that it closes over, is bound to or uses as globals, as in
-            :func:`~revzoo.invertible_checkpoint`. Without ``fn``, returns a decorator.
+        fn: any callable: a module, a method, a lambda. Without ``fn``, returns a decorator.
         *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
         use_reentrant: accepted, no effect: this checkpoint is never reentrant.
         preserve_rng_state: accepted, no effect: a replay always draws the same random numbers.
@@ -60,10 +136,12 @@ def checkpoint(
         context_fn: returns two contexts, for the forward pass and for replays, e.g.
             ``create_selective_checkpoint_contexts`` of torch.
         determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
-            tensors, and some values; ``"none"`` does not compare values.
+            tensors, and, of code that is not torch's, values of the outputs; ``"none"`` compares
+            nothing.
         debug: list the operators of both passes in a :class:`~revzoo.ReplayMismatchError`.
-        early_stop: stop a replay when it has all tensors that the graph needs.
-        respect_saved_tensors_hooks: None or False: the arguments stay where they are.
+        early_stop: stop a replay when it has all tensors that the graph needs, unless values of the
+            outputs are compared.
+        respect_saved_tensors_hooks: passed to torch's checkpoint (2.14 or newer).
         **kwargs: as ``args``.
 
     Returns:
@@ -72,8 +150,7 @@ def checkpoint(
     Raises:
         TypeError: ``fn`` is not callable.
         ValueError: the value of an option is not allowed.
-        RuntimeError: ``fn`` changed a tensor argument in place, or ran a backward pass through its
-            own values: call such a function directly.
+        RuntimeError: in the backward pass, if a tensor was changed in place.
         ReplayMismatchError: in the backward pass, if ``fn`` is not deterministic.
         DriftError: after the backward pass, if values differ.
 
@@ -85,17 +162,15 @@ def checkpoint(
     """
     if determinism_check not in ("default", "none"):
         raise ValueError(f"determinism_check={determinism_check!r}: expected 'default' or 'none'")
-    if debug and context_fn is not None:
-        raise ValueError(
-            "debug=True got a context_fn, too: expected one of them, since debug needs its own "
-            "contexts"
-        )
-    if respect_saved_tensors_hooks:
-        raise ValueError(
-            "respect_saved_tensors_hooks=True: expected None or False. Arguments are kept where "
-            "they are, whatever hooks surround the call; use memory='offload' on a step instead"
-        )
-    options = _Options(context_fn, determinism_check == "default", debug, early_stop)
+    options: dict[str, Any] = {
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+    }
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+    if respect_saved_tensors_hooks is not None:
+        options["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
     if fn is not None:
         check_callable("fn", fn)
         return _run(fn, args, kwargs, options)
@@ -112,154 +187,45 @@ def checkpoint(
     return decorate
 
 
-class _Options(NamedTuple):
-    context_fn: Callable[[], _Contexts] | None
-    compares: bool
-    debug: bool
-    early_stop: bool
-
-
 def _run(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
 ) -> Any:
-    if torch.compiler.is_compiling():
+    if not runs_eagerly() or not torch.is_grad_enabled():
         return fn(*args, **kwargs)
-    call = _Call(args, kwargs)
-    step = Checkpoint(fn, call)
-    step.early_stop = options.early_stop
-    if options.context_fn is not None:
-        step.contexts = first, _ = options.context_fn()
-        if hasattr(first, "respect_saved_tensors_hooks"):  # torch's selective checkpointing
-            first.respect_saved_tensors_hooks = False  # the outer hooks are ours
-    elif options.debug:
-        step.contexts = _Operators(), _Operators()
-    if not options.compares:
-        step.drift_limit = None
-    # a fresh step for each call: it holds this call's arguments
-    run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
-    # the object that fn returned, not the tape's tuple; clear it, since it holds the graph
-    returned, call.returned = call.returned, None
-    return returned
+    module = _module_of(fn)
+    leaves = tree_leaves((args, kwargs))
+    among = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    members = Members.of_function(fn if module is None else module, among)
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    remedy = "call it without checkpoint(); determinism_check='none' compares no values"
+    conditions = Conditions(None, members, tensors, name=name, remedy=remedy, ambient=False)
+    drift = None
+    if options["determinism_check"] == "default":
+        # from the same inputs, a CPU computes the same bits
+        limit = 0.0 if all(t.device.type == "cpu" for t in tensors) else Step.drift_limit
+        drift = Replayed(_Named(remedy), name, limit or 0.0, False, False)  # type: ignore[arg-type]
+    return run_recomputed(fn, args, kwargs, conditions, drift, **options)
 
 
-class _Call:
-    """Arguments and result of the forward pass: the caller's objects.
+class _Named:
+    """Stands for a step in the guard's messages."""
 
-    Not part of the step, so that :mod:`revzoo.core.restore.search` does not find them.
-    """
+    grid = None
+    drift = None
 
-    __slots__ = ("arguments", "returned")
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self.returned: Any = None
+    def __init__(self, remedy: str) -> None:
+        self.remedy = self.drift_remedy = remedy
 
 
-class Checkpoint(Step):
-    """``fn`` as a step of the tensors among its arguments; holds the other arguments."""
-
-    memory = "recompute"
-    remedy = (
-        "call it without checkpoint(); determinism_check='none' turns the comparison of values off"
-    )
-    contexts: _Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
-
-    def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
-        super().__init__()
-        leaves, self._structure = tree_flatten(call.arguments)
-        tensors = _distinct_tensors(leaves)
-        self.streams = len(tensors)
-        self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
-        self._fn = fn
-        self._call = call
-        self._leaves = tuple(
-            _Place(tensors[t], type(t) is nn.Parameter) if isinstance(t, Tensor) else t
-            for t in leaves
-        )
-        self._module = _module_of(fn)
-
-    @property
-    def subject(self) -> nn.Module:
-        """``fn`` if it is a module, so that the result of the search is kept with it."""
-        return self if self._module is None else self._module
-
-    def others(self) -> dict[str, Any]:
-        """The arguments that are not tensors, unless a search of the subject finds them."""
-        others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
-        return {"arguments": others} if others and self._module is not None else {}
-
-    def forward(self, *state: Tensor, **context: Any) -> State:
-        first, again = self.contexts
-        # the forward pass gets the caller's own objects, once; a replay gets copies of the
-        # containers
-        if self._call.arguments is not None:
-            (args, kwargs), self._call.arguments = self._call.arguments, None
-            with first:
-                self._call.returned = returned = self._fn(*args, **kwargs)
-        else:
-            # new containers, with their content before the forward pass
-            leaves = [leaf.of(state) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
-            args, kwargs = tree_unflatten(leaves, self._structure)
-            if isinstance(again, _Operators):
-                again.lines.clear()  # drop an earlier replay's
-            with again:
-                returned = self._fn(*args, **kwargs)
-        return tuple(t for t in tree_leaves(returned) if isinstance(t, Tensor))
-
-    def difference(self) -> str:
-        first, again = self.contexts
-        if not (isinstance(first, _Operators) and isinstance(again, _Operators)):
-            return ""
-        return f"\nOperators of the forward pass:\n{first}\nOperators of the replay:\n{again}"
-
-
-_PLAIN = (int, float, str, type(None))
 _CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
 
 
 def _module_of(fn: Any) -> nn.Module | None:
     """``fn`` if it is a module; for ``module.forward``, the module."""
-    # block.forward and block do the same work: both use the search result that the block holds
+    # block.forward and block do the same work: both use the members that the block holds
     owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
     return owner if isinstance(owner, nn.Module) else None
-
-
-class _Place(NamedTuple):
-    """Replaces a tensor of the state among the leaves."""
-
-    i: int
-    is_parameter: bool
-
-    def of(self, state: State) -> Tensor:
-        """The tensor (detached in a replay), wrapped as a parameter if it was one."""
-        t = state[self.i]
-        return nn.Parameter(t, t.requires_grad) if self.is_parameter else t
-
-
-def _distinct_tensors(tree: Any) -> dict[Tensor, int]:
-    """The distinct tensors in ``tree`` and their positions: in ``f(x, x)`` x is one tensor."""
-    return {t: i for i, t in enumerate(dict.fromkeys(tensors_of(tree)))}
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the operators that run, for ``debug``."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        shapes = ", ".join(_described(t) for t in tree_leaves((args, kwargs)))
-        self.lines.append(f"  {func}({shapes})")
-        return func(*args, **(kwargs or {}))
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines) or "  none"
-
-
-def _described(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    return repr(leaf)

@@ -22,47 +22,29 @@ class NotInvertibleError(RuntimeError):
 class Recorder(Protocol):
     """Runs parts of a step with recording on; an argument of :meth:`Invertible.replay`."""
 
-    needs: tuple[bool, ...]
+    records: bool
+    """Whether gradients are wanted; if not, :meth:`Invertible.replay` may return no outputs."""
+
+    needs: Sequence[bool]
     """Which streams of the step's input required gradient in the forward pass."""
 
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor that the forward pass saved has been recorded again."""
+    adds: bool
+    """Whether only the branch's value is wanted, of a step that ``adds``."""
 
-    for_replay: Sequence[Tensor]
-    """What :func:`revzoo.core.replay.slots.save_for_replay` saved in the forward pass, in order."""
+    saved: Sequence[Tensor]
+    """What :func:`revzoo.core.saved.save_for_replay` saved in the forward pass."""
 
     def inverted(
-        self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
-    ) -> State:
+        self, inverse: Callable[..., Any], outputs: Any, context: Mapping[str, Any]
+    ) -> Any:
         """``inverse(*outputs, **context)`` without recording.
 
         It runs with the random state and buffers of the forward pass (``carried`` buffers: the
         values after it). These are restored afterwards, so the next recording sees them, too.
         """
 
-    def with_strides(self, inputs: State) -> State:
-        """The step's inputs with their strides of the forward pass.
-
-        Strides decide what kernels save, and which element gets which random number.
-        """
-
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        inputs: State,
-        needs: tuple[bool, ...],
-        context: Mapping[str, Any],
-        *,
-        last: bool = False,
-    ) -> State:
-        """Run ``fn(*inputs, **context)``; ``needs`` are the ``requires_grad`` of the inputs.
-
-        With ``last``, the outputs are not needed: the run stops once all tensors are recorded.
-
-        Returns:
-            The outputs as leaves, with their ``requires_grad``.
-        """
+    def leaf(self, i: int, t: Any) -> Tensor:
+        """Stream ``i`` of the step's input, where the recorded graph ends."""
 
 
 class Step(nn.Module):
@@ -104,6 +86,10 @@ class Step(nn.Module):
     needs_words: bool = False
     """Whether the inverse works only in fixed point. Mode ``invert`` without a grid refuses the
     step; streams that cannot have words are recomputed."""
+
+    adds: bool = False
+    """Whether the step is ``(x, z) -> (z, x + F(z))`` with the methods of
+    :class:`~revzoo.AdditiveCoupling`."""
 
     delegates: bool = False
     """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
@@ -245,20 +231,22 @@ class Invertible(Step):
         """True; a container answers for its members."""
         return True
 
-    reads_words: bool = False
-    """Whether :meth:`replay` takes fixed-point streams as words, not as floats."""
+    def replay(
+        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+    ) -> tuple[Any, State]:
+        """Recover the inputs from ``outputs``, the streams, and evaluate the step once more.
 
-    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
-        """Recover the inputs from ``outputs``, the streams, and record the step once more.
+        Override it only if inverting and recording share work, as in a coupling.
 
-        It must record tensors in the order of ``forward``, from inputs with the strides of the
-        forward pass. Override it only if inverting and recording share work, as in a coupling.
+        Returns:
+            The inputs; and the outputs, with extra outputs, computed from leaves of ``record``.
         """
         inputs = record.inverted(self.inverse, outputs, context)
-        check_stream_count(self, inputs, len(record.needs))
-        inputs = record.with_strides(inputs)
-        record(self.forward, inputs, record.needs, context, last=True)
-        return inputs
+        if not record.records:
+            return inputs, ()
+        check_stream_count(self, inputs, self.streams)
+        leaves = [record.leaf(i, t) for i, t in enumerate(inputs)]
+        return inputs, as_state(self.forward(*leaves, **context), self)
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:
         """``forward(*state)``, then ``log_det(*state)``; override it where they share work."""

@@ -17,13 +17,17 @@ allows. To add a mode, write a subclass and add it to :data:`MODES`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from revzoo._checks import did_you_mean
+from revzoo.core import tape
+from revzoo.core.ambient import autocast_dtypes, runs_eagerly
 from revzoo.core.calls import (
     call_on_grid,
     explain_streams,
@@ -31,6 +35,8 @@ from revzoo.core.calls import (
     refuse_changed_inputs,
     versions_of,
 )
+from revzoo.core.checkpoint import run_recomputed
+from revzoo.core.conditions import Conditions, Members, is_replaying
 from revzoo.core.fixedpoint.words import (
     AUTO,
     Grid,
@@ -39,8 +45,9 @@ from revzoo.core.fixedpoint.words import (
     renew_words,
     within,
 )
-from revzoo.core.guard.drift import check_forward_range
+from revzoo.core.guard.drift import Replayed, check_forward_range
 from revzoo.core.invertible import (
+    Invertible,
     State,
     Step,
     as_state,
@@ -50,11 +57,29 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.replay.slots import replays_are_approximate
-from revzoo.core.replay.tape import differentiates, record
-from revzoo.core.restore.conditions import buffers_locked, buffers_locked_in_training
-from revzoo.core.restore.reach import reached
 from revzoo.core.sums import put_on_grid
+from revzoo.core.tensors import tensors_of
+
+
+def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
+    """Whether autograd records the call and hooks of saved tensors can run.
+
+    Hooks cannot run in transforms, captured graphs and forward-mode AD.
+    """
+    # torch.func refuses saved-tensor hooks; a captured graph has no Python objects, and its
+    # compiler decides what to keep
+    if not torch.is_grad_enabled() or not runs_eagerly():
+        return False
+    if forward_ad._current_level >= 0 and not is_replaying():  # a replay needs no tangents
+        return False
+    if any(t.requires_grad for t in state):
+        return True
+    # most states require gradient, so the parameters are rarely asked
+    return any(t.requires_grad for t in tensors_of(context)) or bool(Members.of(step).trained())
+
+
+def _devices(state: State) -> set[torch.device]:
+    return {t.device for t in state}
 
 
 class Mode:
@@ -72,8 +97,7 @@ class Mode:
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         """Call ``step`` so that its backward pass finds its activations, kept or recomputed."""
-        with buffers_locked_in_training(step.subject):
-            return call_on_grid(plain_call, step, state, context)
+        return call_on_grid(plain_call, step, state, context)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         """Raise a ValueError if the mode does not fit any of the ``steps`` of ``module``."""
@@ -90,10 +114,9 @@ class _Offload(Mode):
     on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        if reached(step.subject)[0].leaves_unfilled:  # a copy would come before its kernel
-            return super().run(step, state, context)
-        part = step.subject
-        with buffers_locked_in_training(part), offloaded(part), explain_transforms(step):
+        if any(isinstance(m, nn.RReLU) for m in step.subject.modules()):
+            return super().run(step, state, context)  # it fills its noise after autograd saved it
+        with offloaded(step.subject), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)
 
 
@@ -103,10 +126,25 @@ class _Recompute(Mode):
     costs = "one more evaluation of each step"
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        inverts = self.inverts and step.invertible
-        # buffers are captured before the forward pass begins
-        with buffers_locked(step.subject):
-            return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
+        members = Members.of(step)
+        if members.lazy:
+            warnings.warn(tape.LAZY_WARNING, UserWarning, stacklevel=2)
+            return super().run(step, state, context)
+        name, limit = name_of(step), step.drift_limit
+        conditions = Conditions(step, members, state, name=name, remedy=step.remedy, ambient=False)
+        half = torch.float16 in (*(t.dtype for t in state), *autocast_dtypes(*_devices(state)))
+        # from the same inputs, a CPU computes the same bits
+        if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
+            limit = 0.0
+        drift = None if limit is None else Replayed(step, name, limit, half, False)
+
+        def call(*state: Tensor, **context: Any) -> Any:
+            with explain_transforms(step):
+                return call_on_grid(plain_call, step, state, context)
+
+        return run_recomputed(
+            call, state, context, conditions, drift, early_stop=step.early_stop and members.quiet
+        )
 
 
 class _Invert(_Recompute):
@@ -114,6 +152,14 @@ class _Invert(_Recompute):
     keeps = "the last output of a chain of steps"
     costs = "one more evaluation of each branch"
     inverts = True
+
+    def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+        # backward hooks need a graph of the call, which an inverted step does not have
+        watched = step._backward_hooks or step._backward_pre_hooks
+        if not isinstance(step, Invertible) or not step.invertible or watched:
+            return super().run(step, state, context)
+        with explain_transforms(step):
+            return tape.run_inverting(step, state, context, self.drift_limit(step))
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         if not any(step.invertible for step in steps):
@@ -129,8 +175,7 @@ class _Exact(_Invert):
     grid = AUTO
 
     def drift_limit(self, step: Step) -> float | None:
-        # inside a step that is inverted in floating point, replays get inputs with rounding errors
-        return step.drift_limit if step.drift_limit is None or replays_are_approximate() else 0.0
+        return None if step.drift_limit is None else 0.0
 
 
 MODES: Mapping[str, Mode] = {
@@ -173,6 +218,8 @@ def effective_mode(step: Step) -> str:
 def run_step(step: Step, state: State, /, **context: Any) -> State:
     """Run ``step(*state, **context)`` in the memory mode ``step.memory``.
 
+    The caller has put the state on the step's grid (:func:`on_grid_of`).
+
     It is a plain call if nothing requires gradient, inside ``torch.func`` transforms (which refuse
     saved-tensor hooks), in forward-mode AD, and if torch captures the whole call (``torch.compile``
     of a model, ``torch.export``, ``torch.jit.trace``). To keep the memory mode, compile the
@@ -195,8 +242,6 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     # a delegating step runs inside another one, whose tape records it
     recorded = not step.delegates and differentiates(step, state, context)
     mode = mode_of(step.memory) if recorded else MODES["store"]
-    if not step.delegates:  # the inner step recognises a run by the identity of its tensors
-        state = on_grid_of(step, state)
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
     if step.needs_words and mode.inverts and step.grid is None:
@@ -205,7 +250,10 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     # a branch that changes its input in place would make the streams disagree
     versions = versions_of(watched)
     try:
-        outputs = mode.run(step, state, context)
+        if tape.watcher is None:
+            outputs = mode.run(step, state, context)
+        else:
+            outputs = tape.watcher(mode.run, step, state, context)
     except (RuntimeError, TypeError) as error:
         explain_streams(error, step, state, "forward")
         raise
@@ -216,6 +264,8 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
 def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     """Run a step that no sequence runs: renews its words and checks its range."""
     renew_words(state)
+    if not step.delegates:  # the inner step recognises a run by the identity of its tensors
+        state = on_grid_of(step, state)
     outputs = run_in_mode(step, state, context)
     if step.grid is not None:
         check_forward_range(step, streams_of(outputs, step))

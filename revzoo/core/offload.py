@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from revzoo.core.replay.slots import TensorHooks, Versioned, unpack_versioned
+from revzoo.core.saved import Versioned
 from revzoo.core.tensors import storage_id
 
 _STAYS = ("cpu", "meta")  # on the host already, or without data to move
@@ -24,7 +25,7 @@ class _Moved(NamedTuple):
     device: torch.device
 
 
-def offloaded(module: nn.Module) -> TensorHooks:
+def offloaded(module: nn.Module) -> saved_tensors_hooks:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
     resident = {storage_id(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
@@ -35,10 +36,10 @@ def offloaded(module: nn.Module) -> TensorHooks:
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
 
-    return TensorHooks(pack, _unpack)
+    return saved_tensors_hooks(pack, _unpack)
 
 
 def _unpack(packed: Versioned | _Moved) -> Tensor:
     if isinstance(packed, _Moved):
         return packed.copy.to(packed.device, non_blocking=True)
-    return unpack_versioned(packed)
+    return packed.get()

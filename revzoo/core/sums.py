@@ -29,18 +29,23 @@ from revzoo.core.fixedpoint.integer_kernels import (
 from revzoo.core.fixedpoint.words import (
     DEFAULT_BITS,
     EXTRA_BITS,
+    Amax,
     Fixed,
     Grid,
     Scale,
-    amax_of,
     amaxes_used_by,
     counting_changes,
     fixed_of,
+    involves_half,
     largest,
+    magnitude,
     read_with_words,
     set_words,
+    span_of,
+    within,
 )
 from revzoo.core.guard.drift import note_amaxes
+from revzoo.core.invertible import Step
 
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _LARGEST_RANGE = 2.0**116  # also for an infinite input: the end of the range must be a float32
@@ -106,7 +111,10 @@ class _Rounded(torch.autograd.Function):
 def _rounded_to(x: Tensor, scale: Scale) -> Tensor:
     words = torch.empty_like(x, dtype=scale.word_type)
     in_chunks(quantise, (x.detach(), words), scale.up)
-    amax = amax_of(largest(x), scale, x) if x.numel() else None
+    amax = None
+    if x.numel():
+        span = span_of(x)
+        amax = Amax(magnitude(span), span, scale, half=involves_half(x))
     rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, amax))
     return rounded
 
@@ -134,14 +142,14 @@ def _summed(
         total = torch.empty_like(words, dtype=dtype)
     summed = Fixed(words, scale, dtype)
     if value.numel():
-        amax = largest(value) if weight == 1 else weight * largest(value).float()
-        if fixed.amax is not None:
-            # the first value beyond the range stays: it causes every later NaN
-            before = fixed.amax.value
-            amax = torch.where(before < scale.end, amax.maximum(before), before)
-        in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(amax), *options)
-        # fmax: a NaN of rule 6 must not hide the value that caused it
-        summed.amax = amax_of(torch.fmax(amax, largest(total)), scale, value, total)
+        before = () if fixed.amax is None else (fixed.amax,)
+        low, high = span_of(value)
+        if weight != 1:
+            low, high = weight * low.float(), weight * high.float()
+        size = magnitude([low, high, *(end for amax in before for end in amax.after)])
+        summed.amax = Amax(size, (), scale, half=involves_half(value, total), before=before)
+        in_chunks(fill, (*parts, words, total), scale.up, summed.amax.down, *options)
+        summed.amax.after = span_of(total)
     set_words(total, summed)
     return total, summed
 
@@ -161,6 +169,19 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         note_amaxes(ctx.amaxes)
         return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
+
+
+def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[Tensor, Fixed]:
+    """``fixed + value`` without recording: the float tensor of the sum, and its words.
+
+    Args:
+        fixed: the words of a stream.
+        value: of the same shape.
+        dtype: of the float tensor.
+        step: the step that adds.
+    """
+    with within(step):
+        return _summed(add_and_read, fixed, (fixed.words, value), dtype, weight=1)
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:

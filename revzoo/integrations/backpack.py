@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from backpack import hook_run_extensions, hook_store_io, memory_cleanup
 from backpack.context import CTX
 from backpack.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
@@ -33,12 +32,12 @@ from backpack.extensions.firstorder.base import (
     FirstOrderModuleExtension,
 )
 from torch import Tensor, nn
-from torch.autograd import Variable
 
-from revzoo.per_sample.capture import Call, capture, pending_calls
+from revzoo.per_sample.capture import Call, calls, capture
 from revzoo.per_sample.gradients import (
     layers,
     mixes_samples,
+    note_single_use,
     own_parameters,
     per_sample_gradients,
     refuse_unsupported,
@@ -134,7 +133,7 @@ def extend(model: nn.Module) -> nn.Module:
 
 
 def remove(model: nn.Module) -> None:
-    """Undo :func:`extend`, even for graphs that already exist."""
+    """Undo :func:`extend`, as the handles of :func:`~revzoo.per_sample.capture.capture` do."""
     for module in model.modules():
         for key in _hooks(module):
             del module._forward_hooks[key], module._forward_hooks_with_kwargs[key]
@@ -168,9 +167,10 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
         and not isinstance(getattr(module, "padding", 0), str)
     )
     # squares and norms of several uses do not add up: add the gradients first
-    if tied or not has_rule or pending_calls(module, _run) > 1 or _sums.holds(module):
-        _add(module, inputs, gradient, exts)
+    if tied or not has_rule or calls(module, _run) > 1:
+        _add(call, inputs, gradient, exts)
         return
+    note_single_use(module, call.backward_pass.single)
     for ext in exts:
         ours = vars(ext).setdefault("revzoo_rules", set())
         # BackPACK's rule for BatchL2Grad multiplies all pairs of positions of a convolution; and
@@ -192,42 +192,12 @@ def _run_tied(call: Call, gradient: Tensor) -> None:
     _run(call, gradient, tied=True)
 
 
-class _Sums:
-    """Per-sample gradients of parameters that a backward pass reaches several times."""
-
-    def __init__(self) -> None:
-        self._task = -1  # autograd's number of a backward pass
-        self._gradients: dict[nn.Parameter, Tensor] = {}
-
-    def _current(self) -> dict[nn.Parameter, Tensor]:
-        # a failed pass never ran its callback: its sums must not leak into the next pass
-        if (task := torch._C._current_graph_task_id()) != self._task:
-            self._task, self._gradients = task, {}
-        return self._gradients
-
-    def holds(self, module: nn.Module) -> bool:
-        gradients = self._current()
-        return any(p in gradients for p in own_parameters(module).values())
-
-    def add(self, p: nn.Parameter, gradients: Tensor) -> Tensor:
-        """The sum so far; cleared when the backward pass ends."""
-        sums = self._current()
-        if not sums:
-            Variable._execution_engine.queue_callback(sums.clear)
+def _add(call: Call, inputs: Sequence[Tensor], gradient: Tensor, exts: Iterable[Extension]) -> None:
+    parameters, sums = own_parameters(call.module), call.backward_pass.sums
+    for name, gradients in per_sample_gradients(call.module, inputs, gradient).items():
+        p = parameters[name]
         sums[p] = sums[p] + gradients if p in sums else gradients
-        return sums[p]
-
-
-_sums = _Sums()
-
-
-def _add(
-    module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor, exts: Iterable[Extension]
-) -> None:
-    parameters = own_parameters(module)
-    for name, gradients in per_sample_gradients(module, inputs, gradient).items():
-        total = _sums.add(parameters[name], gradients)
         for ext in exts:
             # written again after every use; the last one has the whole sum
-            setattr(parameters[name], ext.savefield, _quantity(ext, total))
-    CTX.get_extension_hook()(module)
+            setattr(p, ext.savefield, _quantity(ext, sums[p]))
+    CTX.get_extension_hook()(call.module)

@@ -2,8 +2,8 @@
 
 Opacus keeps the input of every layer in a forward hook. A replay runs that hook a second time, so
 Opacus expects too many uses of each parameter and never finishes: ``grad_sample`` stays None. Here
-the memory modes hold the inputs (:mod:`revzoo.per_sample.capture`), and only uses in the forward
-pass count. Opacus provides samplers, optimisers, accountants and loaders. With
+the memory modes hold the inputs (:mod:`revzoo.per_sample.capture`), and the end of the backward
+pass finishes. Opacus provides samplers, optimisers, accountants and loaders. With
 ``grad_sample_mode="ghost"``, per-sample gradients exist for one layer at a time.
 
 Importing this module registers the norms of convolutions, GroupNorm and LayerNorm with Opacus, for
@@ -37,12 +37,12 @@ from opacus.layers.dp_rnn import RNNLinear
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from revzoo.per_sample.capture import Call
 from revzoo.per_sample.gradients import (
     Captures,
     layers,
+    note_single_use,
     own_parameters,
     per_sample_gradients,
     refuse_infinite,
@@ -92,7 +92,6 @@ class _OnReplays:
         """Capture each layer whose own parameters are trained."""
         if hasattr(self._module, "autograd_grad_sample_hooks"):
             raise ValueError("this model already has Opacus' hooks: call remove_hooks() first")
-        self._task = -1  # the running backward pass, or the last one
         # copies: Opacus keeps its rules in class attributes, shared by all models
         self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
         self.NORM_SAMPLERS = dict(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
@@ -110,18 +109,19 @@ class _OnReplays:
         module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
             return
-        if self._task != (task := torch._C._current_graph_task_id()):  # a new backward pass
-            self._task = task
+        backward_pass, parameters = call.backward_pass, own_parameters(module).values()
+        if not backward_pass.at_end:
             # a failed pass leaves sums behind
             for p in self._module.parameters():
                 p.__dict__.pop("_current_grad_sample", None)
                 p.__dict__.pop("_norm_sample", None)
-            Variable._execution_engine.queue_callback(self._finish)
-        several_uses = False
-        for p in own_parameters(module).values():
-            # Opacus counts forward hooks, which a replay runs again: correct it before each use
-            p._forward_counter = self._captures.left(p)  # type: ignore[attr-defined]
-            several_uses |= p._forward_counter > 1 or hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
+            backward_pass.at_end.append(self._finish)
+        for p in parameters:
+            # Opacus counts this use down, and finishes at 0; but only the end of the pass is sure
+            p._forward_counter = 2  # type: ignore[attr-defined]
+        several_uses = self._captures.several(parameters)
+        if self.use_ghost_clipping and not several_uses:
+            note_single_use(module, backward_pass.single)
         # what Opacus' forward hook would have stored
         module.activations = [list(call.inputs())]  # type: ignore[assignment]
         if not hasattr(module, "max_batch_len"):
@@ -146,7 +146,6 @@ class _OnReplays:
 
     def _finish(self) -> None:
         """End a backward pass."""
-        # Opacus promotes after the last use it counts, but an unused graph may hold another use
         for p in self._module.parameters():
             if hasattr(p, "_current_grad_sample"):
                 promote_current_grad_sample(p)
@@ -157,10 +156,20 @@ class _OnReplays:
 
 
 class _Samples(_OnReplays):
+    grad_accumulation_allowed: bool
+
     def _finish(self) -> None:
         """Refuse gradients that are not finite, as the norms do in ghost clipping."""
         super()._finish()
-        trained = [p for p in self._module.parameters() if p.grad is not None]
+        trained = [p for p in self._module.parameters() if p.requires_grad]
+        if not self.grad_accumulation_allowed and any(
+            isinstance(getattr(p, "grad_sample", None), list) for p in trained
+        ):
+            raise ValueError(
+                "Poisson sampling got several backward passes for one step: call optimizer.step() "
+                "after each, or use Opacus' BatchMemoryManager"
+            )
+        trained = [p for p in trained if p.grad is not None]
         # the summed gradient tells cheaply whether any sample is bad; only then look for it
         if trained and not torch.stack([p.grad.isfinite().all() for p in trained]).all():  # type: ignore[union-attr]
             samples = [getattr(p, "grad_sample", None) for p in trained]

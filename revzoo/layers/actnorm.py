@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.conditions import is_replaying
 from revzoo.core.invertible import name_of
-from revzoo.core.restore.conditions import is_replaying
 from revzoo.core.tensors import version_of
 from revzoo.layers.streams import Joint
 

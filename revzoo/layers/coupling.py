@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from revzoo._checks import check_callable
 from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.core.fixedpoint.words import Fixed, as_floats, fixed_of, keeps_words
+from revzoo.core.fixedpoint.words import Fixed, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.sums import add
 from revzoo.core.tensors import unshared
@@ -33,7 +34,7 @@ _FACTS: Mapping[str, tuple[frozenset[str], Any]] = {
         Invertible.forward_with_log_det,
     ),
     "exact": (frozenset(("forward", "combine", "uncombine")), False),
-    "reads_words": (frozenset(("forward", "combine", "uncombine", "replay")), False),
+    "adds": (frozenset(("forward", "combine", "uncombine", "recover", "replay")), False),
 }
 
 
@@ -93,7 +94,9 @@ class Coupling(Invertible):
 
     def _values(self, x2: Tensor, context: Mapping[str, Any]) -> State:
         """The branch's value and its extra outputs."""
-        values = self.branch(x2, **context)
+        return self._as_values(self.branch(x2, **context))
+
+    def _as_values(self, values: Any) -> State:
         if not self.extras and isinstance(values, Tensor):
             return (values,)
         if not self.extras or not isinstance(values, tuple) or len(values) != 1 + self.extras:
@@ -106,20 +109,19 @@ class Coupling(Invertible):
             )
         return values
 
-    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
+    def replay(
+        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+    ) -> tuple[Any, State]:
         x2, y2 = outputs
-        need1, need2 = record.needs
+        leaf2 = record.leaf(1, x2)
         # the branch runs once, for both purposes; Invertible.replay would run it twice
-        value, *_ = record(self.branch, as_floats((x2,)), (need2,), context)
+        value, *extras = self._values(leaf2, context)
         with torch.no_grad():
-            done = record.complete or isinstance(y2, Fixed)  # an addition saves nothing
-            # if combine() saved nothing, no graph needs the value any more: recover() may reuse its
-            # memory
-            x1 = (self.recover if done else self.uncombine)(y2, value)
-        x1, x2 = record.with_strides((x1, x2))
-        if not done:
-            record(self.combine, (x1, value), (need1, value.requires_grad), {}, last=True)
-        return x1, x2
+            plain = value.detach()
+            x1 = self.recover(y2, plain) if self.adds else self.uncombine(y2, plain)
+        if not record.records:
+            return (x1, x2), ()
+        return (x1, x2), (leaf2, self.combine(record.leaf(0, x1), value), *extras)
 
 
 class AdditiveCoupling(Coupling):
@@ -141,22 +143,41 @@ class AdditiveCoupling(Coupling):
 
     exact = True
     sums = True
-    reads_words = True
+    adds = True
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return zero_log_det(x1)
+
+    def replay(
+        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+    ) -> tuple[Any, State]:
+        if not record.adds:
+            return super().replay(outputs, record, context)
+        x2, y2 = outputs
+        value = self.checked_value(self.branch(record.leaf(1, x2), **context), y2)
+        # the gradients need only the node, so recover() may reuse the value's memory
+        node = get_gradient_edge(value) if value.requires_grad else None
+        value = value.detach()
+        with torch.no_grad():
+            return (self.recover(y2, value), x2), (node,)
+
+    def checked_value(self, values: Any, stream: Tensor | Fixed) -> Tensor:
+        """The tensor that the branch returned; it has the stream's shape."""
+        (value,) = self._as_values(values)
+        self._check_shape(value, stream)
+        return value
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, x1)
         if (fixed := self._words(x1)) is not None:
             return add(x1, value, fixed)
-        return x1 + self._fitting(value, x1)
+        return x1 + self.fitting(value, x1)
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, y2)
         if (fixed := self._words(y2)) is not None:
             return add(y2, value, fixed, sign=-1)
-        return y2 - self._fitting(value, y2)
+        return y2 - self.fitting(value, y2)
 
     def recover(self, y2: Tensor | Fixed, value: Tensor) -> Tensor | Fixed:
         if isinstance(y2, Fixed):
@@ -170,7 +191,7 @@ class AdditiveCoupling(Coupling):
     def _words(self, stream: Tensor) -> Fixed | None:
         return fixed_of(stream) if self.grid is not None and keeps_words() else None
 
-    def _check_shape(self, value: Tensor, stream: Tensor) -> None:
+    def _check_shape(self, value: Tensor, stream: Tensor | Fixed) -> None:
         if value.shape != stream.shape:
             raise ValueError(
                 f"{type(self.branch).__name__} returned shape {tuple(value.shape)} for a stream of "
@@ -178,7 +199,8 @@ class AdditiveCoupling(Coupling):
                 "keep the shape"
             )
 
-    def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
+    def fitting(self, value: Tensor, stream: Tensor) -> Tensor:
+        """``value`` as it is added to the stream: no wider, and on the step's grid."""
         # a wider value would widen the stream, so the inverse would not return the input's dtype
         wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
         value = value.to(stream.dtype) if wider else value

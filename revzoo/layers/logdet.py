@@ -84,15 +84,17 @@ class WithLogDet(Invertible):
         streams = as_state(self.step.inverse(*outputs, **context))
         return *streams, total - self.step.log_det(*streams, **context)
 
-    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
+    def replay(
+        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+    ) -> tuple[Any, State]:
         *ended, total = outputs
         inverse = functools.partial(inverse_on_grid, self.step)
         streams = record.inverted(inverse, tuple(ended), context)
         # the graph does not depend on the total's value; the subtraction below recovers it
-        inputs = record.with_strides((*streams, torch.zeros_like(total)))
-        recorded = record(self.forward, inputs, record.needs, context)
+        leaves = [record.leaf(i, t) for i, t in enumerate((*streams, torch.zeros_like(total)))]
+        recorded = self.forward(*leaves, **context)
         log_det = recorded[len(outputs) - 1]
-        return *inputs[:-1], total - log_det.detach()
+        return (*streams, total - log_det.detach()), recorded
 
     @property
     def drift(self) -> float | None:

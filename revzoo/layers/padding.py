@@ -28,7 +28,7 @@ from torch.nn import functional
 from revzoo._checks import check_choice, check_count, check_number, counts_of
 from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.invertible import Invertible, State
-from revzoo.core.replay.slots import keeping_shape_of
+from revzoo.core.saved import keeping_shape_of
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.streams import Streamwise
 

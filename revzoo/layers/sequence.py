@@ -23,6 +23,7 @@ from revzoo.core.calls import (
     refuse_changed_outputs,
     versions_of,
 )
+from revzoo.core.conditions import repeating
 from revzoo.core.fixedpoint.words import (
     apply_with_words,
     fixed_of,
@@ -47,7 +48,6 @@ from revzoo.core.invertible import (
     steps_in,
 )
 from revzoo.core.modes import mode_of, on_grid_of, run_step
-from revzoo.core.restore.conditions import Conditions
 from revzoo.core.set_memory import assign_memory, default_mode
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -404,7 +404,7 @@ class ReversibleSequence(Invertible):
                 assert isinstance(step, Invertible)
                 # an inverse evaluates branches, which must not update statistics or draw the
                 # caller's numbers
-                with Conditions(step, state).restored():
+                with repeating(step, state):
                     inputs = _inverted(step, state, context)
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs

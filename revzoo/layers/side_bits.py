@@ -56,7 +56,6 @@ from revzoo.core.fixedpoint.words import (
     AUTO,
     Fixed,
     Scale,
-    as_floats,
     fixed_of,
     keeps_words,
 )
@@ -68,8 +67,8 @@ from revzoo.core.invertible import (
     State,
     name_of,
 )
-from revzoo.core.modes import run_step
-from revzoo.core.replay.slots import save_for_replay, saving_nothing_for_replay
+from revzoo.core.modes import on_grid_of, run_step
+from revzoo.core.saved import save_for_replay, saving_for_replay
 from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
 from revzoo.core.tensors import has_values, version_of
 
@@ -154,7 +153,6 @@ class SideBits(Invertible):
 
     exact = True
     sums = True
-    reads_words = True
     needs_words = True
     memory = "exact"
     grid = AUTO
@@ -163,7 +161,6 @@ class SideBits(Invertible):
         super().__init__()
         self.bits = bits
         self.last = last
-        # now, since a step with new attributes is searched again (core/restore/reach.py)
         self.streams, self.extras = 1, 0
         self.fits: bool | None = None  # whether the last output was within the range of its grid
         # not through nn.Module, which would register the block inside itself
@@ -202,7 +199,8 @@ class SideBits(Invertible):
         _running.returned, _running.evaluated = returned, None
         try:
             # its own recording collects the tensors for the replay; in mode store nobody may
-            with saving_nothing_for_replay():
+            with saving_for_replay(None):
+                state = on_grid_of(self, state)
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
             _running.returned, _running.evaluated = outer
@@ -257,6 +255,8 @@ class SideBits(Invertible):
             return True
         if self.fits is None or y.device.type == "cpu":
             amax = float(fixed.amax.value)
+            if amax < float(fixed.scale.end):  # else the stream reads as NaN
+                amax = float(fixed.amax.largest())
             # infinite values fit no grid, so a new run would not help: the guard raises
             self.fits = not float(fixed.scale.end) <= amax < math.inf
         return self.fits
@@ -267,22 +267,29 @@ class SideBits(Invertible):
             "only for the backward pass"
         )
 
-    def replay(self, outputs: Any, record: Recorder, context: Mapping[str, Any]) -> Any:
+    def replay(
+        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+    ) -> tuple[Any, State]:
         x, *following = outputs
-        (read,) = as_floats((x,))
-        needs = record.needs[-1:]
-        value, *_ = record(self._evaluate, (read,), needs, context)
+        count = len(record.needs)
+        leaf = record.leaf(count - 1, x)
+        value, *rest = self._evaluate(leaf, **context)
         # the start of a run returns its input as the first output
-        if len(record.needs) == 1:
-            return (x,)
-        (saved,) = record.for_replay
+        if count == 1:
+            return (x,), (leaf, value, *rest)
+        (saved,) = record.saved
         if saved.dtype != torch.uint8:  # the run ended: its state instead of bits
             before = x.with_words(saved) if isinstance(x, Fixed) else saved
-        else:
-            (y,) = following
-            with torch.no_grad():
-                before = undo_second_difference(y, read, value, saved, self.bits)
-        return before, x
+            return (before, x), (leaf, value, *rest)
+        (y,) = following
+        with torch.no_grad():
+            before = undo_second_difference(y, leaf, value, saved, self.bits)
+        if not record.records:
+            return (before, x), ()
+        b = 2.0**-self.bits
+        # for its gradients alone: the value differs from y by rounding
+        again = ((1 + b) * value - 2 * b * leaf).to(leaf.dtype) + b * record.leaf(0, before)
+        return (before, x), (leaf, again, *rest)
 
     def _evaluate(self, x: Tensor, *, _args: tuple[Any, ...] = (), **kwargs: Any) -> State:
         """The tensors that the block returns."""

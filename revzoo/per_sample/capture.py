@@ -1,24 +1,22 @@
 """Pairs a layer's input with the gradient of its output, for per-sample gradients and norms.
 
 Libraries for these quantities keep the input of each layer from a forward hook to a backward hook.
-So all inputs stay alive, and a reversible network saves no memory. If activations are recomputed,
-the forward hooks also run twice. Here a layer's input is one more tensor that the step saves for
-the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the tape ]
-in :mod:`revzoo.core.replay.tape`). A mode that drops activations drops it, too; the replay fills it
-in again, and it is freed after the layer's backward. So only the inputs of one step are alive at
-once.
+So all inputs stay alive, and a reversible network saves no memory. If a step is evaluated again,
+the forward hooks also run twice. Here a layer's input belongs to the graph of its call, like any
+tensor that the graph saves.
 
 NOTE [ Captured inputs ]
-    1. The forward hook saves the inputs in the forward pass and in each replay, so both save the
-       same tensors in the same order.
-    2. The hook on a replay's output never runs: gradients flow through the graph of the forward
-       pass, and the graph of a replay is freed with the replay.
+    1. Modes ``invert`` and ``exact``: the graph of the forward pass is dropped at once, with the
+       inputs. The replay calls the layer again, and the hook on this output runs when the replay
+       differentiates it. So only the inputs of one step are alive.
+    2. Mode ``recompute``: the input is one more tensor that torch's checkpoint recomputes. The hook
+       on a recomputed output never runs: gradients flow through the first graph.
     3. Each call has its own hook on the output. A layer that is called twice has two hooks, each
        with the inputs of one call.
     4. The hook sees the inputs after the user's input hooks, and the output before the user's
        output hooks. So both belong to the layer itself.
-    5. The backward pass of a call drops the inputs, unless the graph is kept for another backward
-       pass; then the tape empties the slots when it moves on.
+    5. A replay differentiates in a backward pass of its own, nested in the caller's. Both are one
+       :class:`BackwardPass`, which the replay's forward hooks begin.
 """
 
 from __future__ import annotations
@@ -31,11 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.replay.slots import graph_is_kept, save_for_backward
-from revzoo.core.restore.global_state import runs_eagerly
+from revzoo.core.ambient import runs_eagerly
+from revzoo.core.saved import graph_is_kept, save_for_backward
 
 OnGradient = Callable[["Call", Tensor], None]
 
@@ -51,7 +50,9 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
         on_gradient: runs before the layer's own backward, once for each call and backward pass.
 
     Returns:
-        A handle whose ``remove()`` ends it, even for graphs that already exist.
+        A handle whose ``remove()`` ends it, even for graphs that already exist. But a graph of mode
+        ``recompute`` then raises a :class:`~revzoo.ReplayMismatchError`: a recomputation has other
+        tensors.
 
     Raises:
         TypeError: at the call, if the module has trainable parameters and returns several different
@@ -66,21 +67,55 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
         tensor([[1., 1., 1.]]) tensor([[1., 1.]])
         >>> handle.remove()
     """
-    hook = _Capture(on_gradient)
-    handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)  # rule 4
-    hook.id = handle.id
-    return handle
+    # prepend: rule 4
+    return module.register_forward_hook(_Capture(on_gradient), prepend=True, with_kwargs=True)
 
 
-def pending_calls(module: nn.Module, on_gradient: OnGradient) -> int:
-    """Number of captured calls of ``module`` that this backward pass may still reach.
+def calls(module: nn.Module, on_gradient: OnGradient) -> int:
+    """At least how often one backward pass can reach ``module``.
 
-    Counts calls for ``on_gradient`` with a live graph, including the running one.
+    Counts the calls in forward passes since the last backward pass that reached it.
     """
-    task = torch._C._current_graph_task_id()
+    return sum(hook.calls for hook in captures_of(module, on_gradient))
+
+
+def captures_of(module: nn.Module, on_gradient: OnGradient) -> list[_Capture]:
+    """The hooks of :func:`capture` on ``module``."""
     hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Capture)]
-    calls = (call for hook in hooks if hook.on_gradient == on_gradient for call in hook.calls)
-    return sum(call.task != task for call in calls)
+    return [hook for hook in hooks if hook.on_gradient == on_gradient]
+
+
+class BackwardPass:
+    """A running backward pass, with those nested in it.
+
+    Attributes:
+        at_end: called after it, unless it fails.
+        sums: per-sample gradients of parameters that it reaches several times.
+        single: parameters for which it needs no sum.
+    """
+
+    def __init__(self) -> None:
+        self.at_end: list[Callable[[], None]] = []
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.single: set[nn.Parameter] = set()
+
+    @staticmethod
+    def of(on_gradient: OnGradient) -> BackwardPass:
+        """The running one of all layers with this ``on_gradient``."""
+        running = _running.get(on_gradient)
+        if running is None:
+            running = _running[on_gradient] = BackwardPass()
+            # only autograd holds it, so it is gone if the pass fails
+            Variable._execution_engine.queue_callback(functools.partial(running._end, on_gradient))
+        return running
+
+    def _end(self, on_gradient: OnGradient) -> None:
+        del _running[on_gradient]
+        for fn in self.at_end:
+            fn()
+
+
+_running: weakref.WeakValueDictionary[OnGradient, BackwardPass] = weakref.WeakValueDictionary()
 
 
 class Call:
@@ -88,40 +123,44 @@ class Call:
 
     def __init__(self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Any]]) -> None:
         self.module = module
-        self.task = -1  # graph task of the last backward pass that ran it
         self._hook = hook
         self._inputs = inputs
-        hook.calls.add(self)
 
     def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments, detached; replays the step if it dropped them.
+        """The positional arguments, detached; recomputed in mode ``recompute``.
 
         Tensors only. A ``nn.MultiheadAttention`` gives all arguments, in the order of ``forward``.
         """
         values = (take() for take in self._inputs)
         return tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
 
+    @property
+    def backward_pass(self) -> BackwardPass:
+        """The running one."""
+        return BackwardPass.of(self._hook.on_gradient)
+
     def __call__(self, gradient: Tensor) -> None:
+        self._hook.reached = True
         try:
-            if self._hook.id in self.module._forward_hooks:
+            if self._hook in self.module._forward_hooks.values():
                 self._hook.on_gradient(self, gradient.detach())
         finally:
-            self.task = torch._C._current_graph_task_id()
-            if not graph_is_kept():  # rule 5
+            if not graph_is_kept():
                 self._inputs = []
-                self._hook.calls.discard(self)
 
 
 class _Capture:
-    """The forward hook. :mod:`revzoo.core.restore.search` ignores objects of this package."""
+    """The forward hook.
+
+    Attributes:
+        calls: see :func:`calls`.
+        reached: whether a backward pass has reached the module since its last forward pass.
+    """
 
     def __init__(self, on_gradient: OnGradient) -> None:
         self.on_gradient = on_gradient
-        self.id = -1
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Capture, (self.on_gradient,), {"id": self.id}  # a copy has no calls
+        self.calls = 0
+        self.reached = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -132,6 +171,12 @@ class _Capture:
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
         if not tensors:
             return
+        # private in torch 2.15; public functions do not say whether a backward pass runs
+        if torch._C._current_graph_task_id() == -1:
+            self.calls = 1 if self.reached else self.calls + 1
+            self.reached = False
+        else:
+            BackwardPass.of(self.on_gradient)  # rule 5
         if isinstance(module, nn.MultiheadAttention):
             self._attention(module, args, kwargs, tensors)
             return
@@ -140,7 +185,7 @@ class _Capture:
         if any(p.requires_grad for p in module.parameters(recurse=False)):
             _check_arguments(module, args, kwargs)
             _check_outputs(module, tensors)
-        inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
+        inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]
         tensors[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
 
     def _attention(
@@ -179,7 +224,7 @@ def _check_outputs(module: nn.Module, tensors: list[Tensor]) -> None:
 
 
 def _refuse_weights(hook: _Capture, module: nn.Module, gradient: Tensor) -> None:
-    if hook.id in module._forward_hooks and any(p.requires_grad for p in module.parameters()):
+    if hook in module._forward_hooks.values() and any(p.requires_grad for p in module.parameters()):
         raise TypeError(
             "the loss uses the attention weights that a nn.MultiheadAttention returns, so its "
             "gradient is not determined by its output's: detach these weights"

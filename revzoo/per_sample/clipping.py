@@ -29,6 +29,7 @@ from revzoo.per_sample.capture import Call
 from revzoo.per_sample.gradients import (
     Captures,
     layers,
+    note_single_use,
     own_parameters,
     per_sample_gradients,
     refuse_infinite,
@@ -70,8 +71,16 @@ class SampleNorms:
             handle.remove()
 
     def start(self, samples: int | None = None) -> None:
-        """Collect for a batch of ``samples``; drop the rest of an interrupted backward pass."""
-        self._forget()
+        """Collect from the next forward pass on, for a batch of ``samples``."""
+        self.restart()
+        self._start(samples)
+
+    def restart(self) -> None:
+        """Forget forward passes whose graph will not be used."""
+        self._captures.restart()
+
+    def _start(self, samples: int | None) -> None:
+        self._forget()  # the rest of an interrupted backward pass
         self.collecting, self._samples = True, samples
 
     def take(self) -> Tensor:
@@ -96,6 +105,7 @@ class SampleNorms:
         self._total: Tensor | None = None
         self._samples = None
         self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are used several times
+        self._single: set[nn.Parameter] = set()  # of all others
         self._seen: set[nn.Module] = set()
 
     def _add(self, call: Call, gradient: Tensor) -> None:
@@ -115,11 +125,12 @@ class SampleNorms:
             )
         parameters = own_parameters(module)
         # the norm of a sum is not a sum of norms: add the gradients of shared parameters first
-        if any(p in self._sums or self._captures.left(p) > 1 for p in parameters.values()):
+        if self._captures.several(parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
                 p = parameters[name]
                 self._sums[p] = self._sums[p] + g if p in self._sums else g
         else:
+            note_single_use(module, self._single)
             for square in squared_norms(module, call.inputs(), gradient).values():
                 self._total = self._total + square
         self._seen.add(module)
@@ -193,6 +204,7 @@ class ClippedGradients:
                 "floating-point images: the norms come from a backward pass to them"
             )
         self._images = images.detach().requires_grad_()  # for the first pass
+        self._sums.restart()  # a backward pass reaches one forward pass
         return (self._images, *args[1:])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
@@ -225,7 +237,7 @@ class ClippedGradients:
         if not count:
             self.norms = gradient.new_zeros(0)
             return self.norms
-        self._sums.start(count)
+        self._sums._start(count)
         try:
             # a first pass only to the images, which accumulates no gradients of parameters
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)

@@ -36,7 +36,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
 from revzoo.layers.batchnorm import InvertibleBatchNorm
-from revzoo.per_sample.capture import OnGradient, capture, pending_calls
+from revzoo.per_sample.capture import OnGradient, calls, capture, captures_of
 
 Gradients = dict[str, Tensor]
 
@@ -75,8 +75,20 @@ def refuse_infinite(norms: Tensor) -> None:
         )
 
 
+def note_single_use(module: nn.Module, known: set[nn.Parameter]) -> None:
+    """Add the parameters to ``known``; raise a RuntimeError if the norm of one is already known."""
+    parameters = own_parameters(module).values()
+    if not known.isdisjoint(parameters):
+        raise RuntimeError(
+            f"the parameters of a {type(module).__name__} got gradients a second time, but norms "
+            "of several uses do not add up: run one backward pass for all losses, before the next "
+            "forward pass"
+        )
+    known.update(parameters)
+
+
 class Captures:
-    """Registers ``on_gradient`` on each layer, and counts its calls still to come by parameter."""
+    """Registers ``on_gradient`` on each layer, and counts the uses of each parameter."""
 
     def __init__(self, layers: Iterable[nn.Module], on_gradient: OnGradient) -> None:
         self._on_gradient = on_gradient
@@ -87,9 +99,18 @@ class Captures:
                 self._owners.setdefault(p, []).append(layer)
             self.handles.append(capture(layer, on_gradient))
 
-    def left(self, p: nn.Parameter) -> int:
-        """How many more times this backward pass may reach ``p``, the running call included."""
-        return sum(pending_calls(owner, self._on_gradient) for owner in self._owners.get(p, ()))
+    def several(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether one backward pass may reach a parameter several times."""
+        return any(
+            sum(calls(owner, self._on_gradient) for owner in self._owners.get(p, ())) > 1
+            for p in parameters
+        )
+
+    def restart(self) -> None:
+        """Forget calls whose graph will not be used."""
+        for owner in {owner for owners in self._owners.values() for owner in owners}:
+            for hook in captures_of(owner, self._on_gradient):
+                hook.calls = 0
 
 
 def mixes_samples(module: nn.Module) -> bool:

@@ -9,8 +9,7 @@ NOTE [ The peak of a chain ]
     links up to ``i`` keep. The peak is the maximum over all ``i`` of
 
         forward    K(i-1) + input streams that no link keeps + temporary bytes of link i
-        backward   K(i) + streams that link i reads from words + temporary bytes of its backward
-                   pass, with its replay
+        backward   K(i) + temporary bytes of its backward pass, with its replay
 
     A stream counts once, even if several links hold it. An inverted step keeps nothing itself: a
     run of inverted steps keeps its last output, which the operators after the run hold.
@@ -51,9 +50,7 @@ class Choice:
         kind: decides which choices of the next link can follow: which steps beside the link are
             inverted, and which streams have words.
         follows: the ``kind`` of the choice before it; ``()`` for the first link.
-        holds: the streams that it keeps for the backward pass.
-        tapes: the streams that it keeps to recompute from them. If a link before holds the words of
-            such a stream (see :func:`words_of`), it keeps and reads the words instead.
+        holds: the streams that it keeps for the backward pass, and words (:func:`words_of`).
         renews: the streams that leave it as new tensors; old ones that are held count as well.
         keeps: other bytes that it keeps.
         forward: largest number of temporary bytes in the forward pass.
@@ -65,21 +62,17 @@ class Choice:
     kind: Kind = ()
     follows: Kind = ()
     holds: frozenset[int] = frozenset()
-    tapes: frozenset[int] = frozenset()
     renews: frozenset[int] = frozenset()
     keeps: int = 0
     forward: int = 0
     backward: int = 0
     cost: int = 0
 
-    def held_after(
-        self, held: frozenset[int]
-    ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        """Three sets of streams: held after the link, the new ones among them, read from words."""
+    def held_after(self, held: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The streams that are held after the link, and the new ones among them."""
         old = held - self.renews
-        read = frozenset(s for s in self.tapes if words_of(s) in old)
-        now = old | self.holds | (self.tapes - read)
-        return now, now - old, read
+        now = old | self.holds
+        return now, now - old
 
 
 def words_of(stream: int) -> int:
@@ -136,17 +129,16 @@ class Outcome(NamedTuple):
 def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
     """Bytes alive at the start of each link's forward pass, and of its backward pass.
 
-    Both include the base. The first include the link's input, the second the streams that it reads
-    from words.
+    Both include the base, and the first include the link's input.
     """
     held: frozenset[int] = frozenset()
     kept = chain.base
     for link, choice in zip(chain.links, choices, strict=True):
         # a stream that is held and enters counts once
         before = kept + chain.bytes_of(frozenset(link.inputs) - held)
-        held, new, read = choice.held_after(held)
+        held, new = choice.held_after(held)
         kept += choice.keeps + chain.bytes_of(new)
-        yield before, kept + chain.bytes_of(read)
+        yield before, kept
 
 
 def outcome_of(chain: Chain, choices: Sequence[Choice]) -> Outcome:
@@ -192,11 +184,10 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
             for choice in link.choices:
                 if kind != choice.follows:
                     continue
-                now, new, read = choice.held_after(held)
+                now, new = choice.held_after(held)
                 added = choice.keeps + chain.bytes_of(new)
-                leaving = added + chain.bytes_of(read)
                 # both lines of the NOTE, solved for K(i-1)
-                most = room - max(entering + choice.forward, leaving + choice.backward)
+                most = room - max(entering + choice.forward, added + choice.backward)
                 # streams that no later link mentions cannot tell two assignments apart
                 front = following.setdefault((choice.kind, now & later), [])
                 for label in labels:
@@ -251,12 +242,12 @@ def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
 
 
 def _mentioned(links: Sequence[Link]) -> frozenset[int]:
-    """The streams that enter links or that links hold, and the words that links may read."""
+    """The streams that enter links or that links hold."""
     streams: set[int] = set()
     for link in links:
         streams.update(link.inputs)
         for choice in link.choices:
-            streams.update(choice.holds, choice.tapes, map(words_of, choice.tapes))
+            streams.update(choice.holds)
     return frozenset(streams)
 
 

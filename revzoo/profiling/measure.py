@@ -234,10 +234,7 @@ class _Pieces:
             if i % 2:
                 call = self.calls[at]
                 kind = (call.inverted, *_with_words(call, call.outputs))
-                tapes = self._kept_of(call, call.inputs) if call.mode == "recompute" else {}
-                choice = Choice(
-                    call.mode, kind, follows, frozenset(holds), frozenset(tapes), keeps=kept
-                )
+                choice = Choice(call.mode, kind, follows, frozenset(holds), keeps=kept)
             else:
                 if at < len(self.calls):
                     call = self.calls[at]
@@ -252,6 +249,13 @@ class _Pieces:
         """The streams that autograd saves in each link, and the other bytes that the link keeps."""
         holds: list[set[int]] = [set() for _ in self.starts[1:]]
         keeps = [0] * len(holds)
+        # a stream's storage holds its words
+        words = {
+            id(call.words[id(t)]): t.savers
+            for call in self.calls
+            for t in (*call.inputs, *call.outputs)
+            if id(t) in call.words
+        }
         for allocation in self.trace.allocations:
             if allocation.kind != "kept":
                 continue
@@ -260,26 +264,16 @@ class _Pieces:
                 # the first saver frees it last: the backward pass walks back
                 keeps[min(allocation.savers, default=self._at(allocation.born))] += allocation.size
             else:
-                for i in allocation.savers:
+                for i in allocation.savers | words.get(id(allocation), set()):
                     holds[i].add(number)
         return holds, keeps
-
-    def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
-        """Number of each stream to the number of the tensor kept for it: its words, or itself.
-
-        Leaves out streams that are not kept.
-        """
-        kept = ((t, call.words.get(id(t), t)) for t in streams)
-        return {
-            self.numbers[id(t)]: self.numbers[id(held)] for t, held in kept if held.kind == "kept"
-        }
 
     def _left_of_run(self, at: int) -> set[int]:
         """The part of its last output that an inverted run keeps, if it ends before step ``at``."""
         if not at or not self.calls[at - 1].inverted:
             return set()
         last = self.calls[at - 1]
-        held = {*self._kept_of(last, last.outputs).values()}
+        state = [last.words.get(id(t), t) for t in last.outputs]
         following = self.calls[at] if at < len(self.calls) else None
         # the run continues if the next step is inverted, too, and takes these very tensors
         continues = (
@@ -287,7 +281,7 @@ class _Pieces:
             and following.inverted
             and [*map(id, following.inputs)] == [*map(id, last.outputs)]
         )
-        return set() if continues else held
+        return set() if continues else {self.numbers[id(t)] for t in state if t.kind == "kept"}
 
     def _renewed(self, at: int) -> frozenset[int]:
         """The streams that are copied between step ``at`` and the one before, and their words."""

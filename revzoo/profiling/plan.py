@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo._checks import either
 from revzoo.core.guard.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
@@ -186,8 +187,11 @@ class Planner:
             traces = measure(self._twin, self._images, inverting=self.inverting)
             chain, calls = chain_of(traces), traces[0].calls
             self._nominal = chain  # not timed
-            # the second term: float64 values that the guard holds while it samples
+            # float64 values that the guard holds while it samples
             self._reserve = sum(map(_reserve_of, calls)) + 3 * 8 * SUMS * SUMMED
+            # replays update copies of a norm's statistics
+            norms = (m for m in model.modules() if isinstance(m, _NormBase))
+            self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
             if clock:
                 chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + self.extra)
@@ -339,7 +343,7 @@ class Planner:
             f"budget={shown} is less than any plan needs: at least {sized(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}. Of these, {sized(fixed)} are "
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
-            f"states and the guard; use {either(remedies)}"
+            f"states, statistics and the guard; use {either(remedies)}"
         )
 
     def _smaller_side(self, share: float) -> int:

@@ -12,7 +12,8 @@ NOTE [ Who made a tensor ]
     In the forward pass and in a replay: the innermost running module of the model. Sequences and
     modules that the pass creates do not count. In the backward pass: the module whose forward pass
     recorded the running node. Autograd numbers nodes in order of creation, so the nodes of a module
-    have the numbers between its start and its end.
+    have the numbers between its start and its end. An inverting mode records one node for a step,
+    and a small graph in its replay, whose backward pass runs inside that node.
 
 NOTE [ Links of a trace ]
     The forward pass is a row of links: the operators before step 0, step 0, the operators between
@@ -49,12 +50,11 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import check_module, counts_of, shortened
+from revzoo.core import tape
+from revzoo.core.conditions import Members
 from revzoo.core.fixedpoint.words import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
-from revzoo.core.restore.conditions import is_replaying
-from revzoo.core.restore.global_state import CountedDraws
-from revzoo.core.restore.reach import reached
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
@@ -181,12 +181,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         # stacks: running modules by path, and the index in `calls` of their step (-1: none)
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
-        self._left: list[weakref.ref[Tensor]] = []  # the last step's outputs
+        self._tapes = False  # whether the running step is inverted
         # A place is (module, link). The nodes of _places[k] have the numbers from _numbers[k] to
         # _numbers[k + 1].
         self._numbers: list[int] = [0]
         self._places: list[tuple[str, int]] = [("", 0)]
         self._node = ("", 0)  # the place whose node runs, in the backward pass
+        self._task: int | None = None  # the backward pass
         self._outer = torch._C._current_autograd_node()  # if a backward hook counts a step
         self._place = ("", 0)  # the place of the running operator
         self._operation = ""
@@ -233,7 +234,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             outputs = None
             try:
                 outputs = self._call(module, *args, **kwargs)
-            finally:  # a replay that stops early leaves its modules by an exception
+            finally:  # torch's checkpoint stops a replay early by an exception
                 self._leave_module(outputs)
             return outputs
 
@@ -242,12 +243,14 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         _calls.acquire()
         self._call = _Module._call_impl
         _Module._call_impl = call
+        tape.watcher = self._run_step
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _Module._call_impl = self._call
+        tape.watcher = None
         _calls.release()
         for t, gradient in self._outside.items():
             t.grad = gradient
@@ -258,8 +261,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Run the operator and record its outputs."""
         if func.namespace == "prim":  # asks a fake tensor for its device
             return func(*args, **kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            CountedDraws.now += 1
         self._set_gradients_aside((args, kwargs))
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
@@ -309,10 +310,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if node is None:
             return self._modules[-1], self._link()
         number = node._sequence_nr()
-        if number < 2**63:  # accumulating a gradient has no number: it belongs to the node before
+        task = torch._C._current_graph_task_id()
+        if self._task is None and self.turn:
+            self._task = task
+        # a replay's own backward pass belongs to the node that replays; the accumulation of a
+        # gradient, which has no number, to the node before
+        if self._task in (None, task) and number < 2**63:
             self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
-        if not is_replaying():
-            del self._modules[1:]  # a replay that stopped early left its modules by an exception
         replayed = self._modules[-1]
         return replayed or self._node[0], self._node[1]
 
@@ -353,16 +357,26 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             if (fixed := fixed_of(t)) is not None:
                 call.words[id(self.allocation_of(t))] = self.allocation_of(fixed.words)
 
-    def _note_moved_words(self) -> None:
-        """Record the words of the last step's outputs, set after its call."""
-        self._note_words(self.calls[-1], [t for ref in self._left if (t := ref()) is not None])
-        self._left = []
+    def _run_step(self, run: tape.Run, step: Step, state: Any, context: Any) -> Any:
+        """Run a step in its mode, which may not call the module, and keeps tensors beside it."""
+        outer, self._tapes = self._tapes, mode_of(effective_mode(step)).inverts
+        named = id(step) in self._names
+        outputs = None
+        if named:
+            self._enter_module(step, state, context)
+        try:
+            outputs = run(step, state, context)
+        finally:
+            self._tapes = outer
+            if named:
+                self._leave_module(outputs)
+        return outputs
 
     def _enter_module(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         name = self._names[id(module)]
         self._modules.append(name)
         # nodes and steps are counted in the forward pass only
-        if self._running_node() is not None or is_replaying():
+        if self._running_node() is not None:
             return
         # only the outermost step counts: steps inside a branch belong to it
         index = self._current[-1]
@@ -372,8 +386,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             # without the tensors: a reference from here would keep them alive
             context = tree_map_only(Tensor, Layout.of, kwargs)
             streams = [self.allocation_of(t) for t in state]
-            if self.calls:
-                self._note_moved_words()
             mode = effective_mode(module)
             self.calls.append(StepCall(name, mode, self.tick, layout, context, streams))
             self._note_words(self.calls[-1], state)
@@ -382,9 +394,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._mark()
 
     def _leave_module(self, outputs: Any) -> None:
-        if len(self._modules) > 1:  # _where() empties it during replays of torch's checkpoint
-            self._modules.pop()
-        if self._running_node() is not None or is_replaying():
+        self._modules.pop()
+        if self._running_node() is not None:
             return
         index = self._current.pop()
         if index >= 0 and self._current[-1] < 0:  # the outermost step ends
@@ -392,7 +403,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
             tensors = [t for t in streams if isinstance(t, Tensor)]
             call.outputs = [self.allocation_of(t) for t in tensors]
-            self._left = [weakref.ref(t) for t in tensors]
             self._note_words(call, tensors)
             call.end = self.tick
         self._mark()
@@ -405,8 +415,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def turn_back(self) -> None:
         """End the forward pass: its live tensors are kept for the backward pass."""
         self.turn = self.tick
-        if self.calls:
-            self._note_moved_words()
         for allocation in self._alive.values():
             if allocation.kind == "temporary":
                 allocation.kind = "kept"
@@ -414,8 +422,9 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def pack(self, t: Tensor) -> Tensor:
         """Record that autograd saves ``t``; the pack hook of the forward pass."""
         allocation = self.allocation_of(t)
-        allocation.saved += 1
-        allocation.savers.add(self._link())
+        if not self._tapes:  # a tape lets go of each state for the next one
+            allocation.saved += 1
+            allocation.savers.add(self._link())
         # detached: an output saved by its own node would keep that node alive
         return t if t.is_leaf else t.detach()
 
@@ -544,10 +553,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 def _reached_leaves(model: nn.Module) -> list[Tensor]:
     """The leaf tensors that the model and its functions hold."""
-    reach, modules = reached(model)
-    found = [place.get(key) for place, key, _ in reach.tensors]
-    for m in modules:
-        found += [*m._parameters.values(), *m._buffers.values()]
+    members = Members.of_function(model)
+    found = [table[name] for table, name in (*members.parameters, *members.buffers)]
+    found += [t for m in members.norms for t in m.buffers()]
+    found += members.tensors
     leaves = (t for t in found if isinstance(t, Tensor) and t.is_leaf and not is_lazy(t))
     return list({id(t): t for t in leaves}.values())
 

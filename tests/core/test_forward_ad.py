@@ -97,4 +97,5 @@ def test_gradcheck_of_forward_mode(mode):
     net = ReversibleSequence(list(linear_net(depth=1, width=2)), memory=mode)
     x = vectors()[:2, :4].clone().requires_grad_()
     assert torch.autograd.gradcheck(net, x, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(net, x, check_fwd_over_rev=True)
+    if mode not in ("invert", "exact"):  # first derivatives only
+        assert torch.autograd.gradgradcheck(net, x, check_fwd_over_rev=True)

@@ -11,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
+from revzoo.core import conditions, tape
 from revzoo.core.guard import drift
-from revzoo.core.replay import tape
-from revzoo.core.restore import conditions
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -119,7 +118,7 @@ def train_step(net):
     net(torch.randn(2, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
 
 
-@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("mode", ["invert", "exact"])
 def test_a_guarded_step_is_refused_while_a_graph_is_captured(mode, capturing):
     net = small_net(lambda: torch.nn.Linear(4, 4), mode)
     with pytest.raises(RuntimeError, match=r"CUDA graph.*set_drift_limit\(model, None\)"):
@@ -133,16 +132,12 @@ def test_a_step_that_draws_is_refused_while_a_graph_is_captured(request):
         def forward(self, x):
             return super().forward(x) * torch.rand(4)
 
-    class Drawless(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x)
-
-    nets = [small_net(lambda kind=kind: kind(4, 4)) for kind in (Draws, Drawless)]
+    nets = [small_net(lambda kind=kind: kind(4, 4)) for kind in (Draws, torch.nn.Linear)]
     for net in nets:
         revzoo.set_drift_limit(net, None)
         train_step(net)  # shows what draws
     request.getfixturevalue("capturing")
-    with pytest.raises(RuntimeError, match=r"draws random numbers.* run a few steps before"):
+    with pytest.raises(RuntimeError, match=r"may draw random numbers.*remove dropout"):
         train_step(nets[0])
     train_step(nets[1])
 

@@ -8,6 +8,7 @@ from torch import nn
 from revzoo import AdditiveCoupling, ReversibleSequence, Step, memory, set_memory
 from revzoo.core import modes
 from revzoo.core.modes import MODES, Mode
+from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import PLANNED
 
 
@@ -164,3 +165,18 @@ def test_a_plan_for_another_model_is_refused(plan, message):
     with pytest.raises(ValueError, match=message):
         set_memory(net, plan)
     assert set_modes(net) == {"exact"}
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_chain_keeps_no_state_after_its_backward_pass(mode):
+    """The loss held the graph, and so the input of each chain, until the whole pass was done."""
+    net, x = linear_net(), images(256, size=1).flatten(1)
+    set_memory(net, mode)
+    net(x).sum().backward()  # makes gradients, and tables of the guard
+    with LiveMemory() as live:
+        y = net(x)
+        loss = y.sum()
+        loss.backward()
+        del y
+    assert loss.requires_grad
+    assert live.now < x.nbytes

@@ -61,7 +61,7 @@ def test_weights_of_a_reversible_block_stay(monkeypatch):
 
     monkeypatch.setattr(offload, "_STAYS", ("meta",))  # as if the CPU were a GPU
     monkeypatch.setattr(offload, "_Moved", moved)
-    monkeypatch.setattr(offload, "_unpack", offload.unpack_versioned)
+    monkeypatch.setattr(offload, "_unpack", offload.Versioned.get)
     layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
     net = revzoo.make_reversible(nn.TransformerEncoder(layer, 2))
     revzoo.set_memory(net, "offload")

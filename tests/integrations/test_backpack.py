@@ -141,6 +141,19 @@ def test_accumulated_gradients():
         torch.testing.assert_close(p.grad, loops[0][name].sum(0) + loops[1][name].sum(0))
 
 
+@pytest.mark.parametrize("mode", ["store", "invert"])
+def test_a_graph_from_before_another_backward_pass_raises(mode):
+    """Squares of both uses would have to be added up before."""
+    net, (x, labels) = extend(tied_network(mode)), tied_batch()
+    with backpack(BatchL2Grad()):
+        first = summed_loss(net, x, labels)
+        summed_loss(net, x, labels).backward()
+        third = summed_loss(net, x, labels)
+        with pytest.raises(RuntimeError, match="one backward pass for all losses"):
+            (first + third).backward()
+        summed_loss(net, x, labels).backward()
+
+
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_remove_leaves_no_hook(mode):
     """Neither in the modules nor in an existing graph."""
@@ -148,12 +161,13 @@ def test_remove_leaves_no_hook(mode):
     before = {name: dict(m._forward_hooks) for name, m in net.named_modules()}
     extend(extend(net))
     copied = extend(copy.deepcopy(net))
-    loss = summed_loss(net, *batch())
+    graph = summed_loss(net, *batch()) if mode == "store" else None
     remove(net)
     assert before == {name: dict(m._forward_hooks) for name, m in net.named_modules()}
     assert not any(m._backward_hooks for m in net.modules())
     with backpack(BatchGrad()):
-        loss.backward()
+        if graph is not None:  # a recomputation without the hooks saves other tensors, and raises
+            graph.backward()
         summed_loss(net, *batch()).backward()
     assert not any(hasattr(p, "grad_batch") for p in net.parameters())
     with backpack(BatchGrad()):

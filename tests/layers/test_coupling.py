@@ -102,7 +102,11 @@ def test_gradgradcheck_of_affine(mode):
     net = twin(affine_net(depth=2, width=2), mode)
     x = vectors(4)[:2].requires_grad_()
     assert torch.autograd.gradcheck(net, x)
-    assert torch.autograd.gradgradcheck(net, x)
+    if mode == "invert":
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*'recompute'"):
+            torch.autograd.gradgradcheck(net, x)
+    else:
+        assert torch.autograd.gradgradcheck(net, x)
 
 
 class Conditioned(nn.Module):
@@ -134,7 +138,7 @@ def test_a_condition_changed_in_place_is_an_error():
     condition = vectors(2)[:1].clone()
     y = net(vectors().requires_grad_(), condition=condition)
     condition.add_(1)
-    with pytest.raises(RuntimeError, match=r"'condition'.*modified by an in-place operation"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace .*'condition'"):
         y.sum().backward()
 
 

@@ -223,7 +223,8 @@ def test_feature_maps_of_torchvision(how):
             *("starts", "joins", "joins"),
             *("alone", "starts"),
         ]
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *(maps[:2] for maps in found)))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)  # a map has several uses
     plain = list(maps_of(small())(images(32)).values())
     assert not torch.allclose(found[0][0], plain[0], atol=1e-3)
     if how == "graph":
@@ -262,7 +263,7 @@ def test_detection_and_segmentation(make):
         loss = sum(v.square().mean() for v in outputs.values())
         trained = [p for p in net.parameters() if p.requires_grad]
         found.append([loss, *torch.autograd.grad(loss, trained), *net.buffers()])
-    assert all(map(torch.equal, *found))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)  # a feature map has several uses
     assert "joins" in {row.role for row in reversible_blocks(net)}
 
 
@@ -307,12 +308,13 @@ def test_adapters_and_the_librarys_checkpoint(order, reentrant):
         assert [row.role for row in reversible_blocks(net)] == ["starts", "joins", "joins"]
         return [loss, *(p.grad for p in net.parameters() if p.requires_grad)]
 
+    if reentrant:
+        with pytest.raises(RuntimeError, match="set use_reentrant=False"):
+            gradients("exact", reentrant)
+        return
     found = gradients("exact", reentrant), gradients("store", None)
     assert len(found[0]) == 7
-    if reentrant:  # autograd then sums the gradients in another order
-        assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(*found, strict=True))
-    else:
-        assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *found))
 
 
 def test_torchs_own_encoder():

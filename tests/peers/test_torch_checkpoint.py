@@ -382,9 +382,7 @@ def test_custom_functions():
     assert_same(both(fn, leaf(), leaf(seed=1), early_stop=False))
     counted = Counted(fn)
     y = checkpoint(counted, leaf(), leaf(seed=1))
-    node = y.grad_fn
-    assert node._saved_result.data_ptr() == node._saved_result.data_ptr()
-    assert counted.calls == 2
+    assert torch.equal(y.grad_fn._saved_result, y)
 
 
 def test_context_managers_for_both_passes():
@@ -472,30 +470,29 @@ def test_a_replay_that_saves_less_is_an_error(options):
     """test_checkpoint_detects_non_determinism: fewer tensors."""
     y = checkpoint(passes(three, two), leaf(), **options)
     with pytest.raises(
-        ReplayMismatchError, match=r"saved \d tensors, its forward pass \d"
+        ReplayMismatchError, match=r"different number of tensors|unpacking tensors"
     ) as error:
         y.sum().backward()
     assert ("aten.exp" in str(error.value)) is options.get("debug", False)
 
 
 def test_a_replay_that_saves_more():
-    """test_checkpoint_detects_non_determinism: more tensors; an early stop does not see them."""
-    y = checkpoint(passes(two, three), leaf(), early_stop=False)
-    with pytest.raises(ReplayMismatchError, match="saved 3 tensors, its forward pass 2"):
-        y.sum().backward()
+    """test_checkpoint_detects_non_determinism: more tensors. Of a function, whose code may do
+    anything, a replay runs to its end and compares values, unless ``determinism_check="none"``."""
+    for early_stop in (True, False):
+        y = checkpoint(passes(two, three), leaf(), early_stop=early_stop)
+        with pytest.raises(ReplayMismatchError, match="trying to save more tensors"):
+            y.sum().backward()
     x = leaf()
-    checkpoint(passes(two, three), x).sum().backward()
+    checkpoint(passes(two, three), x, determinism_check="none").sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(two(x).sum(), x)[0])
 
 
 def test_a_replay_with_other_shapes_is_an_error():
-    """test_checkpoint_detects_non_determinism: metadata. ``determinism_check="none"`` leaves out
-    the comparison of values, which torch never makes; shapes are compared all the same, since no
-    node of the graph could use others."""
-    for check in ("default", "none"):
-        y = checkpoint(passes(two, lambda x: two(x[:2]).repeat(2)), leaf(), determinism_check=check)
-        with pytest.raises(ReplayMismatchError, match="of shape"):
-            y.sum().backward()
+    """test_checkpoint_detects_non_determinism: metadata."""
+    y = checkpoint(passes(two, lambda x: two(x[:2]).repeat(2)), leaf())
+    with pytest.raises(ReplayMismatchError, match="different metadata"):
+        y.sum().backward()
 
 
 def test_a_replay_with_other_values_is_an_error_unless_nobody_checks():
@@ -512,8 +509,7 @@ def test_a_replay_with_other_values_is_an_error_unless_nobody_checks():
     ("options", "message"),
     [
         ({"determinism_check": "other"}, "expected 'default' or 'none'"),
-        ({"debug": True, "context_fn": lambda: None}, "expected one of them"),
-        ({"respect_saved_tensors_hooks": True}, "expected None or False"),
+        ({"debug": True, "context_fn": lambda: None}, "incompatible with non-default context_fn"),
     ],
 )
 def test_options_that_are_refused(options, message):
@@ -682,24 +678,23 @@ def test_a_backward_pass_inside_a_backward_pass(early_stop):
 
 
 def test_a_function_that_differentiates_inside_itself():
-    """Beyond torch's tests. torch runs the function once more inside its forward pass; here it is
-    refused by name, since what it saves is not known before it ends."""
-    x = leaf()
+    """Beyond torch's tests: torch runs the function once more inside its forward pass."""
 
     def fn(t):
         (g,) = torch.autograd.grad(t.sin().exp().sum(), t, create_graph=True)
         return g * t
 
-    with pytest.raises(RuntimeError, match="a backward pass ran inside the forward code"):
-        checkpoint(fn, x)
+    assert_same(both(fn, leaf(), determinism_check="none"))
 
 
 def test_an_early_stop_leaves_out_what_comes_after_the_last_saved_tensor():
-    """test_nested_checkpoint_set_early_stop."""
+    """test_nested_checkpoint_set_early_stop. To compare values, a replay runs to the end."""
     for early_stop, expected in ((True, 1), (False, 2)):
         tail = Counted(torch.clone)
         x = leaf()
-        y = checkpoint(lambda t: tail(t.sin().exp()), x, early_stop=early_stop)
+        y = checkpoint(
+            lambda t: tail(t.sin().exp()), x, early_stop=early_stop, determinism_check="none"
+        )
         y.sum().backward()
         assert tail.calls == expected
 
@@ -737,7 +732,7 @@ def test_chosen_operators_are_not_computed_again():
 
     counts, grads = [], []
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    for options in ({"context_fn": contexts, "respect_saved_tensors_hooks": False}, {}):
+    for options in ({"context_fn": contexts}, {}):
         y = checkpoint(fn, x, w, early_stop=False, **options)
         with Multiplications() as mode:
             grads.append(torch.autograd.grad(y.sum(), [x, w]))
@@ -789,23 +784,13 @@ def test_flags_buffers_and_generators_are_restored_from_the_forward_pass():
     assert_same(runs)
 
 
-def test_variables_that_are_bound_anew_and_lists_that_grow():
-    """In torch, all the lambdas would run the last layer; and a list is appended to twice."""
-    layers = [nn.Linear(4, 4).double() for _ in range(3)]
-    x, seen = leaf(2, 4), []
-
-    def note(t, into):
-        into.append(t.shape)
-        return t.tanh()
-
-    y = x
-    for layer in layers:
-        y = checkpoint(lambda t, into: note(layer(t), into), y, seen)
-    z = x
-    for layer in layers:
-        z = layer(z).tanh()
-    assert_same([torch.autograd.grad(o.sum(), x) for o in (y, z)])
-    assert len(seen) == 3
+def test_variables_that_are_bound_anew_are_reported():
+    """In torch, all the lambdas silently run the last layer."""
+    y = leaf(2, 4)
+    for layer in [nn.Linear(4, 4).double() for _ in range(3)]:
+        y = checkpoint(lambda t: layer(t).tanh(), y)
+    with pytest.raises(revzoo.DriftError, match="changed since"):
+        y.sum().backward()
 
 
 def test_a_decorator():

@@ -123,6 +123,24 @@ def test_norms_come_with_an_ordinary_backward_pass():
     torch.testing.assert_close(norms.take().sqrt(), norms_of(loop), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("mode", ["store", "invert"])
+def test_norms_of_two_forward_passes_and_of_two_backward_passes(mode):
+    """The norm of a sum is not the sum of the norms."""
+    net, (x, labels) = tied_network(mode), tied_batch()
+    loop, other = looped(net, x, labels), looped(net, -x, labels)
+    norms = SampleNorms(net)
+    norms.start()
+    losses = [functional.cross_entropy(net(t), labels, reduction="sum") for t in (x, -x)]
+    sum(losses).backward()
+    expected = norms_of({name: g + other[name] for name, g in loop.items()})
+    torch.testing.assert_close(norms.take().sqrt(), expected, rtol=1e-10, atol=1e-10)
+    norms.start()
+    loss = net(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass for all losses"):
+        loss.backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*a value added to it is nan:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_a_sample_that_is_not_finite_raises(mode):
@@ -300,19 +318,18 @@ def test_a_copy_and_a_pickle_clip_by_themselves():
         assert_clipped(other, loop, 3)
 
 
-def test_the_first_pass_leaves_no_activations():
-    """A step of clipping peaks near an ordinary step; the kept graph holds no slot's value."""
+def test_a_step_of_clipping_does_not_grow_with_depth():
+    """The first pass keeps the graph, but no activations."""
 
-    def peak(clipping):
-        net = network("revnet38", "exact")
+    def peak(depth):
+        options = {**ZOO["revnet38"], "units": (depth, 1)}
+        net = revzoo.create_model("revnet38", **options, memory="exact").double()
         images, labels = batch(16, 16)
-        if clipping:
-            kept.append(ClippedGradients(net, CLIP))
+        ClippedGradients(net, CLIP)
         functional.cross_entropy(net(images), labels).backward()
         net.zero_grad()
         with LiveMemory() as memory:
             functional.cross_entropy(net(images), labels).backward()
         return memory.peak - sum(p.nbytes for p in net.parameters())
 
-    kept = []
-    assert peak(clipping=True) < 1.5 * peak(clipping=False)
+    assert peak(6) < 1.05 * peak(2)

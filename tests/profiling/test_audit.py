@@ -36,7 +36,8 @@ def test_fake_and_real_steps_agree(mode):
     assert fake.kept_bytes == pytest.approx(real.kept_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("mode", ["store", "invert"])
+# the tracker's hooks keep the tensors of replays alive, so it cannot judge the inverting modes
+@pytest.mark.parametrize("mode", ["store", "recompute"])
 def test_the_peak_is_the_one_that_torchs_tracker_sees(mode):
     model = small(mode)
     counted = audit(model, SHAPE, modes=[]).peak_bytes
@@ -100,7 +101,8 @@ def test_modes_are_counted_side_by_side():
     assert report.kept_bytes == kept["recompute"]
     text = str(report)
     assert "stages.0" in text
-    assert ", revzoo: " in text
+    assert ", autograd: " in text
+    assert ", revzoo: " in str(audit(small("exact"), SHAPE, modes=[]))  # words
 
 
 def test_an_audit_changes_nothing():

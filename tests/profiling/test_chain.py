@@ -65,8 +65,11 @@ def _choice(draw, mode, after, inputs, outputs) -> Choice:
         mode,
         INVERTED if mode == "invert" else PLAIN,
         after,
-        holds=frozenset(draw.sample([*inputs, *outputs], draw.randint(0, 3)) if store else ()),
-        tapes=frozenset(inputs if mode == "recompute" else ()),
+        holds=frozenset(
+            draw.sample([*inputs, *outputs], draw.randint(0, 3))
+            if store
+            else (inputs if mode == "recompute" else ())
+        ),
         keeps=draw.randint(10, 60) if store else draw.randint(0, 2),
         forward=forward,
         backward=draw.randint(0, 40) if store else draw.randint(20, 140),
@@ -94,11 +97,8 @@ def peak_by_hand(chain: Chain, choices) -> int:
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
         alive.append([*kept, *((s, copies[s]) for s in link.inputs), ("bytes", choice.forward, "")])
         copies.update(choice.renews)
-        read = [s for s in choice.tapes if (words_of(s), copies[words_of(s)]) in kept]
-        streams = choice.holds | choice.tapes.difference(read)
-        kept += [*((s, copies[s]) for s in streams), ("bytes", choice.keeps, f"{i} keeps")]
-        reading = [("bytes", chain.sizes[s], f"{s} is read") for s in read]
-        alive.append([*kept, *reading, ("bytes", choice.backward, "")])
+        kept += [*((s, copies[s]) for s in choice.holds), ("bytes", choice.keeps, f"{i} keeps")]
+        alive.append([*kept, ("bytes", choice.backward, "")])
     sizes = [
         sum(x[1] if x[0] == "bytes" else chain.sizes[x[0]] for x in set(moment)) for moment in alive
     ]

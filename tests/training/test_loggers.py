@@ -169,7 +169,7 @@ def test_events_wait_for_a_full_disk(
             logger.save()
     logger.finalize("success")
     assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2, 3]
-    assert len(caplog.messages) == 1
+    assert sum("keeping its rec" in message for message in caplog.messages) == 1
 
 
 def test_a_record_that_is_cut_off_is_written_again(

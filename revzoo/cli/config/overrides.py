@@ -54,31 +54,6 @@ SEVERAL_TYPES = (
     # a number of batches or a fraction of them
     *(f"trainer.limit_{split}_batches" for split in ("train", "val", "test")),
 )
-# names of timm, torch's examples and Lightning's template, and our counterparts
-COUNTERPARTS = {
-    **dict.fromkeys(
-        ("aa", "auto_augment", "reprob", "color_jitter", "hflip", "vflip"),
-        "data.augment, which has crops, a flip, mixup and cutmix only; for others register data "
-        "of your own (docs/how-to/extend.md)",
-    ),
-    **dict.fromkeys(("amp", "fp16", "use_amp"), "precision=bf16"),
-    **dict.fromkeys(("device", "gpus", "gpu", "cuda"), "trainer=gpu or trainer=cpu"),
-    **dict.fromkeys(("opt", "optimizer"), "optim=NAME, listed by revzoo options optim"),
-    **dict.fromkeys(
-        ("sched", "scheduler", "lr_scheduler"),
-        "optim.schedule.name=constant, cosine, onecycle or step",
-    ),
-    **dict.fromkeys(
-        ("warmup_epochs", "warmup_steps"), "optim.schedule.warmup=FRACTION, of the whole run"
-    ),
-    **dict.fromkeys(
-        ("clip_grad", "grad_clip", "max_grad_norm"), "trainer.gradient_clip_val=NUMBER"
-    ),
-    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "revzoo train --resume RUN"),
-    **dict.fromkeys(("model_ema", "use_ema"), "'callbacks.ema={}'"),
-    "smoothing": "optim.label_smoothing=NUMBER",
-    "workers": "data.num_workers=N",
-}
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
     "hydra.run.dir",
@@ -264,7 +239,10 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     section, dot, _ = key.partition(".")
     is_new = override.is_add() or override.is_force_add()
     value = str(override.input_line).partition("=")[2]
-    remedy = "" if key in known else our_spelling(key, value, ["hydra", "debug", *base])
+    sections = ["hydra", "debug", *base]
+    leaf = key.rpartition(".")[2]
+    remedy = our_spelling(key, value, sections) or our_spelling(leaf, value, sections)
+    remedy = "" if key in known else remedy
     if key in known or (is_new and dot and section in known and not remedy):
         return
     remedy = remedy or _remedy(key, value, base, [*groups, *known], folder)
@@ -293,8 +271,6 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
     if key == "resume":
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
-    if leaf in COUNTERPARTS:
-        return f"; use {COUNTERPARTS[leaf]}"
     if section == "callbacks" and leaf in _registered_callbacks():
         return f", but it is registered: add it by '+{key}={value or '{}'}'"
     # trainer.max_time

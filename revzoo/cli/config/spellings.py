@@ -6,11 +6,19 @@ import re
 from collections.abc import Container
 
 _SMOKE, _DATA = "debug=smoke", "data=imagefolder data.root=@"
+_AUGMENT = "data.augment.mixup=0.2, or its crops, flip and cutmix: there are no others"
 _WEIGHTS = "+model.checkpoint_path=@ for its weights; train --resume RUN_DIR continues a run"
 
 # KEY or KEY=VALUE -> what to write; @ is the value. Keys whose last part is ours, such as lr,
 # need no row: the nearest key is suggested anyway.
 SPELLINGS = {
+    **dict.fromkeys(("aa", "auto_augment", "reprob", "color_jitter", "hflip", "vflip"), _AUGMENT),
+    **dict.fromkeys(("fp16", "use_amp"), "precision=bf16"),
+    **dict.fromkeys(("gpu", "cuda"), "trainer.accelerator=gpu"),
+    **dict.fromkeys(("grad_clip", "max_grad_norm"), "trainer.gradient_clip_val=@"),
+    "resume_from_checkpoint": _WEIGHTS,
+    "use_ema": "'callbacks.ema={decay: 0.999}'",
+    "warmup_steps": "optim.schedule.warmup=0.1, a fraction of the run",
     "accumulate_grad": "trainer.accumulate_grad_batches=@",
     "amp": "precision=bf16",
     "arch": "model=@",

@@ -124,6 +124,9 @@ def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
 
 def in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *options: Any) -> None:
     """``fn(*tensors, *options)``, piece by piece, so that its temporary tensors are small."""
+    if backend is None and tensors[0].numel() <= _CHUNK:
+        fn(*tensors, *options)
+        return
     words = next(t for t in tensors if not t.is_floating_point())
     if backend is not None and fn in _COMPILABLE and has_values(words):
         _compiled(fn, backend)(*(_flat(tensors) or tensors), *options)

@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from revzoo.core.ambient import autocast_dtypes, runs_eagerly
 from revzoo.core.fixedpoint import integer_kernels
 from revzoo.core.fixedpoint.integer_kernels import (
     in_chunks,
@@ -58,7 +59,6 @@ from revzoo.core.fixedpoint.integer_kernels import (
     subtract,
 )
 from revzoo.core.invertible import Step
-from revzoo.core.restore.global_state import autocast_dtypes, runs_eagerly
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
 AUTO = "auto"
@@ -79,10 +79,11 @@ class Scale:
         down: the value of one unit, a power of two, as a scalar tensor on the streams' device.
         up: ``1 / down``.
         end: sums are exact below it.
+        nan: a NaN on the device.
         word_type: the dtype of the words.
     """
 
-    __slots__ = ("_nan", "bits", "down", "end", "up", "word_type")
+    __slots__ = ("bits", "down", "end", "nan", "up", "word_type")
 
     def __init__(self, down: Tensor, word_type: torch.dtype, bits: int | None = None) -> None:
         self.bits = bits
@@ -90,13 +91,8 @@ class Scale:
         self.down = down
         self.up = down.reciprocal()
         # two bits less than the word: the sum of two such values still fits, with the sign
+        self.nan = torch.full_like(down, math.nan)
         self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
-        self._nan = torch.full_like(down, math.nan)
-
-    def down_within(self, amax: Tensor) -> Tensor:
-        """``down``; NaN where the ``amax`` is beyond the range (rule 6)."""
-        # a comparison on the device, since reading the amax would stall it
-        return torch.where(amax < self.end, self.down, self._nan)
 
 
 def fraction_bits(scale: Scale) -> int:
@@ -135,59 +131,99 @@ _numbers = itertools.count()
 
 
 class Amax:
-    """The largest magnitude of a stream and of all values added to it so far.
-
-    The first value beyond the range stays.
+    """The magnitudes of a sum, as scalars on the device.
 
     Attributes:
-        value: a scalar, on the device.
+        value: the largest of the value that was added and of the stream before; NaN if there is a
+            NaN. The stream reads as NaN if it is beyond the range.
+        after: the smallest and the largest value of the stream after the sum.
         scale: the stream's grid.
         half: whether float16 was involved, which overflows in a plain network, too.
-        parts: the amaxes of the streams that its values come from, if there are several.
+        before: of the streams that the sum started from; of joined streams, their own.
         step: the step that computed the stream; None outside of steps.
         number: later amaxes have larger numbers.
     """
 
-    __slots__ = ("half", "number", "parts", "scale", "step", "value")
+    __slots__ = ("_down", "after", "before", "half", "number", "scale", "step", "value")
 
     def __init__(
-        self, value: Tensor, scale: Scale, *, half: bool, parts: tuple[Amax, ...] = ()
+        self,
+        value: Tensor,
+        after: tuple[Tensor, ...],
+        scale: Scale,
+        *,
+        half: bool = False,
+        before: tuple[Amax, ...] = (),
     ) -> None:
         self.value = value
+        self.after = after
         self.scale = scale
         self.half = half
-        self.parts = parts
+        self.before = before
         self.step = _running.step
         self.number = next(_numbers)
+        self._down: Tensor | None = None
+
+    @property
+    def down(self) -> Tensor:
+        """The value of one unit; NaN if the value is beyond the range (rule 6)."""
+        if self._down is None:
+            # a comparison on the device, since reading it would stall
+            self._down = torch.where(self.value < self.scale.end, self.scale.down, self.scale.nan)
+        return self._down
+
+    def largest(self) -> Tensor:
+        """The largest magnitude so far, with the stream after the sum."""
+        return magnitude([self.value, *self.after])
+
+    def with_before(self) -> Iterable[Amax]:
+        """This one, and those of the streams that it started from."""
+        seen: dict[Amax, None] = {}
+        waiting = [self]
+        while waiting:
+            amax = waiting.pop()
+            if amax not in seen:
+                seen[amax] = None
+                waiting += amax.before
+        return seen
 
 
-def amax_of(value: Tensor, scale: Scale, *parts: Tensor) -> Amax:
-    """The amax of a stream that is computed here from ``parts``."""
-    half = torch.float16 in (*(t.dtype for t in parts), *autocast_dtypes(value.device))
-    return Amax(value, scale, half=half)
+def magnitude(scalars: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of scalars; NaN if there is a NaN."""
+    return torch.stack(tuple(scalars)).abs().amax()
+
+
+def span_of(t: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value of ``t``, which is not empty; NaN if it holds NaN."""
+    t = t.detach() if t.requires_grad else t
+    # ten times as fast as torch.linalg.vector_norm on a CPU
+    flat = t if t.is_contiguous() else in_memory_order(t)
+    low, high = torch.aminmax(t if flat is None else flat)
+    return low, high
+
+
+def involves_half(*tensors: Tensor) -> bool:
+    """Whether float16 was involved in a sum of ``tensors``."""
+    kinds = (*(t.dtype for t in tensors), *autocast_dtypes(tensors[0].device))
+    return torch.float16 in kinds
 
 
 def _joined(amaxes: Iterable[Amax | None]) -> Amax | None:
     """The amax of streams that have exchanged values."""
-    known = [amax for amax in amaxes if amax is not None]
-    if len({*known}) < 2:
+    known = list(dict.fromkeys(amax for amax in amaxes if amax is not None))
+    if len(known) < 2:
         return known[0] if known else None
-    parts = tuple({part: None for amax in known for part in amax.parts or (amax,)})
-    value, scale = parts[0].value, parts[0].scale
-    for part in parts[1:]:
-        # a NaN counts, unless the other value is beyond the range, which explains the NaN
-        finite = torch.fmax(value, part.value)
-        value = torch.where(finite < scale.end, value.maximum(part.value), finite)
-    joined = Amax(value, scale, half=any(part.half for part in parts), parts=parts)
-    joined.step = parts[0].step  # a step that moves values is not the cause
+    first = known[0]
+    ends = tuple(end for amax in known for end in amax.after)
+    joined = Amax(first.value, ends, first.scale, half=first.half, before=tuple(known))
+    joined.step = first.step  # a step that moves values is not the cause
     return joined
 
 
 def amaxes_of(state: Iterable[Tensor | Fixed]) -> list[Amax]:
     """The amaxes of the streams that have words and values."""
     known = [t.amax for t in as_fixed(state) if isinstance(t, Fixed) and t.amax is not None]
-    amaxes = (part for amax in known for part in amax.parts or (amax,))
-    return [amax for amax in amaxes if has_values(amax.value)]
+    return [amax for amax in known if has_values(amax.value)]
 
 
 class Fixed:
@@ -219,7 +255,7 @@ class Fixed:
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
         if self.amax is not None:  # an empty stream has nothing to read
-            in_chunks(read, (self.words, floats), self.scale.down_within(self.amax.value))
+            in_chunks(read, (self.words, floats), self.amax.down)
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
@@ -318,10 +354,9 @@ def renew_words(state: Iterable[Tensor]) -> None:
         scale = fixed.scale
         in_chunks(renew, (t.detach(), fixed.words.data), scale.up, scale.down)
         if (known := fixed.amax) is not None:
-            size = largest(t)
-            # the cause of a NaN stays, until all values are finite again
-            stays = (known.value >= scale.end) & ~(size < math.inf)
-            fixed.amax = Amax(torch.where(stays, known.value, size), scale, half=known.half)
+            span = span_of(t)
+            before = known.before
+            fixed.amax = Amax(magnitude(span), span, scale, half=known.half, before=before)
             fixed.amax.step = known.step
 
 
@@ -353,13 +388,7 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
 
 def largest(t: Tensor) -> Tensor:
     """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
-    t = t.detach() if t.requires_grad else t
-    # negating the smallest integer would overflow
-    t = t if t.is_floating_point() else t.float()
-    # ten times as fast as torch.linalg.vector_norm on a CPU
-    flat = in_memory_order(t)
-    low, high = torch.aminmax(t if flat is None else flat)
-    return torch.maximum(-low, high)
+    return magnitude(span_of(t))
 
 
 def amaxes_used_by(fixed: Fixed) -> list[Amax]:

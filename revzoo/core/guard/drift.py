@@ -51,6 +51,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo._checks import is_number
+from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint.words import (
     Amax,
     Fixed,
@@ -77,8 +78,7 @@ from revzoo.core.guard.samples import (
     weights_of,
 )
 from revzoo.core.invertible import State, Step, all_steps
-from revzoo.core.restore.conditions import is_replaying
-from revzoo.core.tensors import has_values, storage_id, values_of
+from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
 # compare at most this many steps of a chain; of a longer one every second, fourth, ...
 COMPARED = 256
@@ -199,10 +199,11 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "amaxes", "guards")
+    __slots__ = ("__weakref__", "amaxes", "guards", "sums")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
+        self.sums: list[tuple[Step, str, Tensor, Tensor]] = []
         self.amaxes: list[Amax] = []
 
     @staticmethod
@@ -229,21 +230,25 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
-        if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.amaxes)):
+        sums, self.sums = self.sums, []
+        nothing = not any(of_chain for _, of_chain in figures) and not sums
+        if nothing and not any(map(_is_checked, self.amaxes)):
             return
         magnitudes = magnitudes_of(self.amaxes)
         first = first_beyond_range(magnitudes)
-        beyond = first if first is not None and _is_checked(first[0]) else None
+        checked = [m for m in magnitudes if _is_checked(m.amax)]
+        beyond = first if first_beyond_range(checked) is not None else None
         if beyond is not None and math.isfinite(beyond[1]):
             raise range_error(*beyond)
         warn_of_coarse_grids(magnitudes)
         comparisons = _comparable(figures)
         if beyond is not None:  # NOTE [ Streams that overflow ]
             floating = [c for c in comparisons if c.replayed.step.grid is None]
-            if len(floating) < len(comparisons) and not beyond[0].half:
+            if not beyond[0].half:
                 _warn_of_amax(*beyond)
-            comparisons = floating
+            comparisons, sums = floating, []
         try:
+            _check_sums(sums)
             _check_comparisons(comparisons)
         except DriftError:
             if first is not None and beyond is None:  # the cause, in a step without a guard
@@ -261,6 +266,51 @@ def note_amaxes(amaxes: list[Amax]) -> None:
     """
     if amaxes and (running := _Pass.running()) is not None:
         running.amaxes += amaxes
+
+
+def words_sum(streams: Sequence[Fixed]) -> Tensor:
+    """The sum of all words of ``streams``, as a scalar on the device; wraps around."""
+    sums = [_sum_of(t.words) for t in streams]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _sum_of(words: Tensor) -> Tensor:
+    if words.numel() < 2**12:
+        return words.sum()
+    flat = in_memory_order(words) if words.dtype == torch.int32 else None
+    if flat is None or flat.numel() % 2 or flat.storage_offset() % 2:
+        return words.sum()
+    # two words as one of 64 bits: on a CPU, torch sums them 20 times as fast
+    return flat.view(torch.int64).sum()
+
+
+def note_sums(step: Step, name: str, expected: Tensor, found: Tensor) -> None:
+    """Compare the sums of a step's words at the end of the running backward pass."""
+    if (running := _Pass.running()) is not None and has_values(expected):
+        running.sums.append((step, name, expected, found))
+
+
+def _check_sums(sums: list[tuple[Step, str, Tensor, Tensor]]) -> None:
+    """Raise a DriftError for the first replay whose words differ from the forward pass's."""
+    by_device: dict[torch.device, list[tuple[Step, str, Tensor, Tensor]]] = {}
+    for each in sums:
+        by_device.setdefault(each[2].device, []).append(each)
+    for of_device in by_device.values():
+        expected, found = (torch.stack([s[i] for s in of_device]) for i in (2, 3))  # type: ignore[misc]
+        equal = (expected == found).tolist()
+        for (step, name, _, _), same in zip(of_device, equal, strict=True):
+            if same:
+                step.drift = 0.0
+                continue
+            reason = f"{name}: its replay did not repeat the forward pass"
+            error = DriftError(
+                f"{reason}, so the gradients are wrong. The step is not deterministic, or "
+                "something has changed that a replay does not restore: it restores torch's random "
+                "state, autocast and defaults, training flags, parameters, and buffers. Make the "
+                f"rest constant between forward and backward, or {step.remedy}"
+            )
+            error.step, error.reason = step, reason
+            raise error
 
 
 def _comparable(figures: list[tuple[list[Tensor], list[_Comparison]]]) -> list[_Comparison]:

@@ -47,12 +47,17 @@ def check_range(state: State) -> None:
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars; one transfer if they are on one device."""
-    if len(kinds := {v.dtype for v in scalars}) > 1:  # not every device has float64
-        scalars = [v.double() if torch.float64 in kinds else v.float() for v in scalars]
-    if len({v.device for v in scalars}) > 1:
-        return [v.item() for v in scalars]
-    return torch.stack(tuple(scalars)).tolist() if scalars else []
+    """The values of scalars; one transfer for those of one type and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, t in enumerate(scalars):
+        groups.setdefault((t.dtype, t.device), []).append(i)
+    values = [0.0] * len(scalars)
+    for indices in groups.values():
+        for i, value in zip(
+            indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True
+        ):
+            values[i] = value
+    return values
 
 
 class _Magnitude(NamedTuple):
@@ -62,13 +67,19 @@ class _Magnitude(NamedTuple):
 
 
 def magnitudes_of(amaxes: list[Amax]) -> list[_Magnitude]:
-    """The magnitudes of streams in forward order (host sync)."""
+    """The magnitudes of streams in forward order, with all sums before them (host sync)."""
     # sums in several steps report the same streams
-    amaxes = sorted(set(amaxes), key=lambda amax: amax.number)
-    values = read([amax.value for amax in amaxes])
-    scales = list(dict.fromkeys(amax.scale for amax in amaxes))
-    end_of = dict(zip(scales, read([scale.end for scale in scales]), strict=True))
-    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(amaxes, values, strict=True)]
+    every = {a: None for amax in amaxes for a in amax.with_before()}
+    ordered = sorted(every, key=lambda amax: amax.number)
+    # the stream after the last sum, too: a sum before it is checked by the sum after it
+    values = read([amax.value for amax in ordered])
+    ends = [(i, end) for i, amax in enumerate(ordered) for end in amax.after]
+    for (i, _), end in zip(ends, read([end for _, end in ends]), strict=True):
+        known = values[i]
+        values[i] = max(known, abs(end)) if known == known and end == end else known
+    scales = list(dict.fromkeys(amax.scale for amax in ordered))
+    limits = dict(zip(scales, read([scale.end for scale in scales]), strict=True))
+    return [_Magnitude(a, v, limits[a.scale]) for a, v in zip(ordered, values, strict=True)]
 
 
 def first_beyond_range(magnitudes: list[_Magnitude]) -> tuple[Amax, float] | None:

@@ -7,9 +7,6 @@ of floats. Here the layers run with the same kernels and the same results; only 
 ELU, computed from the output, differs by rounding. An activation works in place if nothing else
 uses its input.
 
-On a CPU, the replay of a batch normalisation reuses the mean and variance that the forward pass
-saved. Without that reduction it is five times as fast; the values are bit-identical.
-
 Layers that are hooked, subclassed or patched run unchanged, since their code may read any tensor.
 So do all layers inside ``torch.func`` and ``torch.compile``, which decides itself what to keep.
 """
@@ -17,15 +14,14 @@ So do all layers inside ``torch.func`` and ``torch.compile``, which decides itse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import calls_only_forward
-from revzoo.core.replay.slots import keeping_shape_of, remember, remembered
-from revzoo.core.restore.global_state import runs_eagerly
+from revzoo.core.saved import keeping_shape_of
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -83,8 +79,6 @@ def avg_pool2d(x: Tensor, size: int) -> Tensor:
 def _run_one(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer) is nn.Dropout and layer.training and 0 < layer.p < 1:
         return torch.native_dropout(x, layer.p, True)[0]  # the same draws, but a mask of bytes
-    if type(layer) in _BATCH_NORMS and layer.training:
-        return _batch_norm(layer, x)
     if x.requires_grad and _needs_shape_alone(layer):
         with keeping_shape_of(x):
             return layer(x)
@@ -98,35 +92,3 @@ def _needs_shape_alone(layer: nn.Module) -> bool:
     if type(layer) not in (*_CONVS, *_BATCH_NORMS):
         return False
     return not any(p is not None and p.requires_grad for p in layer._parameters.values())
-
-
-def _batch_norm(layer: Any, x: Tensor) -> Tensor:
-    """``layer(x)`` in training; a replay takes the statistics from the forward pass."""
-    if known := remembered(layer):
-        mean, scale = known
-        weight = layer.weight
-        with torch.no_grad():
-            scale = scale * weight
-        # with variance 1 and epsilon 0, the kernel of eval mode multiplies by the product itself
-        scale.requires_grad_(weight.requires_grad)
-        ones = torch.ones_like(mean)
-        return torch.native_batch_norm(x, scale, layer.bias, mean, ones, False, 0.0, 0.0)[0]
-    y = layer(x)
-    node = y.grad_fn
-    if _repeats_exactly(layer, y) and node is not None and node.name() == _NATIVE:
-        saved = node._raw_saved_result1, node._raw_saved_result2
-        # `data` is private in torch: without it, nothing is remembered
-        remember(layer, *(getattr(t, "data", None) for t in saved))
-    else:
-        remember(layer)
-    return y
-
-
-_NATIVE = "NativeBatchNormBackward0"
-
-
-def _repeats_exactly(layer: Any, y: Tensor) -> bool:
-    """Whether the kernel of eval mode gives the same bits, and saves as many tensors."""
-    if layer.weight is None or layer.running_mean is None or y.device.type != "cpu":
-        return False
-    return layer.weight.dtype == layer.running_mean.dtype in (torch.float32, torch.float64)

@@ -89,7 +89,6 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
         ((), "revnet110.halves", r"revnet38\.NAME"),
         (("--metric", "acc=high"), "revnet38.halves", "--metric acc=high: expected NAME=VALUE"),
         (("--url", "ftp://x"), "revnet38.halves", "expected https"),
-        (("--recipe", ""), "revnet38.halves", "there is no .*sessions.jsonl; give the exact"),
     ],
 )
 def test_wrong_arguments_write_no_file(

@@ -333,7 +333,7 @@ def test_the_new_place_has_the_grammar_of_overrides(tmp_path: Path) -> None:
     assert moved({"root": "old"}, str(tmp_path / "a,b"))["root"] == str(tmp_path / "a,b")
     assert moved({"root": "old"}, "s3://bucket/x")["root"] == "s3://bucket/x"
     for value in ("", "null", "${oc.env:HOME}"):
-        with pytest.raises(ConfigError, match="expected the path of a folder"):
+        with pytest.raises(ConfigError, match=r"expected (the path of a folder|a value after =)"):
             take_root([f"data.root={value}"])
 
 

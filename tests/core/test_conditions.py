@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import decimal
 import itertools
 import random
 from random import uniform
@@ -10,7 +9,7 @@ from random import uniform
 import numpy as np
 import pytest
 import torch
-from compare import assert_same_training, conv_net, error, images, linear_net, twin
+from compare import assert_same_training, conv_net, error, images, twin
 from torch import nn
 
 import revzoo
@@ -22,8 +21,7 @@ from revzoo import (
     is_replaying,
     set_memory,
 )
-from revzoo.core.restore import conditions
-from revzoo.core.restore.reach import reached
+from revzoo.core import conditions
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]
@@ -190,30 +188,6 @@ def test_a_users_counter_is_replayed_with_its_value(mode):
     assert [step.branch.calls.item() for step in net] == [3.0] * 3
 
 
-def test_a_buffer_changed_after_the_forward_is_an_error():
-    net = conv_net().eval()
-    y = net(images().requires_grad_())
-    net[0][0].branch[0].running_mean.add_(1)
-    with pytest.raises(RuntimeError, match=r"'running_mean'.*modified by an in-place operation"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_parameters_unfrozen_before_the_backward(mode):
-    net = linear_net()
-    frozen = net[1][0].branch[0].weight
-    results = []
-    for m in (mode, "store"):
-        set_memory(net, m)
-        frozen.requires_grad_(False)
-        x = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
-        y = net(x)
-        frozen.requires_grad_(True)
-        results.append(torch.autograd.grad(y.square().sum(), x))
-        assert frozen.requires_grad
-    assert error(*results) < 1e-12
-
-
 def test_inverse_leaves_statistics_alone():
     net = conv_net()
     before = copy.deepcopy(net.state_dict())
@@ -224,18 +198,6 @@ def test_inverse_leaves_statistics_alone():
     assert (back - x).abs().max() < 1e-12
     for k, v in net.state_dict().items():
         assert torch.equal(v, before[k])
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
-    net, probe = probed(lambda _: torch.is_autocast_cache_enabled(), mode)
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
-        y = net(inputs())
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=not cached):
-        y.sum().backward()
-        assert torch.is_autocast_cache_enabled() != cached
-    assert probe.seen == [(False, cached), (True, cached)]
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -338,7 +300,7 @@ def test_a_bias_that_a_layer_gets_after_the_first_pass_is_watched(mode):
     y = net(x)
     with torch.no_grad():
         layer.bias.mul_(2)
-    with pytest.raises(RuntimeError, match=r"'bias' .*modified by an in-place"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 'bias'"):
         y.sum().backward()
 
 
@@ -367,45 +329,9 @@ def test_a_dropout_that_gets_a_probability_after_the_first_pass(mode):
     torch.testing.assert_close(found, twice(expected, change, x))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_global_hook_that_draws(mode):
-    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))], memory=mode)
-    x = torch.randn(3, 8)
-    net(x).sum().backward()
-
-    def noise(module, inputs, output):
-        return output * torch.rand(4) if isinstance(module, nn.Linear) else None
-
-    hook = nn.modules.module.register_module_forward_hook(noise)
-    try:
-        expected = set_memory_of(copy.deepcopy(net), "store")
-        torch.testing.assert_close(twice(net, id, x), twice(expected, id, x))
-    finally:
-        hook.remove()
-
-
 def set_memory_of(net, mode):
     set_memory(net, mode)
     return net
-
-
-def test_a_step_that_hides_its_draws_takes_the_random_lock_again():
-    """After one pass in evaluation it never did: another thread's replay could change its mask."""
-
-    class Back(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.sequence = ReversibleSequence([AdditiveCoupling(nn.Dropout(0.5))])
-
-        def forward(self, x):
-            return self.sequence.inverse(x)
-
-    net, x = Back().eval(), torch.randn(3, 8)
-    for training in (False, True):
-        net.train(training)
-        with conditions.Conditions(net, [x]):
-            net(x)
-        assert reached(net)[0].draws == training
 
 
 def imported_in_the_body():
@@ -452,21 +378,6 @@ def gradient_by_factor(factor, mode, between=lambda: None):
     return x.grad
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("draws", HOST_DRAWS.values(), ids=HOST_DRAWS)
-def test_random_numbers_of_python_and_numpy_are_drawn_again(draws, mode):
-    """They were drawn anew in the replay: the gradients were silently wrong."""
-    found = []
-    for each in ("store", mode):
-        random.seed(3)
-        np.random.seed(3)
-        # the states after the backward pass are the caller's, too
-        found.append((gradient_by_factor(draws(), each), random.random(), np.random.rand()))
-    (expected, *after), (gradient, *now) = found
-    assert error(gradient, expected) < 1e-5
-    assert now == after
-
-
 def counted():
     yield from itertools.count(1)
 
@@ -477,15 +388,6 @@ ITERATORS = {
     "generator": counted,
     "list": lambda: iter([1, 2, 3]),
 }
-
-
-@pytest.mark.parametrize("mode", ["recompute", "exact"])
-@pytest.mark.parametrize("start", ITERATORS.values(), ids=ITERATORS)
-def test_an_iterator_that_a_replay_advances_is_a_drift(start, mode):
-    """A replay took the next item: the gradients were silently wrong, by ten percent."""
-    iterator = start()
-    with pytest.raises(revzoo.DriftError):
-        gradient_by_factor(lambda: next(iterator), mode)
 
 
 @pytest.mark.parametrize("mode", [*MODES, "exact"])
@@ -506,29 +408,3 @@ def test_an_iterator_beside_two_norms_is_no_drift():
 
     net = ReversibleSequence([AdditiveCoupling(Norms()) for _ in range(6)], dim=-1)
     net(torch.randn(4, 12)).sum().backward()
-
-
-def test_random_numbers_of_the_system_are_a_drift():
-    source = random.SystemRandom()
-    with pytest.raises(revzoo.DriftError):
-        gradient_by_factor(lambda: source.random(), "recompute")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("first", "second", "factor"),
-    [
-        (decimal.Decimal(1), decimal.Decimal(3), float),
-        (nn.GELU, nn.ReLU, lambda v: 1 if v is nn.GELU else 3),
-    ],
-)
-def test_objects_of_libraries_are_those_of_the_forward(first, second, factor, mode):
-    """A dictionary's entry of another library's class kept its value of the backward pass."""
-    table = {"v": first}
-    found = [
-        gradient_by_factor(lambda: factor(table["v"]), each, lambda: table.update(v=second))
-        for each in ("store", mode)
-        if table.update(v=first) is None
-    ]
-    assert error(found[1], found[0]) < 1e-5
-    assert table == {"v": second}

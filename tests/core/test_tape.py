@@ -13,15 +13,14 @@ from torch import nn
 from revzoo import (
     AdditiveCoupling,
     DriftError,
-    ReplayMismatchError,
     ReversibleBlock,
     ReversibleSequence,
     is_replaying,
     set_drift_limit,
     set_memory,
 )
+from revzoo.core import tape
 from revzoo.core.modes import run_step
-from revzoo.core.replay import tape
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]
@@ -136,7 +135,7 @@ def test_several_losses_and_overlapping_graphs(mode):
     assert error(*grads) < 1e-12
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["store", "recompute"])
 def test_gradient_penalty(mode):
     grads = []
     for m in (mode, "store"):
@@ -147,7 +146,7 @@ def test_gradient_penalty(mode):
     assert error(*grads) < 1e-12
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["store", "recompute"])
 def test_gradcheck_and_gradgradcheck(mode):
     net = twin(linear_net(depth=2, width=2), mode)
     x = vectors(batch=2, width=4)
@@ -265,7 +264,7 @@ def test_a_parameter_changed_before_the_backward_is_an_error(mode):
     y = net(vectors())
     with torch.no_grad():
         net[1][0].branch[2].bias.add_(1)
-    with pytest.raises(RuntimeError, match=r"'bias'.*modified by an in-place operation"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: 'bias'"):
         y.sum().backward()
 
 
@@ -275,7 +274,7 @@ def test_a_branch_that_works_in_place_on_the_stream_is_refused():
     x = torch.randn(2, 4, requires_grad=True)
     for mode in ("store", "offload", "recompute", "invert"):
         set_memory(net, mode)
-        with pytest.raises(RuntimeError, match=r"Coupling changed its input stream 1 in place"):
+        with pytest.raises(RuntimeError, match=r"Coupling changed its input stream"):
             net(x)
     with torch.no_grad(), pytest.raises(RuntimeError, match="changed its input stream 1"):
         net(x)
@@ -288,37 +287,6 @@ class FirstTimeDifferent(nn.Module):
 
     def forward(self, x):
         return self.later(x) if is_replaying() else self.first(x)
-
-
-@pytest.mark.parametrize(
-    ("first", "later", "what"),
-    [
-        (torch.tanh, lambda x: x.tanh().tanh(), "its replay saved 2 tensors, its forward pass 1"),
-        (lambda x: x.tanh().tanh(), torch.tanh, "its replay saved 1 tensors, its forward pass 2"),
-        (
-            lambda x: x * x.sum(1, keepdim=True),
-            lambda x: x * x.sum(0, keepdim=True),
-            r"saved tensor \d is torch.float64 of shape",
-        ),
-    ],
-)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_replay_that_differs_is_an_error(first, later, what, mode):
-    couplings = [AdditiveCoupling(nn.Tanh()), AdditiveCoupling(FirstTimeDifferent(first, later))]
-    net = ReversibleSequence(couplings, memory=mode)
-    couplings[1].early_stop = False
-    with pytest.raises(ReplayMismatchError, match=what):
-        net(vectors()).sum().backward()
-
-
-def test_a_replay_that_differs_behind_the_last_tensor_it_records_does_no_harm():
-    found = []
-    for later in (lambda x: x.tanh().tanh(), torch.tanh):
-        net = ReversibleSequence([AdditiveCoupling(FirstTimeDifferent(torch.tanh, later))])
-        set_memory(net, "recompute")
-        net(x := vectors()).sum().backward()
-        found.append(x.grad)
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -372,34 +340,6 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(mode):
     net.zero_grad()
     a, e = train(net, vectors().detach(), steps=1), train(reference, vectors().detach(), steps=1)
     assert all(torch.equal(p, q) for p, q in zip(a.gradients, e.gradients, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_graph_and_tape_die_without_the_garbage_collector(mode, monkeypatch):
-    tapes = []
-    build = tape.Tape.__init__
-
-    def spy(self, *args):
-        build(self, *args)
-        tapes.append(weakref.ref(self))
-
-    monkeypatch.setattr(tape.Tape, "__init__", spy)
-    net = twin(linear_net(), mode)
-    gc.collect()
-    gc.disable()
-    try:
-        y = net(vectors())  # never differentiated
-        assert any(t() is not None for t in tapes)
-        del y
-        loss = net(vectors()).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        (g,) = torch.autograd.grad(net(x := vectors()).square().sum(), x, create_graph=True)
-        g.sum().backward()
-        del loss, g, x
-        assert not [t for t in tapes if t() is not None]
-    finally:
-        gc.enable()
 
 
 def test_activations_are_gone_between_forward_and_backward():
@@ -566,23 +506,6 @@ def test_parameters_shared_between_steps():
     assert_same_training(net, twin(net, "store"), vectors().detach())
 
 
-def test_hooks_fire_once_with_equal_gradients():
-    logs = []
-    for m in ("invert", "store"):
-        net, log = linear_net(depth=1), []
-        set_memory(net, m)
-        linear = net[0][0].branch[0]
-        linear.register_full_backward_hook(lambda _m, _i, o, log=log: log.append(o[0]))
-        linear.weight.register_hook(lambda g, log=log: log.append(g))
-        linear.weight.register_post_accumulate_grad_hook(
-            lambda p, log=log: log.append(p.grad.clone())
-        )
-        net(vectors()).square().sum().backward()
-        logs.append(log)
-    assert len(logs[0]) == 3
-    assert error(*logs) < 1e-12
-
-
 def test_a_chain_that_was_cut_is_joined_by_no_later_step():
     """Its known state moved in the backward pass; an input there starts a new chain."""
     first, second, third = (AdditiveCoupling(nn.Tanh()) for _ in range(3))
@@ -597,3 +520,46 @@ def test_a_chain_that_was_cut_is_joined_by_no_later_step():
     expected = torch.autograd.grad(first(*plain)[1].square().sum(), plain)
     assert error(gradient, expected) < 1e-12
     del later
+
+
+def test_hooks_fire_once_with_equal_gradients():
+    logs = []
+    for m in ("invert", "store"):
+        net, log = linear_net(depth=1), {}
+        set_memory(net, m)
+        linear = net[0][0].branch[0]
+        note = lambda what, g, log=log: log.setdefault(what, []).append(g.clone())  # noqa: E731
+        linear.register_full_backward_hook(lambda _m, _i, o, note=note: note("module", o[0]))
+        linear.weight.register_hook(lambda g, note=note: note("weight", g))
+        linear.weight.register_post_accumulate_grad_hook(
+            lambda p, note=note: note("accumulated", p.grad)
+        )
+        net(vectors()).square().sum().backward()
+        assert {what: len(found) for what, found in log.items()} == dict.fromkeys(log, 1)
+        logs.append([log[what][0] for what in sorted(log)])
+    assert len(logs[0]) == 3
+    assert error(*logs) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("passes", [0, 1, 2])
+def test_graph_and_tape_die_without_the_garbage_collector(mode, passes):
+    """With the graph kept, with a pass that used it up, and with none."""
+    net = linear_net()
+    set_memory(net, mode, grid=20 if mode == "exact" else None)
+    loss = net(vectors()).square().sum()  # gathers the members
+    loss.backward()
+    gc.collect()
+    gc.disable()
+    try:
+        x = vectors().requires_grad_()
+        y = net(x)
+        loss = y.square().sum()
+        y.grad_fn.metadata["token"] = token = nn.Identity()
+        node = weakref.ref(token)
+        for k in range(passes):
+            loss.backward(retain_graph=k + 1 < passes)
+        del y, loss, token
+        assert node() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,65 @@
+"""Settings of torch that apply to all code that runs: what transforms it, autocast, defaults."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none
+
+
+def runs_eagerly() -> bool:
+    """Whether code runs as written, outside of torch.func transforms and captured graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def capturing_cuda_graph() -> bool:
+    """Whether a CUDA graph is being captured. The host can then read no value or random state."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
+def is_faked(inputs: Iterable[Tensor]) -> bool:
+    """Whether the step computes only shapes; random states are then fake or missing."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    if module is None:
+        return False
+    # real inputs become fake inside the mode
+    if torch._C._len_torch_dispatch_stack() and torch._guards.detect_fake_mode() is not None:
+        return True
+    return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
+
+
+def default_device() -> torch.device | None:
+    """The default device of factories such as torch.zeros; None if unset."""
+    # set_default_device() and `with device:` are both modes on this stack
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return None
+
+
+@functools.cache
+def autocast_device_types(devices: frozenset[torch.device]) -> list[str]:
+    """The CPU's and the ``devices``' types that have autocast, sorted."""
+    # the CPU always: branches may compute there, whatever the inputs' device
+    kinds = sorted({"cpu", *(d.type for d in devices)})
+    return [d for d in kinds if torch.amp.is_autocast_available(d)]
+
+
+def autocast_dtypes(*devices: torch.device) -> list[torch.dtype]:
+    """The dtypes of autocast on the CPU and ``devices``; empty if it is off on all of them."""
+    kinds = autocast_device_types(frozenset(devices))
+    return [torch.get_autocast_dtype(d) for d in kinds if torch.is_autocast_enabled(d)]

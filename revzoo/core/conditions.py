@@ -1,0 +1,520 @@
+"""What a replay restores, and what it refuses.
+
+A step is evaluated twice: in the forward pass, and once more in the backward pass. Both give the
+same bits only under the same conditions.
+
+NOTE [ The contract ]
+    A replay restores six things:
+
+    1. torch's random state, of the CPU and of the inputs' devices, if the step may draw;
+    2. autocast, and torch's default dtype and device;
+    3. the ``training`` flags of the step's modules;
+    4. parameters: the same tensors as in the forward pass. One that was changed in place raises;
+    5. buffers: torch's norms update scratch tensors, so a batch counts once. Other small buffers
+       start from their values before the forward pass. A large one that changed raises;
+    6. the buffers that an inverse needs (``Invertible.carried``): their values after the forward
+       pass.
+
+    The step's modules are its own, and those one level away: in the closure of a function, the
+    globals that it names, the object of a bound method, the arguments of a partial. Everything else
+    must stay as it is between forward and backward. If it does not, the guard
+    (:mod:`revzoo.core.guard`) reports the difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from revzoo.core.ambient import (
+    HOST,
+    autocast_device_types,
+    capturing_cuda_graph,
+    default_device,
+    is_faked,
+)
+from revzoo.core.invertible import Invertible, Step, name_of
+from revzoo.core.tensors import version_of
+
+_thread = threading.local()
+
+
+def is_replaying() -> bool:
+    """Whether the calling code runs in a replay, the inverse of a sequence, or ``check_inverse``.
+
+    For forward hooks and modules with side effects (logging, counting).
+
+    Example:
+        >>> def log(module, inputs, output):
+        ...     print("replay" if revzoo.is_replaying() else "forward")
+        >>> block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> handle = block[0].register_forward_hook(log)
+        >>> y = revzoo.checkpoint(block, torch.randn(2, 4))
+        forward
+        >>> y.sum().backward()
+        replay
+    """
+    return getattr(_thread, "depth", 0) > 0
+
+
+_CPU = torch.device("cpu")
+SMALL = 2**14
+"""A buffer of at most this many elements is copied before each forward pass."""
+
+# Layers that draw no random numbers and compute the same bits with and without recording. Code that
+# we do not know may do either.
+_QUIET = (
+    *("container", "conv", "linear", "batchnorm", "normalization", "instancenorm", "activation"),
+    *("pooling", "padding", "flatten", "pixelshuffle", "upsampling", "channelshuffle", "dropout"),
+)
+_QUIET_FILES = frozenset(
+    (
+        *(f"torch.nn.modules.{name}" for name in _QUIET),
+        *(
+            f"revzoo.models.components.{name}"
+            for name in ("lean", "branch", "conv", "norm", "pool")
+        ),
+    )
+)
+_LOUD = (nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def is_quiet(m: nn.Module) -> bool:
+    """Whether ``m`` itself, without its children, runs only code in ``_QUIET_FILES``."""
+    kind = type(m)
+    return (
+        (kind.__module__ in _QUIET_FILES and not isinstance(m, _LOUD))
+        and "forward" not in vars(m)
+        and m._compiled_call_impl is None
+        and not (m._forward_hooks or m._forward_pre_hooks)
+    )
+
+
+class Members:
+    """The modules of a step, and what follows from them; gathered again when they change.
+
+    Args:
+        owner: the step that holds the result, and so is not in it.
+        roots: the modules, with their children.
+        tensors: tensors that the step's functions hold.
+        runs_alone: whether only code of these modules runs.
+
+    Attributes:
+        modules: all modules but the owner.
+        parameters: where each parameter is: table and name.
+        tensors: tensors in closures, one level away.
+        norms: torch's norms, which update running statistics.
+        buffers: where each other buffer is.
+        carried: where the buffers are that an inverse needs.
+        loud: the modules of which we do not know the code.
+        quiet: whether only layers run that draw nothing and compute alike without recording.
+        lazy: whether a parameter has no values yet.
+        walked: whether a forward pass has looked for tensors that the step captures.
+    """
+
+    __slots__ = (
+        "_buffer_tables",
+        "_seen",
+        "_tables",
+        "buffers",
+        "carried",
+        "dropouts",
+        "lazy",
+        "loud",
+        "modules",
+        "norms",
+        "owner_is_loud",
+        "parameters",
+        "quiet",
+        "scratch",
+        "tensors",
+        "walked",
+    )
+
+    def __init__(
+        self,
+        owner: Step | None,
+        roots: Iterable[nn.Module],
+        tensors: list[Tensor],
+        *,
+        runs_alone: bool = True,
+    ) -> None:
+        self.tensors = tensors
+        self.walked = False
+        found = dict.fromkeys(m for root in roots for m in root.modules())
+        self.modules = [m for m in found if m is not owner]
+        every = self.modules if owner is None else [owner, *self.modules]
+        self._tables = [
+            table
+            for m in every
+            for table in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks)
+        ]
+        # a buffer may be replaced in each pass
+        self._buffer_tables = [m._buffers for m in every]
+        self._seen = self._signature()
+        self.parameters = _places(every, "_parameters")
+        self.lazy = any(is_lazy(t[name]) for t, name in self.parameters)
+        self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
+        own = [m for m in every if type(m).__module__.startswith("revzoo.layers.")]
+        kept = {id(m._buffers) for m in (*self.norms, *own)}
+        self.buffers = [p for p in _places(every, "_buffers") if id(p[0]) not in kept]
+        # the layers of this package change no other buffers
+        self.carried = [
+            (m._buffers, name) for m in every if isinstance(m, Invertible) for name in m.carried
+        ]
+        known = {(id(table), name) for table, name in self.buffers}
+        self.buffers += [p for p in self.carried if (id(p[0]), p[1]) not in known]
+        self.loud = [m for m in self.modules if not is_quiet(m)]
+        # a step of a class that we do not know; not in `loud`, which would hold it in a cycle
+        self.owner_is_loud = owner is not None and not (_is_known(owner) or is_quiet(owner))
+        self.quiet = runs_alone and not (self.loud or self.tensors or self.owner_is_loud)
+        self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
+        self.scratch: list[dict[str, Tensor]] | None = None
+
+    @staticmethod
+    def of(step: Step) -> Members:
+        """The members of ``step``, as they are now."""
+        members: Members | None = vars(step).get("_members")
+        if members is None or not members._are_there():
+            tensors: list[Tensor] = []
+            members = vars(step)["_members"] = Members(step, _parts(step, tensors), tensors)
+        return members
+
+    @staticmethod
+    def of_function(fn: Callable[..., Any], among: Sequence[nn.Module] = ()) -> Members:
+        """The members of a module, or of what is one level away from a function.
+
+        ``among`` are modules among its arguments.
+        """
+        parts = [*_one_level_away(fn), *among]
+        roots = [m for m in parts if isinstance(m, nn.Module)]
+        tensors = [t for t in parts if isinstance(t, Tensor)]
+        # a function runs code that we do not know
+        return Members(None, roots, tensors, runs_alone=isinstance(fn, nn.Module))
+
+    def _are_there(self) -> bool:
+        # lazy parameters get their values in place
+        return not self.lazy and self._signature() == self._seen
+
+    def _signature(self) -> tuple[list[int], list[int]]:
+        children = [id(v) for table in self._tables for v in table.values()]
+        return children, [len(table) for table in self._buffer_tables]
+
+    def unknown(self, owner: nn.Module | None) -> list[nn.Module]:
+        """The modules of which we do not know the code; ``owner`` as in the constructor."""
+        return [*self.loud, owner] if self.owner_is_loud and owner is not None else self.loud
+
+    # copies and pickles of a step gather their own
+    def __deepcopy__(self, _: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+    def draws(self) -> bool:
+        """Whether a call now may draw random numbers."""
+        return not self.quiet or any(m.training and m.p > 0 for m in self.dropouts)
+
+    def trained(self) -> list[Tensor]:
+        """Parameters and captured tensors that require gradient."""
+        own = [p for t, name in self.parameters if (p := t[name]).requires_grad]
+        return own + [t for t in self.tensors if t.requires_grad] if self.tensors else own
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_known(m: nn.Module) -> bool:
+    return type(m).__module__.startswith(("revzoo.layers.", "revzoo.models."))
+
+
+def _is_torchs(m: nn.Module) -> bool:
+    return type(m).__module__.startswith("torch.nn.")
+
+
+def _places(modules: Iterable[nn.Module], tables: str) -> list[tuple[dict[str, Any], str]]:
+    places = {}
+    for m in modules:
+        table = getattr(m, tables)
+        for name, t in table.items():
+            if t is not None:
+                places[id(t)] = table, name  # a shared tensor counts once
+    return list(places.values())
+
+
+def _parts(step: Step, tensors: list[Tensor]) -> Iterator[nn.Module]:
+    """The module that a step runs, and the modules one level away from its functions."""
+    yield step.subject
+    for m in (step, *step.subject.modules()):
+        for v in list(vars(m).values()):
+            if isinstance(v, (FunctionType, MethodType, functools.partial)):
+                for part in _one_level_away(v):
+                    if isinstance(part, nn.Module):
+                        yield part
+                    elif isinstance(part, Tensor):
+                        tensors.append(part)
+
+
+def _one_level_away(fn: Any) -> list[Any]:
+    if isinstance(fn, functools.partial):
+        return [*_one_level_away(fn.func), *fn.args, *fn.keywords.values()]
+    if isinstance(fn, MethodType):
+        return [fn.__self__]
+    if isinstance(fn, FunctionType):
+        own = fn.__globals__
+        contents = [own[name] for name in fn.__code__.co_names if name in own]
+        for cell in fn.__closure__ or ():
+            try:
+                contents.append(cell.cell_contents)
+            except ValueError:  # not assigned yet
+                continue
+        return contents
+    return [fn]
+
+
+class Conditions:
+    """The conditions of one forward pass; captured before it, completed after it.
+
+    Args:
+        owner: the step; None for a function or another module.
+        members: of the owner.
+        inputs: its streams.
+        name: for error messages.
+        remedy: how to do without a replay, for error messages.
+        ambient: whether to restore autocast and the default device; torch's checkpoint does it
+            itself.
+    """
+
+    __slots__ = (
+        "_ambient",
+        "_carried",
+        "_copies",
+        "_device",
+        "_dtype",
+        "_flagged",
+        "_flags",
+        "_owner",
+        "_parameters",
+        "_random",
+        "_remedy",
+        "_versions",
+        "_watched",
+        "autocast",
+        "kinds",
+        "members",
+        "name",
+    )
+
+    def __init__(
+        self,
+        owner: Step | None,
+        members: Members,
+        inputs: Sequence[Tensor],
+        *,
+        name: str,
+        remedy: str,
+        ambient: bool = True,
+    ) -> None:
+        self.members = members
+        self._owner = owner
+        self.name = name
+        self._remedy = remedy
+        self._flagged = members.modules if owner is None else [owner, *members.modules]
+        self._flags = [m.training for m in self._flagged]
+        self._parameters = [t[key] for t, key in members.parameters]
+        self._versions: list[int] | None = None
+        devices = frozenset([t.device for t in (*inputs, *members.tensors)])
+        self.kinds = autocast_device_types(devices)
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in self.kinds
+            if torch.is_autocast_enabled(kind)
+        ]
+        self._dtype, self._device = torch.get_default_dtype(), default_device()
+        self._random: list[tuple[torch.device, Tensor]] = []
+        self._ambient = ambient
+        if not ambient:
+            self.kinds, self.autocast = [], []
+        if members.draws() and not is_faked(inputs):
+            if capturing_cuda_graph():
+                raise RuntimeError(
+                    f"{name} may draw random numbers while a CUDA graph is captured, and a replay "
+                    "in the graph cannot draw the same numbers: remove dropout, or use "
+                    "memory='store' for this step"
+                )
+            drawn = {_CPU, *(d for d in devices if d.type not in HOST)}
+            self._random = [(d, _random_state(d)) for d in drawn]
+        self._copies: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._watched: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self._carried: list[tuple[dict[str, Any], str, Tensor]] = []
+        for table, key in members.buffers:
+            t = table[key]
+            if t.numel() <= SMALL:
+                self._copies.append((table, key, t.clone()))
+            else:
+                self._watched.append((table, key, t, version_of(t)))
+
+    def finish(self) -> None:
+        """Complete after the forward pass."""
+        # after it: an initialisation from the first batch may change parameters
+        self._versions = [p._version for p in self._parameters]
+        self._carried = [(t, name, t[name].clone()) for t, name in self.members.carried]
+
+    def check(self) -> None:
+        """Raise a RuntimeError if a parameter or a large buffer was changed in place."""
+        now = [p._version for p in self._parameters]
+        if self._versions is not None and now != self._versions:
+            pairs = zip(now, self._versions, strict=True)
+            changed = next(i for i, (a, b) in enumerate(pairs) if a != b)
+            self._refuse(self._parameters[changed], self.members.parameters[changed][1])
+        for _, name, t, version in self._watched:
+            if version_of(t) != version:
+                self._refuse(t, name)
+
+    def _refuse(self, t: Tensor, name: str) -> None:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {name!r} of {self.name}, of shape {tuple(t.shape)}, "
+            "changed between its forward pass and its replay. Change it after the backward pass, "
+            f"or {self._remedy}"
+        )
+
+    def enter(self, *, inverting: bool = False) -> Undo:
+        """Restore; returns what :func:`leave` undoes. ``inverting``: also the carried buffers."""
+        self.check()
+        undo: Undo = []
+        members = self.members
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        try:
+            for m in members.unknown(self._owner):  # assignments of the replay
+                undo.append((_put_back, (m.__dict__, dict(m.__dict__))))
+            for m, flag in zip(self._flagged, self._flags, strict=True):
+                if m.training != flag:
+                    undo.append((_set, (m.__dict__, "training", m.training)))
+                    m.__dict__["training"] = flag
+            for (table, name), p in zip(members.parameters, self._parameters, strict=True):
+                # not shards of FSDP2, which gathers them itself
+                now = table[name] if name in table else None  # noqa: SIM401 -- TorchScript has no get()
+                if now is not p and not is_traceable_wrapper_subclass(p):
+                    undo.append((_set, (table, name, now)))
+                    table[name] = p
+            self._swap_buffers(undo, inverting=inverting)
+            self._set_ambient(undo)
+            for device, state in self._random:
+                undo.append((_set_random_state, (device, _random_state(device))))
+                _set_random_state(device, state)
+        except BaseException:
+            leave(undo)
+            raise
+        return undo
+
+    def _swap_buffers(self, undo: Undo, *, inverting: bool) -> None:
+        members = self.members
+        if members.norms:
+            if members.scratch is None:
+                members.scratch = [_scratch_of(m) for m in members.norms]
+            for m, scratch in zip(members.norms, members.scratch, strict=True):
+                if m.training and scratch:
+                    table = m._buffers
+                    undo.append((table.update, (dict(table),)))
+                    table.update(scratch)
+        for table, name, t in self._copies:
+            undo.append((_set, (table, name, table[name])))
+            table[name] = t.clone()
+        for table, name, t, _ in self._watched:  # the forward pass may have replaced it
+            undo.append((_set, (table, name, table[name])))
+            table[name] = t
+        if inverting:
+            for table, name, t in self._carried:
+                undo.append((_set, (table, name, table[name])))
+                table[name] = t.clone()
+
+    def _set_ambient(self, undo: Undo) -> None:
+        if (now := torch.get_default_dtype()) != self._dtype:
+            undo.append((torch.set_default_dtype, (now,)))
+            torch.set_default_dtype(self._dtype)
+        if not self._ambient:
+            return
+        if default_device() != (device := self._device):
+            context = device or torch.device("cpu")
+            context.__enter__()
+            undo.append((context.__exit__, (None, None, None)))
+        wanted = dict(self.autocast)
+        for kind in self.kinds:
+            on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            if on != (kind in wanted) or (on and wanted[kind] != dtype):
+                undo.append((_set_autocast, (kind, on, dtype)))
+                _set_autocast(kind, kind in wanted, wanted.get(kind, dtype))
+        if wanted:  # a cast that recorded nothing must not serve code that records
+            undo.append((torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)))
+            torch.set_autocast_cache_enabled(False)
+
+
+def leave(undo: Undo) -> None:
+    """End a replay: the caller's conditions again."""
+    _thread.depth -= 1
+    while undo:
+        fn, args = undo.pop()
+        fn(*args)
+
+
+def _set(table: dict[str, Any], name: str, value: Any) -> None:
+    if value is None:
+        table.pop(name, None)
+    else:
+        table[name] = value
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [*attributes]:
+        if name not in before:
+            del attributes[name]
+    attributes.update(before)
+
+
+def _set_autocast(kind: str, on: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, on)
+    torch.set_autocast_dtype(kind, dtype)
+
+
+def _scratch_of(m: nn.Module) -> dict[str, Tensor]:
+    """Statistics that a replay may overwrite; they influence no output in training."""
+    return {name: t.clone() for name, t in m._buffers.items() if t is not None}
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.default_generator.get_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.default_generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextlib.contextmanager
+def repeating(step: Step, inputs: Sequence[Tensor]) -> Iterator[Conditions]:
+    """A context in which evaluations leave statistics and random state as they are."""
+    conditions = Conditions(step, Members.of(step), inputs, name=name_of(step), remedy=step.remedy)
+    undo = conditions.enter()
+    try:
+        yield conditions
+    finally:
+        leave(undo)

@@ -1,1 +1,0 @@
-"""The conditions of a forward pass, captured and restored for its replay."""

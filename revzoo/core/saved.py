@@ -1,0 +1,156 @@
+"""What autograd's graph saves: the hooks that decide it, and tensors saved beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from revzoo.core.ambient import runs_eagerly
+from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
+from revzoo.core.tensors import storage_id, version_of
+
+# Private in torch: the hooks of the innermost context. Without it we assume that there are none.
+_innermost: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+# Private in torch: whether the running backward pass keeps the graph for another one. Without it we
+# assume that it does, which is always right and costs one retained state.
+graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+class Versioned(NamedTuple):
+    """A saved tensor and its version: hooks switch off autograd's own check."""
+
+    tensor: Tensor
+    version: int
+
+    @staticmethod
+    def of(t: Tensor) -> Versioned:
+        """Save ``t``; detached, since an output saved by its own node would hold that node."""
+        return Versioned(t if t.is_leaf else t.detach(), t._version)
+
+    def get(self) -> Tensor:
+        """The tensor; raises a RuntimeError if it was changed in place."""
+        if (now := self.tensor._version) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: tensor of shape {tuple(self.tensor.shape)} is at version "
+                f"{now}; expected version {self.version} instead"
+            )
+        return self.tensor
+
+
+def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """The innermost hooks of saved tensors; without any, hooks that check versions."""
+    found = _innermost(True)
+    return (Versioned.of, Versioned.get) if found is None else found[:2]
+
+
+def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
+    """Save ``t`` like the graph's tensors; returns a function that gives it back in backward."""
+    pack, unpack = hooks()
+    return functools.partial(unpack, pack(t))
+
+
+class _Shape(NamedTuple):
+    """Replaces a tensor in the graph if the gradient reads only its shape."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the graph keeps only the shape of ``x``.
+
+    For single operators whose gradient reads no values of ``x``: it receives uninitialised memory.
+    """
+    if not runs_eagerly() or not torch.is_grad_enabled():
+        return contextlib.nullcontext()
+    # nested hooks replace the outer ones in torch, so other tensors are passed on by hand
+    pack, unpack = hooks()
+    at = storage_id(x)
+
+    def pack_others(t: Tensor) -> Any:
+        if storage_id(t) == at:
+            return _Shape(t.shape, t.stride(), t.dtype, t.device)
+        return pack(t)
+
+    def unpack_others(packed: Any) -> Tensor:
+        if isinstance(packed, _Shape):
+            return torch.empty_strided(*packed[:2], dtype=packed.dtype, device=packed.device)
+        return unpack(packed)
+
+    return saved_tensors_hooks(pack_others, unpack_others)
+
+
+class SavedState:
+    """A state that a tape keeps: itself, or, inside a checkpoint, as one of its activations."""
+
+    __slots__ = ("_packed", "_state", "_unpack", "_versions")
+
+    def __init__(self, state: Streams) -> None:
+        self._state = state
+        self._packed: tuple[Any, ...] = backing_tensors(state)
+        # nobody else checks a state on the tape: it is not in a graph
+        self._versions = [version_of(t) for t in self._packed]
+        self._unpack: Callable[[Any], Tensor] | None = None
+        if (found := _innermost(True)) is not None:
+            pack, self._unpack = found[:2]
+            self._packed = tuple(map(pack, self._packed))
+            nothing = torch.empty(0, device="cpu")
+            self._state = tuple(
+                t.with_words(nothing) if isinstance(t, Fixed) else nothing for t in state
+            )
+
+    def state(self, name: str) -> Streams:
+        """The state; raises if it was changed in place. ``name`` is the last step's."""
+        if self._unpack is not None:
+            unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
+            return tuple(
+                t.with_words(held) if isinstance(t, Fixed) else held for held, t in unpacked
+            )
+        for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
+            if version_of(t) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
+                    f"activations of {name} are to be recomputed, is at version {version_of(t)}; "
+                    f"expected version {version} instead. Make the operation that follows out of "
+                    "place"
+                )
+        return self._state
+
+
+class _Thread(threading.local):
+    for_replay: list[Tensor] | None = None  # see save_for_replay
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def saving_for_replay(tensors: list[Tensor] | None) -> Iterator[None]:
+    """A context in which :func:`save_for_replay` appends to ``tensors``; None: it does nothing."""
+    outer, _thread.for_replay = _thread.for_replay, tensors
+    try:
+        yield
+    finally:
+        _thread.for_replay = outer
+
+
+def save_for_replay(t: Tensor) -> None:
+    """Keep ``t`` for the replay of the running step, if its mode inverts it."""
+    if _thread.for_replay is not None:
+        _thread.for_replay.append(t)
