@@ -87,6 +87,7 @@ _QUIET_FILES = frozenset(
         ),
     )
 )
+_LOUD_FILES = ("revzoo.models.components.attention", "revzoo.models.components.droppath")
 _LOUD = (nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -95,8 +96,10 @@ Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 def is_quiet(m: nn.Module) -> bool:
     """Whether ``m`` itself, without its children, runs only code in ``_QUIET_FILES``."""
     kind = type(m)
+    file = kind.__module__
+    known = file in _QUIET_FILES or (file.startswith("revzoo.models.") and file not in _LOUD_FILES)
     return (
-        (kind.__module__ in _QUIET_FILES and not isinstance(m, _LOUD))
+        (known and not isinstance(m, _LOUD))
         and "forward" not in vars(m)
         and m._compiled_call_impl is None
         and not (m._forward_hooks or m._forward_pre_hooks)
