@@ -175,7 +175,7 @@ class Members:
         kept = {id(m._buffers) for m in (*self.norms, *own)}
         self.buffers = [p for p in _places(every, "_buffers") if id(p[0]) not in kept]
         # the layers of this package change no other buffers
-        self.carried = [
+        self.carried: list[tuple[dict[str, Any], str]] = [
             (m._buffers, name) for m in every if isinstance(m, Invertible) for name in m.carried
         ]
         known = {(id(table), name) for table, name in self.buffers}
@@ -375,7 +375,8 @@ class Conditions:
         """Complete after the forward pass."""
         # after it: an initialisation from the first batch may change parameters
         self._versions = [p._version for p in self._parameters]
-        self._carried = [(t, name, t[name].clone()) for t, name in self.members.carried]
+        carried = self.members.carried
+        self._carried = [(table, key, table[key].clone()) for table, key in carried]
 
     def check(self) -> None:
         """Raise a RuntimeError if a parameter or a large buffer was changed in place."""

@@ -25,7 +25,7 @@ class Recorder(Protocol):
     records: bool
     """Whether gradients are wanted; if not, :meth:`Invertible.replay` may return no outputs."""
 
-    needs: Sequence[bool]
+    needs: list[bool]
     """Which streams of the step's input required gradient in the forward pass."""
 
     adds: bool
@@ -233,7 +233,7 @@ class Invertible(Step):
 
     def replay(
         self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, Sequence[Any]]:
         """Recover the inputs from ``outputs``, the streams, and evaluate the step once more.
 
         Override it only if inverting and recording share work, as in a coupling.

@@ -288,10 +288,9 @@ class Entry:
                 return fn(*inputs, **self._given)
             # torch computes some layers by other kernels if nothing is recorded
             with torch.enable_grad(), saved_tensors_hooks(_forget, _refuse):
-                start = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
-                leaves = [
-                    _leaf(t, n) for t, n in zip(inputs, self.needs[-len(inputs) :], strict=True)
-                ]
+                start = torch._C._autograd._get_sequence_nr()
+                needs = self.needs[-len(inputs) :]
+                leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
                 values = fn(*leaves, **tree_map_only(Tensor, _like, self._given))
             self._refuse_graphs(values, start)
             members.walked = True
@@ -409,7 +408,7 @@ class Entry:
         """The step's inputs, without gradients."""
         return self.replayed(outputs, Recorder(self, records=False, adds=self.adds))[0]
 
-    def replayed(self, outputs: Streams, record: Recorder) -> tuple[Streams, State]:
+    def replayed(self, outputs: Streams, record: Recorder) -> tuple[Streams, Sequence[Any]]:
         """The step's inputs, and its outputs, recorded again."""
         step, versions = self.step, versions_of(outputs)
         context, record.arguments = self.context()
@@ -512,17 +511,13 @@ class Recorder:
         entry = self._entry
         inputs = [*self.leaves[first:], *self.arguments, *entry.trained]
         targets = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
-        pairs = [
-            (r, g) for r, g in zip(roots, grads, strict=True) if g is not None and _derivable(r)
-        ]
+        known = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None]
+        pairs = [(r, g) for r, g in known if _derivable(r)]
         if not pairs or not targets:
             return [None] * len(needs)
-        roots, grads = [r for r, _ in pairs], [g for _, g in pairs]
-        found = self._derive(roots, grads, targets)
-        at = iter(found)
-        return [
-            next(at) if n and t is not None else None for t, n in zip(inputs, needs, strict=True)
-        ]
+        found = iter(self._derive([r for r, _ in pairs], [g for _, g in pairs], targets))
+        wanted = [n and t is not None for t, n in zip(inputs, needs, strict=True)]
+        return [next(found) if w else None for w in wanted]
 
     def _derive(
         self, roots: list[Any], grads: list[Tensor], targets: list[Tensor]
@@ -554,7 +549,7 @@ def _derivatives(
     """``torch.autograd.grad(roots, targets, grads, allow_unused=True)``, without its checks."""
     run = Variable._execution_engine.run_backward
     # positional in torch: keep the graph, create a graph, inputs, allow unused
-    return run(  # type: ignore[no-any-return]
+    return run(
         tuple(roots), tuple(grads), False, False, tuple(targets), True, accumulate_grad=False
     )
 
@@ -702,7 +697,7 @@ class Tape:
             and _marks_of(state) == self._marks
         )
 
-    def replay(self, entry: Entry, *, records: bool) -> tuple[State, Recorder]:
+    def replay(self, entry: Entry, *, records: bool) -> tuple[Sequence[Any], Recorder]:
         """The package's backward rule: invert the step, and record it again.
 
         Returns:
@@ -718,7 +713,7 @@ class Tape:
         with _in_profiles(entry):
             return self._replay(entry, index, records)
 
-    def _replay(self, entry: Entry, index: int, records: bool) -> tuple[State, Recorder]:
+    def _replay(self, entry: Entry, index: int, records: bool) -> tuple[Sequence[Any], Recorder]:
         state = self._walk_to(index + 1)
         record = Recorder(entry, records=records, adds=entry.adds)
         inputs, outputs = entry.replayed(state, record)

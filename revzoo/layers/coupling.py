@@ -10,7 +10,7 @@ Legend: B batch, C channels of one stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class Coupling(Invertible):
 
     def replay(
         self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, Sequence[Any]]:
         x2, y2 = outputs
         leaf2 = record.leaf(1, x2)
         # the branch runs once, for both purposes; Invertible.replay would run it twice
@@ -150,7 +150,7 @@ class AdditiveCoupling(Coupling):
 
     def replay(
         self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, Sequence[Any]]:
         if not record.adds:
             return super().replay(outputs, record, context)
         x2, y2 = outputs

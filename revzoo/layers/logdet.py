@@ -10,7 +10,7 @@ of a log-determinant are recomputed in the backward pass, too, and a flow trains
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ class WithLogDet(Invertible):
 
     def replay(
         self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, Sequence[Any]]:
         *ended, total = outputs
         inverse = functools.partial(inverse_on_grid, self.step)
         streams = record.inverted(inverse, tuple(ended), context)

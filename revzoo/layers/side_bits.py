@@ -200,8 +200,8 @@ class SideBits(Invertible):
         try:
             # its own recording collects the tensors for the replay; in mode store nobody may
             with saving_for_replay(None):
-                state = on_grid_of(self, state)
-                x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
+                on_grid = on_grid_of(self, state)
+                x_out, y, *rest = run_step(self, on_grid, _args=args, **kwargs)
         finally:
             _running.returned, _running.evaluated = outer
         others, structure = returned
@@ -269,7 +269,7 @@ class SideBits(Invertible):
 
     def replay(
         self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, State]:
+    ) -> tuple[Any, Sequence[Any]]:
         x, *following = outputs
         count = len(record.needs)
         leaf = record.leaf(count - 1, x)
