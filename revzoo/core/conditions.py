@@ -202,11 +202,14 @@ class Members:
 
         ``among`` are modules among its arguments.
         """
+        tensors: list[Tensor] = []
+        if isinstance(fn, nn.Module):
+            return Members(None, [*_parts(fn, tensors), *among], tensors)
         parts = [*_one_level_away(fn), *among]
         roots = [m for m in parts if isinstance(m, nn.Module)]
-        tensors = [t for t in parts if isinstance(t, Tensor)]
+        tensors += [t for t in parts if isinstance(t, Tensor)]
         # a function runs code that we do not know
-        return Members(None, roots, tensors, runs_alone=isinstance(fn, nn.Module))
+        return Members(None, roots, tensors, runs_alone=False)
 
     def _are_there(self) -> bool:
         # lazy parameters get their values in place
@@ -259,10 +262,11 @@ def _places(modules: Iterable[nn.Module], tables: str) -> list[tuple[dict[str, A
     return list(places.values())
 
 
-def _parts(step: Step, tensors: list[Tensor]) -> Iterator[nn.Module]:
+def _parts(module: nn.Module, tensors: list[Tensor]) -> Iterator[nn.Module]:
     """The module that a step runs, and the modules one level away from its functions."""
-    yield step.subject
-    for m in (step, *step.subject.modules()):
+    subject = module.subject if isinstance(module, Step) else module
+    yield subject
+    for m in (module, *subject.modules()):
         for v in list(vars(m).values()):
             if isinstance(v, (FunctionType, MethodType, functools.partial)):
                 for part in _one_level_away(v):

@@ -240,8 +240,10 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
     is_new = override.is_add() or override.is_force_add()
     value = str(override.input_line).partition("=")[2]
     sections = ["hydra", "debug", *base]
-    leaf = key.rpartition(".")[2]
-    remedy = our_spelling(key, value, sections) or our_spelling(leaf, value, sections)
+    section, _, leaf = key.rpartition(".")
+    remedy = our_spelling(key, value, sections)
+    if section != "trainer":  # whose other options are Lightning's
+        remedy = remedy or our_spelling(leaf, value, sections)
     remedy = "" if key in known else remedy
     if key in known or (is_new and dot and section in known and not remedy):
         return
