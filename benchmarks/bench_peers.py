@@ -157,7 +157,9 @@ def step(name: str, args: argparse.Namespace, blocks: int) -> Callable[[], None]
         x = images.clone().requires_grad_()
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             y = net(x)
-        (y * gradient).sum().backward()  # does not save the output
+        loss = (y * gradient).sum()  # does not save the output
+        del y
+        loss.backward()
 
     return run
 
