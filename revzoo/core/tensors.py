@@ -49,13 +49,6 @@ def version_of(t: Tensor) -> int:
         return 0
 
 
-def overrides_functions(t: Tensor) -> bool:
-    """Whether the class of ``t`` overrides torch's functions, as torchvision's images do."""
-    kind = type(t)
-    plain = kind is Tensor or kind.__torch_function__ is torch._C._disabled_torch_function_impl
-    return not plain
-
-
 def values_of(t: Tensor) -> Tensor:
     """The plain tensor with the values of ``t``: for a DTensor, the part on this device."""
     while is_traceable_wrapper_subclass(t):
