@@ -215,9 +215,10 @@ class Members:
         # lazy parameters get their values in place
         return not self.lazy and self._signature() == self._seen
 
-    def _signature(self) -> tuple[list[int], list[int]]:
+    def _signature(self) -> tuple[list[int], list[int], list[bool]]:
         children = [id(v) for table in self._tables for v in table.values()]
-        return children, [len(table) for table in self._buffer_tables]
+        patched = ["forward" in vars(m) or m._compiled_call_impl is not None for m in self.modules]
+        return children, [len(table) for table in self._buffer_tables], patched
 
     def unknown(self, owner: nn.Module | None) -> list[nn.Module]:
         """The modules of which we do not know the code; ``owner`` as in the constructor."""

@@ -108,7 +108,9 @@ class SavedState:
         self._unpack: Callable[[Any], Tensor] | None = None
         if (found := _innermost(True)) is not None:
             pack, self._unpack = found[:2]
-            self._packed = tuple(map(pack, self._packed))
+            # copies of floats: the replay of a checkpoint goes on, and may change them in place
+            copies = (t.clone() if t.is_floating_point() else t for t in self._packed)
+            self._packed = tuple(map(pack, copies))
             nothing = torch.empty(0, device="cpu")
             self._state = tuple(
                 t.with_words(nothing) if isinstance(t, Fixed) else nothing for t in state
