@@ -369,7 +369,7 @@ def audit(
     Example:
         >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
         >>> round(report.peak_bytes / 2**20), "MiB"
-        (46, 'MiB')
+        (44, 'MiB')
     """
     shape, added = checked_arguments(model, input_shape, extra)
     if isinstance(modes, str):

@@ -26,6 +26,11 @@ MODELS = {
 }
 
 
+def compares(name, mode):
+    """Whether the guard reads a figure: in recompute, of code other than plain layers only."""
+    return mode in ("invert", "exact") or (mode == "recompute" and name == "revvit_cifar")
+
+
 class HostReadError(Exception):
     pass
 
@@ -72,7 +77,7 @@ def test_no_value_is_read_before_the_last_gradient(name, mode, checks):
     for _ in range(2):  # the second step knows what the first has found
         with _Watch():
             model(images).logsumexp(1).mean().backward()
-    assert len(checks) == (0 if mode == "store" else 2)
+    assert len(checks) == (2 if compares(name, mode) else 0)
     for check in checks:
         check()
 
@@ -92,8 +97,9 @@ def test_without_the_guard_no_value_is_read_at_all(name, mode):
         return [p.grad.clone() for p in model.parameters()]
 
     expected = gradients()
-    with pytest.raises(HostReadError), _Watch():
-        gradients()
+    if compares(name, mode):
+        with pytest.raises(HostReadError), _Watch():
+            gradients()
     revzoo.set_drift_limit(model, None)
     with _Watch():
         found = gradients()
