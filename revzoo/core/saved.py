@@ -108,9 +108,11 @@ class SavedState:
         self._unpack: Callable[[Any], Tensor] | None = None
         if (found := _innermost(True)) is not None:
             pack, self._unpack = found[:2]
-            # copies of floats: the replay of a checkpoint goes on, and may change them in place
-            copies = (t.clone() if t.is_floating_point() else t for t in self._packed)
-            self._packed = tuple(map(pack, copies))
+            held = self._packed
+            if getattr(pack, "_checkpoint_internal", False):  # torch's mark of its checkpoint
+                # copies of floats: its replay goes on, and may change them in place
+                held = tuple(t.clone() if t.is_floating_point() else t for t in held)
+            self._packed = tuple(map(pack, held))
             nothing = torch.empty(0, device="cpu")
             self._state = tuple(
                 t.with_words(nothing) if isinstance(t, Fixed) else nothing for t in state
