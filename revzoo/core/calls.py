@@ -201,11 +201,15 @@ def _global_hooks() -> bool:
 
 def calls_only_forward(layer: nn.Module) -> bool:
     """Whether a call of ``layer`` runs the ``forward`` of its class and nothing else."""
+    return type(layer).__call__ is nn.Module.__call__ and runs_forward_alone(layer)
+
+
+def runs_forward_alone(layer: nn.Module) -> bool:
+    """Whether ``nn.Module.__call__`` of ``layer`` runs its class's ``forward`` and no hook."""
     own = layer._backward_hooks or layer._backward_pre_hooks
     of_all = module._global_backward_hooks or module._global_backward_pre_hooks
     replaced = layer._compiled_call_impl is not None or "forward" in vars(layer)
-    called = type(layer).__call__ is nn.Module.__call__
-    return called and not (hooked(layer) or own or of_all or replaced)
+    return not (hooked(layer) or own or of_all or replaced)
 
 
 def _identity(state: tuple[Any, ...]) -> list[Any]:

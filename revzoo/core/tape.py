@@ -50,7 +50,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable, profiler
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.nn.modules import module
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from revzoo.core.ambient import capturing_cuda_graph
@@ -58,8 +57,8 @@ from revzoo.core.arguments import Kept
 from revzoo.core.calls import (
     call_on_grid,
     call_without_changing_hooks,
-    hooked,
     refuse_changed_outputs,
+    runs_forward_alone,
     versions_of,
 )
 from revzoo.core.conditions import Conditions, Members, leave
@@ -122,7 +121,7 @@ def run_inverting(
         return call_on_grid(plain_call, step, state, context)
     tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     tape.close()  # steps inside this one must not join this chain
-    if step.moves_values and _is_plain(step):
+    if step.moves_values and runs_forward_alone(step):
         return _moved(step, tape, members, state, context, drift_limit)
     entry = Entry(step, members, state, context, drift_limit)
     trained = members.trained()
@@ -132,7 +131,6 @@ def run_inverting(
         outputs: Any = (z, y)
     else:
         outputs = _Evaluated.apply(entry, tape, *state, *entry.arguments, *trained)
-        outputs = entry.returned(outputs)
     if any(entry.differs) and not any(t.requires_grad for t in as_state(outputs, step)):
         raise RuntimeError(
             f"{entry.name} uses parameters that are not its own, so no gradient would reach them: "
@@ -146,14 +144,6 @@ def _joins(step: Step, state: State) -> bool:
     """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
     # a floating-point step would recover the words of fixed-point streams only approximately
     return step.grid is not None or not any(fixed_of(t) is not None for t in state)
-
-
-def _is_plain(step: Step) -> bool:
-    """Whether a call of ``step`` runs the ``forward`` of its class and nothing else."""
-    patched = "forward" in vars(step) or step._compiled_call_impl is not None
-    own = step._backward_hooks or step._backward_pre_hooks
-    of_all = module._global_backward_hooks or module._global_backward_pre_hooks
-    return not (patched or own or of_all or hooked(step))
 
 
 def _moved(
@@ -204,7 +194,6 @@ class Entry:
         "limit",
         "name",
         "needs",
-        "returns_tensor",
         "saved",
         "shapes",
         "step",
@@ -239,7 +228,6 @@ class Entry:
         self.streams: Streams = ()
         self.done = False
         self.function: Callable[[], Any] = _gone
-        self.returns_tensor = False
         self._sum: Tensor | None = None
         self._samples: list[Samples] = []
         self.amaxes: list[Amax] = []
@@ -247,7 +235,7 @@ class Entry:
         self.trained: Sequence[Tensor] = ()
         self.differs: list[bool] = []
         self.index = -1
-        self.adds = step.adds and not step.extras and _is_plain(step)
+        self.adds = step.adds and not step.extras and runs_forward_alone(step)
 
     def context(self) -> tuple[dict[str, Any], list[Tensor]]:
         """The keyword arguments for an evaluation, with new leaves; and those with gradient."""
@@ -264,10 +252,6 @@ class Entry:
             wanted += [v for v, leaf in zip(values, leaves, strict=True) if leaf.needs]
             context[name] = tree_unflatten(values, structure)
         return context, wanted
-
-    def returned(self, outputs: Any) -> Any:
-        """The step's own result, from the function's."""
-        return outputs if self.returns_tensor or isinstance(outputs, tuple) else (outputs,)
 
     @property
     def waits(self) -> bool:
@@ -396,7 +380,6 @@ class Entry:
 
         outputs = self.evaluate(called, state)
         self.saved = saved
-        self.returns_tensor = isinstance(outputs, Tensor)
         self.streams = as_fixed([t.detach() for t in streams_of(outputs, step)])
         self.observe(as_fixed(state))
         self.conditions.finish()

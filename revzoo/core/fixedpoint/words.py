@@ -177,7 +177,7 @@ class Amax:
         return magnitude([self.value, *self.after])
 
     def with_before(self) -> Iterable[Amax]:
-        """This one, and those of the streams that it started from."""
+        """This amax, and every amax before it."""
         seen: dict[Amax, None] = {}
         waiting = [self]
         while waiting:

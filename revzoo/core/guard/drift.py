@@ -80,9 +80,6 @@ from revzoo.core.guard.samples import (
 from revzoo.core.invertible import State, Step, all_steps
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
-# compare at most this many steps of a chain; of a longer one every second, fourth, ...
-COMPARED = 256
-
 
 class DriftError(RuntimeError):
     """Recomputed activations differ from the forward pass's, so gradients are wrong.

@@ -47,7 +47,7 @@ def check_range(state: State) -> None:
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars; one transfer for those of one type and device."""
+    """Read scalars: one transfer for each type and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i, t in enumerate(scalars):
         groups.setdefault((t.dtype, t.device), []).append(i)
