@@ -33,7 +33,7 @@ def call_on_grid(
     """``call(step, *state, **context)``; the words move with the values."""
     if not _keeps_words_of(step):
         return call(step, *state, **context)
-    with within(step, state):
+    with within(step):
         if not step.moves_values:
             return call(step, *state, **context)
         # plain_call does not check hooks: outputs that a hook may have changed get no words
@@ -52,7 +52,7 @@ def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> Stat
     if not _keeps_words_of(step):
         return as_state(step.inverse(*state, **context), step, inverse=True)
     inverse = functools.partial(step.inverse, **context)
-    with within(step, state):
+    with within(step):
         if not step.moves_values:
             return as_state(inverse(*state), step, inverse=True)
 
@@ -110,7 +110,8 @@ def _call_with_words(
         cut = len(outputs) - extras
         streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
     if fn is not None:
-        move_words(fn, state, streams)
+        ours = type(step).__module__.startswith("revzoo.layers.")
+        move_words(fn, state, streams, keeps_samples=ours)
     return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 

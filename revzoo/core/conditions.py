@@ -11,7 +11,8 @@ NOTE [ The contract ]
     3. the ``training`` flags of the step's modules;
     4. parameters: the same tensors as in the forward pass. One that was changed in place raises;
     5. buffers: torch's norms update scratch tensors, so a batch counts once. Other small buffers
-       start from their values before the forward pass. A large one that changed raises;
+       start from their values before the forward pass. A large one that changed raises. Grids of
+       inner chains start from what they were, too;
     6. the buffers that an inverse needs (``Invertible.carried``): their values after the forward
        pass.
 
@@ -24,6 +25,7 @@ NOTE [ The contract ]
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,6 +124,7 @@ class Members:
         norms: torch's norms, which update running statistics.
         buffers: where each other buffer is.
         carried: where the buffers are that an inverse needs.
+        inner: steps inside this one, which may begin chains of their own.
         loud: the modules of which we do not know the code.
         quiet: whether only layers run that draw nothing and compute alike without recording.
         lazy: whether a parameter has no values yet.
@@ -135,6 +138,7 @@ class Members:
         "buffers",
         "carried",
         "dropouts",
+        "inner",
         "lazy",
         "loud",
         "modules",
@@ -184,6 +188,7 @@ class Members:
         # a step of a class that we do not know; not in `loud`, which would hold it in a cycle
         self.owner_is_loud = owner is not None and not (_is_known(owner) or is_quiet(owner))
         self.quiet = runs_alone and not (self.loud or self.tensors or self.owner_is_loud)
+        self.inner = [m for m in self.modules if isinstance(m, Step)]
         self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
         self.scratch: list[dict[str, Tensor]] | None = None
 
@@ -315,6 +320,7 @@ class Conditions:
         "_dtype",
         "_flagged",
         "_flags",
+        "_growths",
         "_owner",
         "_parameters",
         "_random",
@@ -366,6 +372,8 @@ class Conditions:
                 )
             drawn = {_CPU, *(d for d in devices if d.type not in HOST)}
             self._random = [(d, _random_state(d)) for d in drawn]
+        # grids of inner chains adapt between the passes
+        self._growths = [(vars(m), copy.copy(m.growth)) for m in members.inner]
         self._copies: list[tuple[dict[str, Any], str, Tensor]] = []
         self._watched: list[tuple[dict[str, Any], str, Tensor, int]] = []
         self._carried: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -421,6 +429,9 @@ class Conditions:
                 if now is not p and not is_traceable_wrapper_subclass(p):
                     undo.append((_set, (table, name, now)))
                     table[name] = p
+            for table, growth in self._growths:
+                undo.append((_set, (table, "growth", table.get("growth"))))
+                _set(table, "growth", copy.copy(growth))
             self._swap_buffers(undo, inverting=inverting)
             self._set_ambient(undo)
             for device, state in self._random:

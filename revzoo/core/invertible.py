@@ -105,6 +105,10 @@ class Step(nn.Module):
     """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for
     floating-point streams."""
 
+    growth: Any = None
+    """How far the values of chains that begin here grow
+    (:class:`~revzoo.core.fixedpoint.scale.Growth`); None before the first."""
+
     drift_limit: float | None = 1e-3
     """Largest relative error of a reconstruction; None compares nothing. See
     :mod:`revzoo.core.guard.drift`."""

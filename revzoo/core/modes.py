@@ -18,7 +18,7 @@ allows. To add a mode, write a subclass and add it to :data:`MODES`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ from revzoo.core.fixedpoint.words import (
     renew_words,
     within,
 )
-from revzoo.core.guard.drift import Replayed, check_forward_range
+from revzoo.core.guard.drift import Replayed
+from revzoo.core.guard.ranges import RangeError, check_ranges, finish_chains, scales_of
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -57,7 +58,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.sums import put_on_grid
+from revzoo.core.sums import begun_chains, collects_chains, put_on_grid
 from revzoo.core.tensors import tensors_of
 
 
@@ -263,13 +264,47 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
 
 def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     """Run a step that no sequence runs: renews its words and checks its range."""
-    renew_words(state)
-    if not step.delegates:  # the inner step recognises a run by the identity of its tensors
-        state = on_grid_of(step, state)
-    outputs = run_in_mode(step, state, context)
-    if step.grid is not None:
-        check_forward_range(step, streams_of(outputs, step))
-    return outputs
+    if step.grid is None or step.delegates:
+        # a delegating step's inner one recognises a run by the identity of its tensors
+        renew_words(state)
+        return run_in_mode(step, state, context)
+
+    def run() -> tuple[Any, State]:
+        renew_words(state)
+        outputs = run_in_mode(step, on_grid_of(step, state), context)
+        return outputs, streams_of(outputs, step)
+
+    return run_on_adapted_grid(step, run)
+
+
+def run_on_adapted_grid(module: nn.Module, run: Callable[[], tuple[Any, State]]) -> Any:
+    """``run()``, which may begin chains of steps; again if their grids have adapted.
+
+    Args:
+        module: runs again only in evaluation mode: statistics must not count a batch twice.
+        run: returns its result, and the tensors in it.
+
+    Raises:
+        RangeError: a stream left its range, and no gradient needs the outputs.
+    """
+    if is_replaying() or not keeps_words():  # the first pass has checked
+        return run()[0]
+    error: RangeError | None = None
+    inside = collects_chains()
+    for _ in range(4):
+        with begun_chains() as scales:
+            result, tensors = run()
+        error = finish_chains(scales, tensors)
+        if error is None:
+            break
+        if any(m.training for m in module.modules()):
+            break
+    if not any(t.requires_grad for t in tensors):
+        if error is not None and error.reason:
+            raise error
+        if not inside:  # chains that began in earlier calls
+            check_ranges(s for s in scales_of(tensors) if s.guarded)
+    return result
 
 
 def on_grid_of(step: Step, state: State) -> State:
@@ -280,7 +315,7 @@ def on_grid_of(step: Step, state: State) -> State:
     if not can_have_words(state[:cut]):
         return state
     with within(step):
-        return (*put_on_grid(state[:cut], step.grid), *state[cut:])
+        return (*put_on_grid(state[:cut], step), *state[cut:])
 
 
 def no_float_inverse_message(step: Step, mode: str) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,46 +28,72 @@ from revzoo.core.fixedpoint.integer_kernels import (
     shift_out,
     subtract_and_read,
 )
-from revzoo.core.fixedpoint.words import (
-    DEFAULT_BITS,
+from revzoo.core.fixedpoint.scale import (
     EXTRA_BITS,
-    Amax,
+    Growth,
+    Scale,
+    for_samples_of,
+    magnitudes,
+    sample_count,
+)
+from revzoo.core.fixedpoint.words import (
     Fixed,
     Grid,
-    Scale,
-    amaxes_used_by,
     counting_changes,
     fixed_of,
-    involves_half,
-    largest,
-    magnitude,
     read_with_words,
+    running_step,
     set_words,
-    span_of,
     within,
 )
-from revzoo.core.guard.drift import note_amaxes
+from revzoo.core.guard.drift import note_scale
 from revzoo.core.invertible import Step
 
-_EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
-_LARGEST_RANGE = 2.0**116  # also for an infinite input: the end of the range must be a float32
-# the fewest bits that grid="auto" chooses: each doubling of the input above 4 costs one
-COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
+
+class _Begun(threading.local):
+    scales: list[Scale] | None = None
 
 
-def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
-    """Round the state to one grid and give it words, unless it has words of that grid.
+_begun = _Begun()
+
+
+@contextmanager
+def begun_chains() -> Iterator[list[Scale]]:
+    """Collects the scales of the chains that begin in the context."""
+    outer, _begun.scales = _begun.scales, []
+    try:
+        yield _begun.scales
+    finally:
+        _begun.scales = outer
+
+
+def collects_chains() -> bool:
+    """Whether a caller checks the chains that begin here."""
+    return _begun.scales is not None
+
+
+def put_on_grid(state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
+    """Round the state to the grid of ``step`` and give it words, unless it has such words.
 
     The gradient of the rounding is the identity.
     """
+    grid: Grid | None = step.grid
+    assert grid is not None
     wide = any(t.dtype == torch.float64 for t in state)
     word_type = torch.int64 if wide else torch.int32
     fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == word_type]
     if len(fixed) == len(state) and _are_on(grid, fixed):
         return state
     bits = grid if isinstance(grid, int) else None
-    down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
-    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
+    # one scale for all if dimension 0 is not a batch
+    count = sample_count(state)
+    rows = [magnitudes(t, count) for t in state if t.numel()]
+    sizes = functools.reduce(torch.maximum, rows) if rows else _filled(state, count, 0.0)
+    growth = step.growth = step.growth or Growth()
+    down = growth.units(sizes) if bits is None else _filled(state, count, 2.0**-bits)
+    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, sizes, growth, word_type, bits)
+    if _begun.scales is not None:
+        _begun.scales.append(scale)
     return tuple(_rounded_to(t, scale) for t in state)
 
 
@@ -76,22 +104,9 @@ def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
     return scale.bits is None and all(f.scale is scale for f in fixed)
 
 
-def _down_for(state: tuple[Tensor, ...]) -> Tensor:
-    """2**-DEFAULT_BITS or more, by the largest value (rule 5 of NOTE [ Words and floats ]).
-
-    A power of two, so that products with it do not round.
-    """
-    sizes = [largest(t).float() for t in state if t.numel()]
-    size = functools.reduce(torch.maximum, sizes) if sizes else _scalar(state, 0.0)
-    size = size.clamp(_EXPECTED_RANGE / 2, _LARGEST_RANGE)
-    # frexp instead of log2, which may round to the wrong power of two
-    mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
-    return size / mantissa * (2.0**-DEFAULT_BITS / _EXPECTED_RANGE)
-
-
-def _scalar(state: tuple[Tensor, ...], value: float) -> Tensor:
+def _filled(state: tuple[Tensor, ...], count: int, value: float) -> Tensor:
     # float32 for any default dtype; filled on the device, without a transfer
-    return state[0].new_full((), value, dtype=torch.float32)
+    return state[0].new_full((count,), value, dtype=torch.float32)
 
 
 class _Rounded(torch.autograd.Function):
@@ -99,33 +114,33 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        ctx.amaxes = amaxes_used_by(fixed)
+        ctx.scale, ctx.step = fixed.scale, running_step()
         return read_with_words(fixed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        note_amaxes(ctx.amaxes)
+        note_scale(ctx.scale, ctx.step)
         return gradient, None
 
 
 def _rounded_to(x: Tensor, scale: Scale) -> Tensor:
     words = torch.empty_like(x, dtype=scale.word_type)
-    in_chunks(quantise, (x.detach(), words), scale.up)
-    amax = None
+    fixed = Fixed(words, scale, x.dtype, bound=0.0)
     if x.numel():
-        span = span_of(x)
-        amax = Amax(magnitude(span), span, scale, half=involves_half(x))
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, amax))
+        value = x.detach()
+        peak = in_chunks(quantise, (value, words), scale.up)
+        fixed.measure(peak, 0.0, value, lambda: value)
+    rounded: Tensor = _Rounded.apply(x, fixed)
     return rounded
 
 
 def _summed(
-    fill: Callable[..., None],
+    fill: Callable[..., Any],
     fixed: Fixed,
     parts: tuple[Tensor, ...],
     dtype: torch.dtype,
+    summand: Callable[[], Tensor],
     *options: Any,
-    weight: int,
 ) -> tuple[Tensor, Fixed]:
     """Compute a sum; returns its float tensor, with words, and the words.
 
@@ -134,22 +149,18 @@ def _summed(
         fixed: the stream that is added to.
         parts: the summands; the value is the last one.
         dtype: of the float tensor.
+        summand: computes what is added, in floating point.
         *options: passed to ``fill`` after the scales.
-        weight: how many times the value counts in the amax.
     """
-    value, words, scale = parts[-1], torch.empty_like(fixed.words), fixed.scale
+    words, scale = torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
-    summed = Fixed(words, scale, dtype)
-    if value.numel():
-        before = () if fixed.amax is None else (fixed.amax,)
-        low, high = span_of(value)
-        if weight != 1:
-            low, high = weight * low.float(), weight * high.float()
-        size = magnitude([low, high, *(end for amax in before for end in amax.after)])
-        summed.amax = Amax(size, (), scale, half=involves_half(value, total), before=before)
-        in_chunks(fill, (*parts, words, total), scale.up, summed.amax.down, *options)
-        summed.amax.after = span_of(total)
+    summed = Fixed(words, scale, dtype, down=fixed.down, bound=0.0)
+    if total.numel():
+        peak = in_chunks(fill, (*parts, words, total), scale.up, fixed.down, *options)
+        left = summed.measure(peak, fixed.bound, total, summand)
+        if left is not None:
+            total.masked_fill_(for_samples_of(left, total.dim()), math.nan)
     set_words(total, summed)
     return total, summed
 
@@ -161,13 +172,12 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = add_and_read if sign > 0 else subtract_and_read
-        total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
-        ctx.amaxes = amaxes_used_by(summed)
-        return total
+        ctx.scale, ctx.step = fixed.scale, running_step()
+        return _summed(fill, fixed, (fixed.words, value), x.dtype, lambda: value)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        note_amaxes(ctx.amaxes)
+        note_scale(ctx.scale, ctx.step)
         return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
 
 
@@ -181,7 +191,7 @@ def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[T
         step: the step that adds.
     """
     with within(step):
-        return _summed(add_and_read, fixed, (fixed.words, value), dtype, weight=1)
+        return _summed(add_and_read, fixed, (fixed.words, value), dtype, lambda: value)
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
@@ -205,16 +215,19 @@ class _SecondDifference(torch.autograd.Function):
         ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
         # the gradient ignores the rounding and the dropped bits
-        ctx.b, ctx.dtype = 2.0**-bits, value.dtype
-        # 2 b x is at most as large as the stream, so value and 2 b x count as two values
+        b = 2.0**-bits
+        ctx.b, ctx.dtype = b, value.dtype
+        ctx.scale, ctx.step = fixed.scale, running_step()
         parts = (fixed.words, x, value)
-        total, summed = _summed(shift_in, fixed, parts, x.dtype, bits, weight=2)
-        ctx.amaxes = amaxes_used_by(summed)
-        return total
+
+        def summand() -> Tensor:
+            return (1 + b) * value.float() - 2 * b * x.float()
+
+        return _summed(shift_in, fixed, parts, x.dtype, summand, bits)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        note_amaxes(ctx.amaxes)
+        note_scale(ctx.scale, ctx.step)
         b = ctx.b
         of_value = (gradient * (1 + b)).to(ctx.dtype)
         return gradient * b, gradient * (-2 * b), of_value, None, None

@@ -63,10 +63,8 @@ from revzoo.core.calls import (
 )
 from revzoo.core.conditions import Conditions, Members, leave
 from revzoo.core.fixedpoint.words import (
-    Amax,
     Fixed,
     Streams,
-    amaxes_of,
     apply_to_words,
     apply_with_words,
     as_fixed,
@@ -76,7 +74,7 @@ from revzoo.core.fixedpoint.words import (
     read_with_words,
     within,
 )
-from revzoo.core.guard.drift import Guard, Replayed, note_amaxes, note_sums, words_sum
+from revzoo.core.guard.drift import Guard, Replayed, note_scale, note_sums, words_sum
 from revzoo.core.guard.samples import Samples, sample
 from revzoo.core.invertible import (
     Invertible,
@@ -178,12 +176,12 @@ class Entry:
 
     __slots__ = (
         "_context",
+        "_fixed",
         "_given",
         "_observed",
         "_samples",
         "_sum",
         "adds",
-        "amaxes",
         "arguments",
         "conditions",
         "differs",
@@ -230,7 +228,6 @@ class Entry:
         self.function: Callable[[], Any] = _gone
         self._sum: Tensor | None = None
         self._samples: list[Samples] = []
-        self.amaxes: list[Amax] = []
         self.saved: Sequence[Tensor] = ()
         self.trained: Sequence[Tensor] = ()
         self.differs: list[bool] = []
@@ -320,7 +317,8 @@ class Entry:
         """Note a figure of the streams that the step changes, before it."""
         x = x[: len(x) - self.step.float_streams]  # sums, which no branch reads
         self._observed = len(x)
-        self.amaxes = amaxes_of((*x, *self.streams))
+        # without the words
+        self._fixed = [(t.scale, t.down) if isinstance(t, Fixed) else None for t in x]
         if self.limit is None:
             return
         fixed = [t for t in x if isinstance(t, Fixed)]
@@ -414,7 +412,11 @@ class Entry:
                 f"the inverse of {self.name} returned streams of shape {got}, expected {expected}, "
                 "the shapes that its forward took"
             )
-        return tuple(map(_with_strides, as_fixed(inputs), self.strides)), recorded
+        inputs = as_fixed(inputs)
+        for t, known in zip(inputs, self._fixed, strict=False):
+            if isinstance(t, Fixed) and known is not None:
+                t.scale, t.down = known
+        return tuple(map(_with_strides, inputs, self.strides)), recorded
 
     @property
     def _takes_words(self) -> bool:
@@ -701,7 +703,9 @@ class Tape:
         record = Recorder(entry, records=records, adds=entry.adds)
         inputs, outputs = entry.replayed(state, record)
         if entry.limit is not None:
-            note_amaxes(entry.amaxes)
+            for t in (*state, *inputs):
+                if isinstance(t, Fixed):
+                    note_scale(t.scale, entry.step)
             entry.compare(self._guard, inputs)
             if records:
                 self._guard.note_uses([t for t in record.leaves if t is not None], inputs)

@@ -18,9 +18,8 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_module, did_you_mean, is_count
-from revzoo.core.fixedpoint.words import fraction_bits
+from revzoo.core.fixedpoint.scale import fraction_bits
 from revzoo.core.invertible import Step, kind_of, label_steps, name_of
-from revzoo.core.sums import COARSEST_BITS
 from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
 from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
@@ -300,8 +299,6 @@ def _row(path: str, step: SideBits) -> BlockRow:
         (False, False): "alone",
     }[call.joined, call.continues]
     grid = None
-    # the scale of an input with NaN is NaN
-    if call.scale is not None and has_values(call.scale.down) and float(call.scale.end) > 0:
-        bits = fraction_bits(call.scale)
-        grid = bits if bits > COARSEST_BITS else None  # Inf has the coarsest grid
+    if call.scale is not None and has_values(call.scale.down):
+        grid = fraction_bits(call.scale)
     return BlockRow(path, step.bits, role, grid)

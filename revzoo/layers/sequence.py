@@ -31,8 +31,7 @@ from revzoo.core.fixedpoint.words import (
     keeps_words,
     renew_words,
 )
-from revzoo.core.guard.drift import ForwardRange, checks_forward
-from revzoo.core.guard.ranges import check_range
+from revzoo.core.guard.ranges import check_ranges, scales_of
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -47,7 +46,7 @@ from revzoo.core.invertible import (
     name_of,
     steps_in,
 )
-from revzoo.core.modes import mode_of, on_grid_of, run_step
+from revzoo.core.modes import mode_of, on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.set_memory import assign_memory, default_mode
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -318,8 +317,15 @@ class ReversibleSequence(Invertible):
             nested, _thread.nested = getattr(_thread, "nested", False), False
             if not nested:
                 renew_words(t for t in streams if isinstance(t, Tensor))
-        outputs, _, extras = self._walk(streams, (), context)
-        return (*outputs, *extras)
+        # a second pass, if the grid must adapt, starts from the same streams
+        kept = None if self.training else tuple(streams)
+
+        def run() -> tuple[State, State]:
+            outputs, _, extras = self._walk(streams if kept is None else list(kept), (), context)
+            return (*outputs, *extras), (*outputs, *extras)
+
+        outputs: State = run_on_adapted_grid(self, run)
+        return outputs
 
     def _walk(
         self, streams: list[Tensor], total: State, context: dict[str, Any]
@@ -344,7 +350,6 @@ class ReversibleSequence(Invertible):
                 first = first._replace(memory="store", grid=None, drift_limit=None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
         self._check_count(state)
-        unchecked = ForwardRange() if checks_forward() else None
         waiting = list(self)[::-1]
         while waiting:
             step = waiting.pop()
@@ -356,10 +361,6 @@ class ReversibleSequence(Invertible):
                 state = on_grid_of(step, widened(state))
             state, total, more = _advance(step, state, total, context)
             extras += more
-            if unchecked is not None:
-                unchecked.add(step, state)
-        if unchecked is not None:
-            unchecked.check((*state, *extras))
         if splits:
             self._check_mergeable(state)
             last = _settings_at_end(self, -1)
@@ -381,7 +382,7 @@ class ReversibleSequence(Invertible):
         self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
-        check_range(inputs)  # each step has checked its inputs, but not its results
+        check_ranges(scales_of(inputs))
         return inputs
 
     def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
@@ -399,7 +400,6 @@ class ReversibleSequence(Invertible):
                     state = as_state(step.inverse(*state, **context))
             else:
                 state = on_grid_of(step, state)
-                check_range(state)
                 versions = versions_of(state)
                 assert isinstance(step, Invertible)
                 # an inverse evaluates branches, which must not update statistics or draw the
@@ -422,7 +422,12 @@ class ReversibleSequence(Invertible):
         self._check_invertible()
         self._check_tensors(state, "log_det(x1, x2)")
         renew_words(t for t in state if isinstance(t, Tensor))
-        outputs, (total,), _ = self._walk(list(state), (zero_total(state[0]),), context)
+
+        def run() -> tuple[tuple[State, Tensor], State]:
+            outputs, (total,), _ = self._walk(list(state), (zero_total(state[0]),), context)
+            return (outputs, total), (*outputs, total)
+
+        outputs, total = run_on_adapted_grid(self, run)
         return bare(outputs), total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:

@@ -28,7 +28,8 @@ NOTE [ Blocks in place ]
     A block ends the run if the shape of its output differs from its input, or if the input's type
     cannot hold the values of the output's type. It also ends the run if its output leaves the range
     of the run's grid, as in language models, whose values grow to thousands: the next block starts
-    a run on a coarser grid. A block that ends a run is recomputed from its input.
+    a run on a coarser grid. The grid of the run adapts, so the next pass may continue it. A block
+    that ends a run is recomputed from its input.
 
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
@@ -36,7 +37,6 @@ NOTE [ Blocks in place ]
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Signature, signature
@@ -51,15 +51,16 @@ from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint.bits import pack_bits
+from revzoo.core.fixedpoint.scale import Scale
 from revzoo.core.fixedpoint.words import (
     AUTO,
     Fixed,
-    Scale,
     fixed_of,
     keeps_words,
 )
-from revzoo.core.guard.drift import check_forward_range
+from revzoo.core.guard.ranges import range_failure
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -67,10 +68,10 @@ from revzoo.core.invertible import (
     State,
     name_of,
 )
-from revzoo.core.modes import on_grid_of, run_step
+from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.saved import save_for_replay, saving_for_replay
 from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
-from revzoo.core.tensors import has_values, version_of
+from revzoo.core.tensors import version_of
 
 NAME = "reversible"  # the step's name among the block's modules
 MAX_BITS = 8
@@ -197,17 +198,18 @@ class SideBits(Invertible):
         returned: list[Any] = []
         outer = _running.returned, _running.evaluated
         _running.returned, _running.evaluated = returned, None
-        try:
+
+        def run() -> tuple[State, State]:
             # its own recording collects the tensors for the replay; in mode store nobody may
             with saving_for_replay(None):
-                on_grid = on_grid_of(self, state)
-                x_out, y, *rest = run_step(self, on_grid, _args=args, **kwargs)
+                outputs = run_step(self, on_grid_of(self, state), _args=args, **kwargs)
+            return outputs, outputs[:2]
+
+        try:
+            x_out, y, *rest = run_on_adapted_grid(self.subject, run)
         finally:
             _running.returned, _running.evaluated = outer
         others, structure = returned
-        # on the CPU, a block whose output leaves the range of an automatic grid ends the run
-        if self.grid is not None and not (self.grid == AUTO and y.device.type == "cpu"):
-            check_forward_range(self, (x_out, y))
         fixed = fixed_of(x_out)
         # a step without a grid returns no words, though its input may have some
         stays_on_grid = self.grid is None or fixed is None or fixed_of(y) is not None
@@ -251,14 +253,16 @@ class SideBits(Invertible):
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
         fixed = fixed_of(y)
-        if self.grid != AUTO or fixed is None or fixed.amax is None or not has_values(y):
+        if self.grid != AUTO or fixed is None or fixed.peaks is None:
             return True
-        if self.fits is None or y.device.type == "cpu":
-            amax = float(fixed.amax.value)
-            if amax < float(fixed.scale.end):  # else the stream reads as NaN
-                amax = float(fixed.amax.largest())
-            # infinite values fit no grid, so a new run would not help: the guard raises
-            self.fits = not float(fixed.scale.end) <= amax < math.inf
+        peaks, scale = fixed.peaks, fixed.scale
+        if self.fits is None or y.device.type == "cpu" or not torch.is_grad_enabled():
+            # infinite values fit no grid
+            self.fits = not bool(((peaks >= scale.end) & peaks.isfinite()).any())
+            if not self.fits and not is_replaying():
+                range_failure(scale)  # adapts the grid: the next pass need not end the run here
+        if not self.fits and scale.log and scale.log[-1].peaks is peaks:
+            scale.forget_last()
         return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:

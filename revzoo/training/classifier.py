@@ -313,7 +313,7 @@ class Classifier(pl.LightningModule):
 
         Raises:
             DriftError: activations drift again although no step is inverted any more.
-            RangeError: a stream left its range, and no grid fits.
+            RangeError: a stream left its range, and the grid cannot adapt.
         """
         # super() without arguments does not work inside the lambda
         backward = super().backward
@@ -343,7 +343,7 @@ class Classifier(pl.LightningModule):
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes); labels in the batch are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return at_least_float32(self.retry.evaluate(images)).softmax(dim=1)
+        return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
@@ -386,7 +386,7 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = at_least_float32(self.retry.evaluate(images))
+        logits = at_least_float32(self(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         # all images of a process may be repeated ones
         if count := count_unrepeated(loaders, batch_idx, len(logits)):

@@ -4,7 +4,7 @@ A drift beyond its limit makes the gradients of a step wrong, and a resumed run 
 under bfloat16 autocast, all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
 steps. So we switch the drifted parts of the network to mode ``recompute``, which keeps their
 inputs, and compute the step again from the same state. If a stream leaves the range of its integers
-(``RangeError``), we give all streams a coarser grid and also repeat the step:
+(``RangeError``), its grid has adapted, and we also repeat the step:
 
 1. Before the forward pass, copy buffers (BatchNorm's statistics) and torch's random states: 1.3 ms
    for revnet38 on the CPU, 0.2 % of a step of 32 images.
@@ -12,10 +12,10 @@ inputs, and compute the step again from the same state. If a stream leaves the r
 3. After a failure, restore both and run the step again. After a drift the metrics stay, since the
    first forward pass was right. After a range error they are restored, since its loss was NaN;
    ``train/loss_step`` still shows NaN.
-4. Distributed processes agree on the drifted parts and the grid, so all of them repeat the step.
+4. Distributed processes agree on the drifted parts, and repeat the step together. Each adapts its
+   own grids.
 
-A validation or test batch gets a coarser grid for that batch only. The steps keep their grids, so
-processes need not agree.
+Without gradients, sequences run again on their own.
 
 Networks without a part in mode ``invert`` or ``exact`` make no copies.
 """
@@ -35,7 +35,7 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
-from revzoo.training.callbacks.run_state import RunState, can_drift, set_grid, set_states, states_of
+from revzoo.training.callbacks.run_state import RunState, can_drift, set_states, states_of
 from revzoo.training.callbacks.sample_norms import ReadsNorms
 from revzoo.training.distributed import gathered
 from revzoo.training.lightning_compat import callbacks_of
@@ -61,8 +61,8 @@ class Failure(NamedTuple):
     drifted: list[str]
     beyond: bool
     """Whether a stream left its range."""
-    grid: int | None
-    """Fractional bits that fit."""
+    adapted: bool
+    """Whether the grids of these streams fit now."""
 
 
 class StepRetry:
@@ -80,7 +80,6 @@ class StepRetry:
         self.running = self.counted = self.may_widen = False
         self.loss: Tensor | None = None
         self._attempt: Attempt | None = None
-        self._warned = False  # of an evaluation beyond the range
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
@@ -92,7 +91,7 @@ class StepRetry:
         self.may_widen = any(step.grid is not None for step in steps)
         if any(mode_of(step.memory).inverts for step in steps):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
-            # after a drift the metrics stay, so only a coarser grid needs the copies
+            # after a drift the metrics stay, so only a range error needs the copies
             metrics = states_of(self.module.training_metrics()) if self.may_widen else {}
             device = self.module.device
             on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -104,7 +103,7 @@ class StepRetry:
 
         Raises:
             DriftError: a step drifted that is not inverted, so its forward is not deterministic.
-            RangeError: a stream left its range, and no grid fits.
+            RangeError: a stream left its range, and the grid cannot adapt.
         """
         # taken over, so the copies are freed when the step ends
         attempt, self._attempt = self._attempt, None
@@ -117,10 +116,10 @@ class StepRetry:
         params = list(self.module.parameters())
         # from earlier batches of this optimiser step; a failed pass adds to them
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
-        # each failure removes a cause, so this ends: fewer inverted steps or a coarser grid
+        # each failure removes a cause, so this ends: fewer inverted steps or coarser grids
         while (failure := self._failure(loss, run)) is not None:
             if failure.beyond:
-                self._widen(failure)
+                self._note_range(failure)
             else:
                 self._switch(failure)
             loss = self._forward(attempt, counted=not failure.beyond)
@@ -128,35 +127,6 @@ class StepRetry:
             for p, gradient in zip(params, gradients, strict=True):
                 # a copy: the next attempt may fail as well
                 p.grad = None if gradient is None else gradient.clone()
-
-    def evaluate(self, images: Tensor) -> Tensor:
-        """The logits without gradients, on a coarser grid if a stream leaves its range.
-
-        Raises:
-            RangeError: no grid fits.
-        """
-        steps = [step for step in all_steps(self.module).values() if step.grid is not None]
-        before = [step.grid for step in steps]
-        try:
-            while True:  # ends: each error coarsens the grid, until error.grid is None
-                try:
-                    logits: Tensor = self.module(images)
-                    return logits
-                except RangeError as error:
-                    if error.grid is None:
-                        raise
-                    set_grid(self.module, error.grid)
-                    self._warn_of(error)
-        finally:
-            for step, grid in zip(steps, before, strict=True):
-                step.grid = grid
-
-    def _warn_of(self, error: RangeError) -> None:
-        if not self._warned and self.module.trainer.is_global_zero:
-            what = f"evaluating on a coarser grid, multiples of 2**-{error.grid}; figures are valid"
-            # not the remedies: the repetition follows them
-            log.warning("%s: %s", what, error.reason or error)
-        self._warned = True
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
         """The failure of all processes; None after a good backward pass."""
@@ -174,14 +144,12 @@ class StepRetry:
         # this costs one small collective per step, the next one only after a failure
         if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
             return None
-        report: Any = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
+        report: Any = (drifted, isinstance(error, RangeError), getattr(error, "adapted", True))
         reports = gathered(report)
         names = sorted({name for part, _, _ in reports for name in part})
-        grids = [grid for _, beyond, grid in reports if beyond]
-        # None: no grid fits in some process
-        grid = None if None in grids else min(grids, default=None)
         error = error or DriftError("another process of this run reports a drift or a range")
-        return Failure(error, names, bool(grids), grid)
+        beyond = any(beyond for _, beyond, _ in reports)
+        return Failure(error, names, beyond, all(adapted for _, _, adapted in reports))
 
     def _switch(self, failure: Failure) -> None:
         """Recompute the drifted steps from now on."""
@@ -198,16 +166,12 @@ class StepRetry:
             names = ", ".join(state.recomputed)
             state.notes["drift"] = f"activations drifted: memory=recompute for {names}"
 
-    def _widen(self, failure: Failure) -> None:
-        """Give all streams the coarser grid from now on."""
-        if failure.grid is None:
+    def _note_range(self, failure: Failure) -> None:
+        if not failure.adapted:
             raise failure.error
-        set_grid(self.module, failure.grid)
-        unit = f"multiples of 2**-{failure.grid} from now on in memory=exact"
-        self._report(unit, failure.error)
+        self._report("coarser units for its samples", failure.error)
         for state in callbacks_of(self.module.trainer, RunState):
-            state.grid = failure.grid
-            state.notes["range"] = f"streams left their range: {unit}"
+            state.notes["range"] = "streams left their range in memory=exact: its grids adapted"
 
     def _report(self, change: str, error: DriftError | RangeError) -> None:
         trainer = self.module.trainer

@@ -203,7 +203,7 @@ def test_recovering_a_stream_takes_no_memory(grid, monkeypatch):
     net = ReversibleSequence([AdditiveCoupling(nn.Linear(64, 64)) for _ in range(3)])
     set_memory(net, "invert", grid=grid)
     step, x = net[0], torch.randn(8192, 64)
-    fixed = None if grid is None else fixed_of(*put_on_grid((x,), grid))
+    fixed = None if grid is None else fixed_of(*put_on_grid((x,), step))
 
     def growth():
         with torch.no_grad(), LiveMemory() as memory:

@@ -26,7 +26,8 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.fixedpoint.bits import pack_bits
-from revzoo.core.fixedpoint.words import Fixed, Scale
+from revzoo.core.fixedpoint.scale import Growth, Scale
+from revzoo.core.fixedpoint.words import Fixed
 from revzoo.core.sums import undo_second_difference
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.live import LiveMemory
@@ -399,10 +400,13 @@ def test_values_beyond_the_range_get_a_coarser_grid():
     assert all(map(torch.equal, found[0], found[1]))
     assert all(map(torch.equal, found[0], found[2]))
     rows = reversible_blocks(net)
-    assert [row.role for row in rows] == 3 * ["starts", "ends"] + ["starts"]
+    assert [row.role for row in rows] == ["starts", "joins", "ends"] * 2 + ["starts"]
     assert [row.grid for row in rows] == sorted((row.grid for row in rows), reverse=True)
     assert rows[0].grid == 23
     assert rows[-1].grid <= 30 - 18 - 3  # 8**6 goes into the last block
+    net(torch.ones(2, 3))
+    rows = reversible_blocks(net)  # the grids have adapted
+    assert [row.role for row in rows][:3] == ["starts", "joins", "joins"]
 
 
 def test_values_beyond_a_chosen_range():
@@ -632,7 +636,8 @@ def test_bits_are_packed_and_come_back(bits):
     packed = pack_bits(words, bits)
     assert len(packed) == -(-words.numel() // {1: 8, 3: 2, 4: 2, 5: 1, 8: 1}[bits])
     q = (((1 + 2.0**-bits) * value - 2 * 2.0**-bits * x) * 2**23).round().to(torch.int32)
-    total = Fixed(q + (words >> bits), Scale(torch.tensor(2.0**-23), torch.int32), torch.float32)
+    scale = Scale(torch.tensor([2.0**-23]), torch.ones(1), Growth(), torch.int32, 23)
+    total = Fixed(q + (words >> bits), scale, torch.float32)
     back = undo_second_difference(total, x, value, packed, bits)
     assert (back.words - words).abs().max() <= 2**bits * 64  # by the rounding of q as written here
     assert torch.equal(back.words & (2**bits - 1), words & (2**bits - 1))

@@ -1,19 +1,24 @@
 """The arithmetic on words: rounding to the grid, sums, and second differences.
 
 A kernel fills tensors that its caller made. Floating-point values are rounded in float32, or in
-float64 for words of 64 bits.
+float64 for words of 64 bits. Kernels that round a value return its *peak*: the largest magnitude,
+in units, NaN if there is a NaN. On a CPU it is one number for all samples, where reading it costs
+nothing; elsewhere a tensor with one for each sample, and what a sample beyond the range reads is
+NaN.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo.core.tensors import has_values, in_memory_order
+from revzoo.core.fixedpoint.scale import as_rows, for_samples_of
+from revzoo.core.tensors import has_values
 
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; a temporary tensor then has 16 MB, not the size of a stream
@@ -26,9 +31,26 @@ def _computed_in(words: Tensor) -> torch.dtype:
     return torch.float64 if words.dtype == torch.int64 else torch.float32
 
 
-def quantise(x: Tensor, words: Tensor, up: Tensor) -> None:
-    """The words of ``x``: its values in units, rounded half to even."""
-    words.copy_((x.to(_computed_in(words)) * up).round_())
+def _peak(units: Tensor, up: Tensor) -> Tensor:
+    if units.device.type == "cpu" or not up.dim():
+        return torch.maximum(units.amax(), -units.amin())
+    dims = range(1, units.dim())
+    return torch.maximum(units.amax(tuple(dims)), -units.amin(tuple(dims)))
+
+
+def _valid(down: Tensor, peak: Tensor, words: Tensor) -> Tensor:
+    """``down``, NaN for samples whose summand is beyond the range."""
+    if words.device.type == "cpu":
+        return down  # the caller reads the peak
+    return torch.where(peak.view_as(down) < 2.0 ** (words.itemsize * 8 - 2), down, math.nan)
+
+
+def quantise(x: Tensor, words: Tensor, up: Tensor) -> Tensor:
+    """The words of ``x``: its values in units, rounded half to even. Returns the peak."""
+    units = x.to(_computed_in(words)) * up
+    peak = _peak(units, up)
+    words.copy_(units.round_())
+    return peak
 
 
 def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
@@ -39,10 +61,10 @@ def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
         floats.copy_(words.to(_computed_in(words)).mul_(down))
 
 
-def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> None:
-    """The words of ``floats`` that changed since they were read."""
+def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The words of ``floats`` that changed since they were read. Returns whether any did."""
     new = torch.empty_like(words)
-    quantise(floats, new, up)
+    _round(floats, new, up)
     # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3
     # of NOTE [ Words and floats ] in words.py)
     known = torch.empty_like(floats)
@@ -50,41 +72,44 @@ def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> None:
     # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow
     changed = known.ne_(floats).to(words.dtype)
     words += new.sub_(words).mul_(changed)
+    return changed.amax()
+
+
+def _round(x: Tensor, words: Tensor, up: Tensor) -> None:
+    words.copy_((x.to(_computed_in(words)) * up).round_())
 
 
 def subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
     """``out = words - value``, in units; ``value`` is rounded first."""
-    quantise(value, out, up)
+    _round(value, out, up)
     torch.sub(words, out, out=out)
 
 
 def add_and_read(
     x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
-) -> None:
-    """``words = x + value``, in units, and its floats ``total``."""
-    quantise(value, words, up)
+) -> Tensor:
+    """``words = x + value``, in units, and its floats ``total``. Returns the peak."""
+    peak = quantise(value, words, up)
     torch.add(x, words, out=words)
-    read(words, total, down)
+    read(words, total, _valid(down, peak, words))
+    return peak
 
 
 def subtract_and_read(
     x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
-) -> None:
-    """``words = x - value``, in units, and its floats ``total``."""
-    subtract(x, value, words, up)
-    read(words, total, down)
+) -> Tensor:
+    """``words = x - value``, in units, and its floats ``total``. Returns the peak."""
+    peak = quantise(value, words, up)
+    torch.sub(x, words, out=words)
+    read(words, total, _valid(down, peak, words))
+    return peak
 
 
-def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Tensor, of_x: Tensor) -> None:
-    """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
-    total = value.to(_computed_in(words)) * of_value
-    words.copy_(total.addcmul_(x, of_x).round_())
-
-
-def _factors(up: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The factors of the value and of x in the second difference, in units."""
+def _difference(x: Tensor, value: Tensor, up: Tensor, bits: int, words: Tensor) -> Tensor:
+    """``(1 + b) value - 2 b x`` in units; only the product with value and the sum round."""
     b = 2.0**-bits
-    return up * (1 + b), up * (-2 * b)
+    total = value.to(_computed_in(words)) * (up * (1 + b))
+    return total.addcmul_(x, up * (-2 * b))
 
 
 def shift_in(
@@ -96,17 +121,23 @@ def shift_in(
     up: Tensor,
     down: Tensor,
     n: int,
-) -> None:
-    """``words = (1 + b) value - 2 b x + b before`` with ``b = 2**-n``, and its floats ``total``."""
-    _difference(x, value, words, *_factors(up, n))
+) -> Tensor:
+    """``words = (1 + b) value - 2 b x + b before`` with ``b = 2**-n``, and its floats ``total``.
+
+    Returns the peak, without ``b before``.
+    """
+    units = _difference(x, value, up, n, words)
+    peak = _peak(units, up)
+    words.copy_(units.round_())
     # an arithmetic shift: it rounds down, also below zero, and shift_out adds the rest
     words += before >> n
-    read(words, total, down)
+    read(words, total, _valid(down, peak, words))
+    return peak
 
 
 def shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tensor, n: int) -> None:
     """The opposite of :func:`shift_in`: ``before`` from ``total``, its low ``n`` bits zero."""
-    _difference(x, value, before, *_factors(up, n))
+    before.copy_(_difference(x, value, up, n, before).round_())
     torch.sub(total, before, out=before)
     before <<= n
 
@@ -117,35 +148,80 @@ _COMPILABLE = (quantise, read, subtract, add_and_read, subtract_and_read)
 
 
 @functools.cache
-def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
-    compiled: Callable[..., None] = torch.compile(fn, backend=backend, dynamic=True)
+def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(fn, backend=backend, dynamic=True)
     return compiled
 
 
-def in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *options: Any) -> None:
-    """``fn(*tensors, *options)``, piece by piece, so that its temporary tensors are small."""
-    if backend is None and tensors[0].numel() <= _CHUNK:
-        fn(*tensors, *options)
-        return
+def in_chunks(
+    fn: Callable[..., Tensor | None], tensors: tuple[Tensor, ...], *figures: Any
+) -> Tensor | None:
+    """``fn(*tensors, *figures)``, piece by piece, so that its temporary tensors are small.
+
+    Args:
+        fn: a kernel.
+        tensors: of one shape, ``(B, ...)``.
+        *figures: figures of each sample ``(B,)``, or of all ``(1,)``; then other options.
+
+    Returns:
+        The largest of what the pieces return.
+    """
+    first = tensors[0]
+    rows = [f for f in figures if isinstance(f, Tensor)]
+    options = figures[len(rows) :]
+    shaped = [for_samples_of(f, first.dim()) for f in rows]
+    if backend is None and first.numel() <= _CHUNK:
+        return fn(*tensors, *shaped, *options)
     words = next(t for t in tensors if not t.is_floating_point())
-    if backend is not None and fn in _COMPILABLE and has_values(words):
-        _compiled(fn, backend)(*(_flat(tensors) or tensors), *options)
-        return
+    compiles = backend is not None and fn in _COMPILABLE and has_values(words)
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    flat = _flat(tensors) if words.numel() > chunk else None
+    count = len(rows[0])
+    flat = _as_rows(tensors, count) if compiles or words.numel() > chunk else None
     if flat is None:
-        fn(*tensors, *options)
-    elif not has_values(words):
-        fn(*[t[:chunk] for t in flat], *options)  # one piece takes the memory of all
-    else:
-        count = -(-words.numel() // chunk)
-        for pieces in zip(*[t.chunk(count) for t in flat], strict=True):
-            fn(*pieces, *options)
+        return fn(*tensors, *shaped, *options)
+    of_rows = [for_samples_of(f, 2) for f in rows]
+    if compiles:
+        assert backend is not None
+        found: Tensor | None = _compiled(fn, backend)(*flat, *of_rows, *options)
+        return found
+    if not has_values(words):
+        fn(*[t[:, :chunk] for t in flat], *of_rows, *options)  # one piece takes the memory of all
+        return None
+    return _by_pieces(fn, flat, of_rows, options, chunk)
 
 
-def _flat(tensors: tuple[Tensor, ...]) -> list[Tensor] | None:
+def _by_pieces(
+    fn: Callable[..., Tensor | None],
+    flat: list[Tensor],
+    of_rows: list[Tensor],
+    options: tuple[Any, ...],
+    chunk: int,
+) -> Tensor | None:
+    """``fn`` on pieces of rows ``(B, n)``: several samples, or a part of one."""
+    samples, length = flat[0].shape
+    high = max(chunk // length, 1)
+    wide = -(-length // -(-length // chunk))  # pieces of nearly one size
+    peaks: list[Tensor | None] = []
+    for top in range(0, samples, high):
+        band = [t[top : top + high] for t in flat]
+        of_band = [f if not f.dim() else f[top : top + high] for f in of_rows]
+        parts = [
+            fn(*[t[:, at : at + wide] for t in band], *of_band, *options)
+            for at in range(0, length, wide)
+        ]
+        peaks.append(functools.reduce(_larger, parts))
+    if peaks[0] is None or peaks[0].dim():
+        return None if peaks[0] is None else torch.cat([p for p in peaks if p is not None])
+    return functools.reduce(_larger, peaks)
+
+
+def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return None if a is None or b is None else torch.maximum(a, b)
+
+
+def _as_rows(tensors: tuple[Tensor, ...], count: int) -> list[Tensor] | None:
     """The tensors as rows, if the same places in memory hold corresponding elements."""
     if any(t.stride() != tensors[0].stride() for t in tensors):
         return None
-    flat = [t for t in map(in_memory_order, tensors) if t is not None]
-    return flat if len(flat) == len(tensors) else None
+    rows = [r for t in tensors if (r := as_rows(t, count)) is not None]
+    return rows if len(rows) == len(tensors) else None

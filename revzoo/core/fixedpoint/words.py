@@ -12,8 +12,8 @@ not need. torch's quantisation (``fake_quantize``) clamps silently and saves a m
 pass; here leaving the range raises, and nothing is saved.
 
 NOTE [ Words and floats ]
-    1. Streams of up to 32 bits have 32-bit words. By default they have 23 fractional bits and a
-       range of +-128, and are as precise as float32 is near 1. If one stream is float64, all have
+    1. Streams of up to 32 bits have 32-bit words. Each sample has its own unit: NOTE [ A scale for
+       each sample ] in :mod:`revzoo.core.fixedpoint.scale`. If one stream is float64, all have
        64-bit words with 29 more fractional bits.
     2. The words are an attribute of the float tensor's storage, so an alias (``detach()``) also has
        them. They are freed with the storage, and ignored if the tensor was changed in place or is
@@ -26,12 +26,11 @@ NOTE [ Words and floats ]
        holds the whole word.
     4. A step that only moves values runs on the words, too. The other exact steps compute sums
        (:mod:`revzoo.core.sums`).
-    5. With ``grid="auto"`` the range of a chain of steps is at least 16 times the largest value
-       that enters it. It is computed on the device, for each input.
-    6. Sums overflow beyond 31 bits. So a value or stream beyond 30 bits turns the whole stream into
-       NaN, in replays too and without a host sync. The backward pass then raises a RangeError; if
-       the output needs no gradient, the forward pass of the sequence, or of the step called alone,
-       raises it. Infinite values and NaN, as after an overflow of float16, become NaN.
+    5. Sums overflow beyond 31 bits. So a sample whose stream or summand is beyond 30 bits, infinite
+       or NaN reads as NaN from there on, in replays too and without a host sync. If the values
+       were finite, a RangeError follows (:mod:`revzoo.core.guard.ranges`).
+    6. On a CPU we bound each stream by the sum of its summands' peaks, and measure it only if the
+       bound comes near the range. Elsewhere reading a number would stall, so we measure each sum.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
 """
@@ -50,7 +49,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from revzoo.core.ambient import autocast_dtypes, runs_eagerly
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint import integer_kernels
 from revzoo.core.fixedpoint.integer_kernels import (
     in_chunks,
@@ -58,172 +57,49 @@ from revzoo.core.fixedpoint.integer_kernels import (
     renew,
     subtract,
 )
+from revzoo.core.fixedpoint.scale import (
+    DEFAULT_BITS,
+    MAX_BITS,
+    Measured,
+    Scale,
+    for_samples_of,
+    magnitudes,
+)
 from revzoo.core.invertible import Step
-from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
+from revzoo.core.tensors import as_dense, has_values, version_of
 
 AUTO = "auto"
-DEFAULT_BITS = 23
-MAX_BITS = 29
-# 23 + 29 fractional bits: as precise as float64 near 1
-EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Grid = int | str
 
 
-class Scale:
-    """A grid: the value of one unit, and the range. All streams of a chain share the object.
-
-    Attributes:
-        bits: the fractional bits; None if the input decides them.
-        down: the value of one unit, a power of two, as a scalar tensor on the streams' device.
-        up: ``1 / down``.
-        end: sums are exact below it.
-        nan: a NaN on the device.
-        word_type: the dtype of the words.
-    """
-
-    __slots__ = ("bits", "down", "end", "nan", "up", "word_type")
-
-    def __init__(self, down: Tensor, word_type: torch.dtype, bits: int | None = None) -> None:
-        self.bits = bits
-        self.word_type = word_type
-        self.down = down
-        self.up = down.reciprocal()
-        # two bits less than the word: the sum of two such values still fits, with the sign
-        self.nan = torch.full_like(down, math.nan)
-        self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
-
-
-def fraction_bits(scale: Scale) -> int:
-    """The fractional bits of a grid as users give them, without ``EXTRA_BITS`` (host sync)."""
-    extra = EXTRA_BITS if scale.word_type == torch.int64 else 0
-    return round(-math.log2(float(scale.down))) - extra
-
-
 class _Running(threading.local):
-    """The step that runs, and its streams."""
-
     step: Step | None = None
-    state: tuple[Tensor, ...] = ()
 
 
 _running = _Running()
 
 
 class within:
-    """A context in which sums belong to ``step``, called with the streams ``state``."""
+    """A context in which sums belong to ``step``."""
 
     __slots__ = ("_inner", "_outer")
 
-    def __init__(self, step: Step, state: tuple[Tensor, ...] = ()) -> None:
-        self._inner = step, state
+    def __init__(self, step: Step) -> None:
+        self._inner = step
 
     def __enter__(self) -> None:
-        self._outer = _running.step, _running.state
-        _running.step, _running.state = self._inner
+        self._outer = _running.step
+        _running.step = self._inner
 
     def __exit__(self, *_: object) -> None:
-        _running.step, _running.state = self._outer
+        _running.step = self._outer
 
 
-_numbers = itertools.count()
-
-
-class Amax:
-    """The magnitudes of a sum, as scalars on the device.
-
-    Attributes:
-        value: the largest of the value that was added and of the stream before; NaN if there is a
-            NaN. The stream reads as NaN if it is beyond the range.
-        after: the smallest and the largest value of the stream after the sum.
-        scale: the stream's grid.
-        half: whether float16 was involved, which overflows in a plain network, too.
-        before: of the streams that the sum started from; of joined streams, their own.
-        step: the step that computed the stream; None outside of steps.
-        number: later amaxes have larger numbers.
-    """
-
-    __slots__ = ("_down", "after", "before", "half", "number", "scale", "step", "value")
-
-    def __init__(
-        self,
-        value: Tensor,
-        after: tuple[Tensor, ...],
-        scale: Scale,
-        *,
-        half: bool = False,
-        before: tuple[Amax, ...] = (),
-    ) -> None:
-        self.value = value
-        self.after = after
-        self.scale = scale
-        self.half = half
-        self.before = before
-        self.step = _running.step
-        self.number = next(_numbers)
-        self._down: Tensor | None = None
-
-    @property
-    def down(self) -> Tensor:
-        """The value of one unit; NaN if the value is beyond the range (rule 6)."""
-        if self._down is None:
-            # a comparison on the device, since reading it would stall
-            self._down = torch.where(self.value < self.scale.end, self.scale.down, self.scale.nan)
-        return self._down
-
-    def largest(self) -> Tensor:
-        """The largest magnitude so far, with the stream after the sum."""
-        return magnitude([self.value, *self.after])
-
-    def with_before(self) -> Iterable[Amax]:
-        """This amax, and every amax before it."""
-        seen: dict[Amax, None] = {}
-        waiting = [self]
-        while waiting:
-            amax = waiting.pop()
-            if amax not in seen:
-                seen[amax] = None
-                waiting += amax.before
-        return seen
-
-
-def magnitude(scalars: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of scalars; NaN if there is a NaN."""
-    return torch.stack(tuple(scalars)).abs().amax()
-
-
-def span_of(t: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of ``t``, which is not empty; NaN if it holds NaN."""
-    t = t.detach() if t.requires_grad else t
-    # ten times as fast as torch.linalg.vector_norm on a CPU
-    flat = t if t.is_contiguous() else in_memory_order(t)
-    low, high = torch.aminmax(t if flat is None else flat)
-    return low, high
-
-
-def involves_half(*tensors: Tensor) -> bool:
-    """Whether float16 was involved in a sum of ``tensors``."""
-    kinds = (*(t.dtype for t in tensors), *autocast_dtypes(tensors[0].device))
-    return torch.float16 in kinds
-
-
-def _joined(amaxes: Iterable[Amax | None]) -> Amax | None:
-    """The amax of streams that have exchanged values."""
-    known = list(dict.fromkeys(amax for amax in amaxes if amax is not None))
-    if len(known) < 2:
-        return known[0] if known else None
-    first = known[0]
-    ends = tuple(end for amax in known for end in amax.after)
-    joined = Amax(first.value, ends, first.scale, half=first.half, before=tuple(known))
-    joined.step = first.step  # a step that moves values is not the cause
-    return joined
-
-
-def amaxes_of(state: Iterable[Tensor | Fixed]) -> list[Amax]:
-    """The amaxes of the streams that have words and values."""
-    known = [t.amax for t in as_fixed(state) if isinstance(t, Fixed) and t.amax is not None]
-    return [amax for amax in known if has_values(amax.value)]
+def running_step() -> Step | None:
+    """The step that runs in this thread; None outside of steps."""
+    return _running.step
 
 
 class Fixed:
@@ -233,18 +109,28 @@ class Fixed:
         words: int32, or int64 for float64 streams.
         scale: its grid.
         dtype: of the float tensor.
-        amax: None for an empty stream.
+        down: ``scale.down``; NaN for samples that left their range.
+        bound: no word is larger, in samples that did not leave their range; on a CPU.
+        peaks: the largest values of the sum and its summand ``(B,)``, if they were measured.
     """
 
-    __slots__ = ("amax", "dtype", "scale", "words")
+    __slots__ = ("bound", "down", "dtype", "peaks", "scale", "words")
 
     def __init__(
-        self, words: Tensor, scale: Scale, dtype: torch.dtype, amax: Amax | None = None
+        self,
+        words: Tensor,
+        scale: Scale,
+        dtype: torch.dtype,
+        *,
+        down: Tensor | None = None,
+        bound: float = math.inf,
     ) -> None:
         self.words = words
         self.scale = scale
         self.dtype = dtype
-        self.amax = amax
+        self.down = scale.down if down is None else down
+        self.bound = bound
+        self.peaks: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -254,13 +140,13 @@ class Fixed:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        if self.amax is not None:  # an empty stream has nothing to read
-            in_chunks(read, (self.words, floats), self.amax.down)
+        if floats.numel():
+            in_chunks(read, (self.words, floats), self.down)
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
-        """A stream with the same values in other places."""
-        return Fixed(words, self.scale, dtype or self.dtype, self.amax)
+        """A stream with the same values in other places of the same sample."""
+        return Fixed(words, self.scale, dtype or self.dtype, down=self.down, bound=self.bound)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
@@ -270,7 +156,46 @@ class Fixed:
         reuses = overwrite and fits and integer_kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
         in_chunks(subtract, (words, value, out), self.scale.up)
-        return self.with_words(out)
+        return Fixed(out, self.scale, self.dtype, down=self.down)
+
+    def measure(
+        self,
+        peak: Tensor | None,
+        before: float,
+        total: Tensor,
+        summand: Callable[[], Tensor],
+    ) -> Tensor | None:
+        """Find the samples that left their range (rules 5 and 6 of NOTE [ Words and floats ]).
+
+        Args:
+            peak: of the summand, from the kernel.
+            before: the bound of the stream that it was added to.
+            total: the floats of the sum.
+            summand: computes what was added, in floating point.
+
+        Returns:
+            Which samples did, ``(B,)``; None if none did, or if it is not known on the host.
+        """
+        scale, host = self.scale, total.device.type == "cpu"
+        if not has_values(total):
+            return None
+        if host:
+            assert peak is not None
+            self.bound = before + float(peak)
+            if self.bound < scale.limit / 2 and scale.growth.seen == scale.grid:
+                return None
+        count = len(scale.down)
+        added, after = magnitudes(summand(), count), magnitudes(total, count)
+        left = ~((added < scale.end) & (after < scale.end))
+        self.down = torch.where(left, math.nan, self.down)
+        # after a summand beyond the range, the sum means nothing
+        self.peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
+        scale.log.append(Measured(_running.step, self.peaks, scale.sizes, scale.down))
+        if not host:
+            return None
+        inside = (after / scale.down)[~left]
+        self.bound = float(inside.amax()) if len(inside) else 0.0
+        return left if len(inside) < count else None
 
 
 Streams = tuple[Tensor | Fixed, ...]
@@ -348,16 +273,13 @@ def renew_words(state: Iterable[Tensor]) -> None:
     if not keeps_words():
         return
     for t in state:
-        if t.layout is not torch.strided or not t.numel() or (fixed := fixed_of(t)) is None:
+        if t.layout is not torch.strided or not has_values(t) or (fixed := fixed_of(t)) is None:
             continue
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
-        in_chunks(renew, (t.detach(), fixed.words.data), scale.up, scale.down)
-        if (known := fixed.amax) is not None:
-            span = span_of(t)
-            before = known.before
-            fixed.amax = Amax(magnitude(span), span, scale, half=known.half, before=before)
-            fixed.amax.step = known.step
+        changed = in_chunks(renew, (t.detach(), fixed.words.data), scale.up, fixed.down)
+        if t.device.type != "cpu" or (changed is not None and bool(changed)):
+            fixed.bound = math.inf
 
 
 def _view_key(t: Tensor) -> tuple[Any, ...]:
@@ -386,20 +308,6 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
 
-def largest(t: Tensor) -> Tensor:
-    """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
-    return magnitude(span_of(t))
-
-
-def amaxes_used_by(fixed: Fixed) -> list[Amax]:
-    """The amaxes that decide whether gradients through this stream are right.
-
-    Includes the amaxes of the running step's streams: the sums that computed them may lie outside
-    the graph that runs backward.
-    """
-    return amaxes_of((*_running.state, fixed))
-
-
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """``fn(*state)``; the words move with the values.
 
@@ -417,14 +325,26 @@ def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple
 
 
 def move_words(
-    fn: Callable[..., Any], state: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    fn: Callable[..., Any],
+    state: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    *,
+    keeps_samples: bool = True,
 ) -> None:
-    """Give ``outputs = fn(*state)`` words: ``fn`` moves the words of ``state``, too."""
-    fixed = [fixed_of(t) for t in state]
-    if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
+    """Give ``outputs = fn(*state)`` words: ``fn`` moves the words of ``state``, too.
+
+    Args:
+        fn: moves values.
+        state: its inputs.
+        outputs: what it returned.
+        keeps_samples: whether values stay in their sample; if not known, we look.
+    """
+    fixed = [f for t in state if (f := fixed_of(t)) is not None]
+    if len(fixed) < len(state) or all(fixed_of(t) is not None for t in outputs):
         return
-    kinds = [t.dtype for t in outputs]
-    moved = apply_to_words(fn, [f for f in fixed if f is not None], kinds)
+    moved = apply_to_words(fn, fixed, [t.dtype for t in outputs])
+    if not keeps_samples and len(fixed[0].scale.down) > 1:
+        moved = _with_scales(fn, fixed, moved)
     for t, f in zip(outputs, moved, strict=True):
         if fixed_of(t) is None:
             set_words(t, f)
@@ -433,24 +353,73 @@ def move_words(
 def apply_to_words(
     fn: Callable[..., Any], state: Sequence[Fixed], dtypes: Sequence[torch.dtype]
 ) -> tuple[Fixed, ...]:
-    """Apply ``fn``, which only moves values, to words; ``dtypes`` are of the float tensors.
+    """Apply ``fn``, which only moves values in their sample, to words.
+
+    ``dtypes`` are of the float tensors.
 
     Raises:
         ValueError: ``fn`` does not work on integers.
     """
+    outputs = _on_integers(fn, [f.words for f in state])
+    first = state[0]
+    down, bound = first.down, max(f.bound for f in state)
+    for other in state[1:]:
+        if other.down is not down:
+            down = torch.where(other.down.isnan(), math.nan, down)
+    pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
+    return tuple(
+        Fixed(as_dense(t, first.words), first.scale, d or first.dtype, down=down, bound=bound)
+        for t, d in pairs
+    )
+
+
+def _on_integers(fn: Callable[..., Any], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
     try:
         with torch.no_grad():
-            outputs = fn(*[f.words for f in state])
+            outputs = fn(*state)
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         kinds = {t.dtype for t in outputs}
     except RuntimeError as error:  # torch has no integer kernels for products of matrices, norms
         raise ValueError(f"{_NOT_MOVED}: {error}") from error
-    if kinds != {state[0].words.dtype}:
+    if kinds != {state[0].dtype}:
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
-    amax = _joined(f.amax for f in state)
-    first = Fixed(state[0].words, state[0].scale, state[0].dtype, amax)
-    pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
-    return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)
+    return tuple(outputs)
+
+
+def _with_scales(
+    fn: Callable[..., Any], state: Sequence[Fixed], moved: Sequence[Fixed]
+) -> tuple[Fixed, ...]:
+    """``moved`` with the scales of the samples that their values came from."""
+    scale = state[0].scale
+    count = len(scale.down)
+    # each element is the number of its sample; 0 is left for padding
+    numbers = torch.arange(1, count + 1, dtype=scale.word_type, device=scale.down.device)
+    marked = [for_samples_of(numbers, f.words.dim()).expand(f.shape) for f in state]
+    scales: list[tuple[Tensor, Scale]] = []
+    results = []
+    for f, t in zip(moved, _on_integers(fn, marked), strict=True):
+        rows = t.abs().reshape(len(t), -1) if t.dim() > 1 else t.abs().reshape(1, -1)
+        last, first = rows.amax(1), torch.where(rows > 0, rows, count + 1).amin(1)
+        if scale.bits is not None:  # all samples have one unit
+            source = torch.zeros_like(last)
+            down = torch.where(f.down.isnan().any(), math.nan, f.down[source])
+            results.append(Fixed(f.words, scale.take(source), f.dtype, down=down, bound=f.bound))
+            continue
+        if t.device.type == "cpu" and bool((first < last).any()):
+            raise ValueError(
+                "a step moves values from one sample (dimension 0) to another, but with "
+                "grid='auto' each sample has its own scale: expected samples to stay whole. Choose "
+                "revzoo.set_memory(model, 'exact', grid=23)"
+            )
+        source = (last - 1).clamp_min(0)
+        # elsewhere a check would stall: mixed samples read as NaN
+        down = torch.where(first < last, math.nan, f.down[source])
+        known = next((s for r, s in scales if torch.equal(r, source)), None) if scales else None
+        if known is None:
+            known = scale.take(source)
+            scales.append((source, known))
+        results.append(Fixed(f.words, known, f.dtype, down=down, bound=f.bound))
+    return tuple(results)
 
 
 _NOT_MOVED = (

@@ -17,8 +17,8 @@ NOTE [ Streams that overflow ]
     In float16 this is a normal event: GradScaler skips the step. So:
 
     1. Chains that ran in float16 and ended in values that are not finite are skipped.
-    2. A fixed-point stream with such a value becomes NaN as a whole. The guard skips all
-       fixed-point streams of that backward pass, and warns unless the first one came from float16.
+    2. A sample of a fixed-point stream with such a value becomes NaN as a whole. Its words are
+       restored all the same, so their sums must be equal.
     3. In other streams it compares the values that are finite in both passes, so a wrong inverse
        does not hide behind an overflow, and warns about the rest.
 
@@ -48,27 +48,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo._checks import is_number
-from revzoo.core.conditions import is_replaying
-from revzoo.core.fixedpoint.words import (
-    Amax,
-    Fixed,
-    Streams,
-    amaxes_of,
-    as_floats,
-    keeps_words,
-    largest,
-)
-from revzoo.core.guard.ranges import (
-    first_beyond_range,
-    magnitudes_of,
-    name_of_amax,
-    range_error,
-    read,
-    warn_of_coarse_grids,
-)
+from revzoo.core.fixedpoint.scale import Scale, magnitudes
+from revzoo.core.fixedpoint.words import Fixed, Streams, as_floats
+from revzoo.core.guard.ranges import check_ranges, read
 from revzoo.core.guard.samples import (
     PER_CHANNEL,
     Sampled,
@@ -77,7 +61,7 @@ from revzoo.core.guard.samples import (
     figures_of,
     weights_of,
 )
-from revzoo.core.invertible import State, Step, all_steps
+from revzoo.core.invertible import Step, all_steps
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
 
@@ -153,7 +137,7 @@ class Guard:
             # check()
             if task != -1:
                 self._start = [
-                    largest(values_of(t))
+                    magnitudes(values_of(t), 1)[0]
                     for t in state
                     if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
                 ]
@@ -196,12 +180,12 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "amaxes", "guards", "sums")
+    __slots__ = ("__weakref__", "guards", "scales", "sums")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
         self.sums: list[tuple[Step, str, Tensor, Tensor]] = []
-        self.amaxes: list[Amax] = []
+        self.scales: dict[Scale, None] = {}
 
     @staticmethod
     def of(task: int) -> _Pass:
@@ -228,41 +212,21 @@ class _Pass:
         """
         figures = [guard.pop_figures() for guard in self.guards]
         sums, self.sums = self.sums, []
-        nothing = not any(of_chain for _, of_chain in figures) and not sums
-        if nothing and not any(map(_is_checked, self.amaxes)):
-            return
-        magnitudes = magnitudes_of(self.amaxes)
-        first = first_beyond_range(magnitudes)
-        checked = [m for m in magnitudes if _is_checked(m.amax)]
-        beyond = first if first_beyond_range(checked) is not None else None
-        if beyond is not None and math.isfinite(beyond[1]):
-            raise range_error(*beyond)
-        warn_of_coarse_grids(magnitudes)
-        comparisons = _comparable(figures)
-        if beyond is not None:  # NOTE [ Streams that overflow ]
-            floating = [c for c in comparisons if c.replayed.step.grid is None]
-            if not beyond[0].half:
-                _warn_of_amax(*beyond)
-            comparisons, sums = floating, []
-        try:
-            _check_sums(sums)
-            _check_comparisons(comparisons)
-        except DriftError:
-            if first is not None and beyond is None:  # the cause, in a step without a guard
-                raise range_error(*first) from None
-            raise
+        scales, self.scales = self.scales, {}
+        check_ranges(scales)
+        _check_sums(sums)
+        _check_comparisons(_comparable(figures))
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
-def note_amaxes(amaxes: list[Amax]) -> None:
-    """Check ranges of streams at the end of the running backward pass.
-
-    Peaks of steps without a guard only explain the drift of other steps.
-    """
-    if amaxes and (running := _Pass.running()) is not None:
-        running.amaxes += amaxes
+def note_scale(scale: Scale, step: Step | None) -> None:
+    """Check the ranges of a chain at the end of the running backward pass, for ``step``."""
+    if not scale.log or (step is not None and step.drift_limit is None):
+        return
+    if (running := _Pass.running()) is not None:
+        running.scales[scale] = None
 
 
 def words_sum(streams: Sequence[Fixed]) -> Tensor:
@@ -325,58 +289,6 @@ def _comparable(figures: list[tuple[list[Tensor], list[_Comparison]]]) -> list[_
     return comparisons
 
 
-def _is_checked(amax: Amax) -> bool:
-    return amax.step is None or amax.step.drift_limit is not None
-
-
-def _is_guarded(step: Step) -> bool:
-    return step.guarded and step.drift_limit is not None
-
-
-class ForwardRange:
-    """The amaxes of outputs that need no gradient, which no backward pass checks."""
-
-    def __init__(self) -> None:
-        self._amaxes: list[Amax] = []
-
-    def add(self, step: Step, outputs: State) -> None:
-        """Record the amaxes of a guarded step's outputs that need no gradient."""
-        # Moved words keep their amax, and the sums after them report it. Without gradients, steps
-        # that move values count: nothing may come after them.
-        if _is_guarded(step) and not (step.moves_values and torch.is_grad_enabled()):
-            self._amaxes += amaxes_of(t for t in outputs if not t.requires_grad)
-
-    def check(self, outputs: State) -> None:
-        """Raise a RangeError if a stream left its range.
-
-        If ``outputs`` need gradients, later steps are trained: then it raises at the end of their
-        backward pass. Otherwise it raises now, after a host sync.
-        """
-        if not (amaxes := self._amaxes):
-            return
-        # a leaf is the caller's own tensor
-        if computed := [t for t in outputs if t.grad_fn is not None]:
-            register_multi_grad_hook(computed, lambda _: note_amaxes(amaxes), mode="any")
-            return
-        # values that are not finite stay as they are, as in a plain network
-        first = first_beyond_range(magnitudes_of(amaxes))
-        if first is not None and math.isfinite(first[1]):
-            raise range_error(*first)
-
-
-def checks_forward() -> bool:
-    """Whether a forward pass checks ranges: not in a replay, since the first pass did."""
-    return keeps_words() and not is_replaying()
-
-
-def check_forward_range(step: Step, outputs: State) -> None:
-    """Raise a RangeError if outputs that need no gradient left their range (host sync)."""
-    if checks_forward():
-        ranges = ForwardRange()
-        ranges.add(step, outputs)
-        ranges.check(outputs)
-
-
 def _check_comparisons(comparisons: list[_Comparison]) -> None:
     errors: dict[_Comparison, float] = {}
     lost: dict[_Comparison, float] = {}
@@ -401,13 +313,6 @@ def _check_comparisons(comparisons: list[_Comparison]) -> None:
         # a channel must keep half as many digits as the limit demands of the stream
         if comparison.used and not lost[comparison] <= math.sqrt(comparison.replayed.limit):
             raise _failure(comparison, *_explain_lost(comparison, lost[comparison]))
-
-
-def _warn_of_amax(amax: Amax, value: float) -> None:
-    _warn(
-        f"{name_of_amax(amax)}: a stream or a value added to it is {value:g}",
-        "as in plain training, unless an earlier stream left the range of its grid",
-    )
 
 
 def _warn_of_overflow(comparisons: list[_Comparison]) -> None:

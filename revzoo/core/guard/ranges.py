@@ -1,49 +1,52 @@
 """The range of fixed-point streams, beyond which their sums wrap around.
 
 NOTE [ Streams beyond their range ]
-    A stream beyond the range of its grid reads as NaN, and so does every value computed from it.
-    Each sum notes its :class:`~revzoo.core.fixedpoint.words.Amax` in its own backward, so every
-    gradient that flows through it is checked, in every mode. It also notes the amaxes of its step's
-    streams. A replay notes the amaxes of the state that it starts from. A partial graph needs both,
-    since it may not reach the earlier sums. Where no gradient is needed (frozen steps,
-    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
-    trained, after their backward pass. The first value beyond the range stays with the words
-    (``Fixed.amax``), so later sums on them report it, too.
+    A sample beyond the range of its grid reads as NaN, and so does every value computed from it.
+    The scale of its chain logs the peaks of measured sums (rule 6 of NOTE [ Words and floats ]).
+
+    1. Every gradient that flows through a sum, or through a replay, notes the chain's scale. We
+       read the logs of all noted scales once, after the backward pass, and raise a RangeError.
+    2. A chain whose outputs need no gradient is checked where it ends: by the sequence, or by the
+       step that was called alone. In evaluation mode it then runs again on the adapted grid, mostly
+       once; three times if values grow exponentially.
+    3. The first pass of a chain is read where it ends, too. It sets the floor of
+       :class:`~revzoo.core.fixedpoint.scale.Growth`, and warns if tokens or channels have few
+       units.
+    4. Infinite values and NaN are not an error here, as in a plain network.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint.words import MAX_BITS, Amax, Scale, amaxes_of, fraction_bits
-from revzoo.core.invertible import State, name_of
+from revzoo.core.ambient import capturing_cuda_graph
+from revzoo.core.fixedpoint.scale import EXTRA_BITS, Measured, Scale, fraction_bits
+from revzoo.core.fixedpoint.words import Fixed, fixed_of
+from revzoo.core.invertible import State, Step, name_of
+from revzoo.core.tensors import has_values
 
-_FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid
+_FEWEST_UNITS = 1024  # a token or channel should span so many units of the grid
+_FEW = 0.01  # warn if so many of the tokens or channels have fewer
 
 
 class RangeError(RuntimeError):
     """A stream left the range in which its fixed-point sums are exact.
 
     Attributes:
-        grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do.
+        adapted: whether the grid is coarser now, so that the same pass would succeed.
+        grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do, or if the
+            grid adapts.
         reason: which stream left which range, without remedies.
     """
 
+    adapted: bool = False
     grid: int | None = None
     reason: str = ""
-
-
-def check_range(state: State) -> None:
-    """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    beyond = first_beyond_range(magnitudes_of(amaxes_of(state)))
-    if beyond is not None:
-        raise range_error(*beyond)
 
 
 def read(scalars: Sequence[Tensor]) -> list[float]:
@@ -60,100 +63,156 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
     return values
 
 
-class _Magnitude(NamedTuple):
-    amax: Amax
-    value: float
-    end: float  # of the grid's range
+def range_failure(scale: Scale) -> RangeError | None:
+    """The error for the first stream beyond its range; adapts the grid (host sync)."""
+    if len(scale.log) > scale.read:
+        new = scale.log[scale.read :]
+        scale.read = len(scale.log)
+        figures = _figures(scale, new)
+        for m, (_, peaks, ends) in zip(new, figures, strict=True):
+            beyond = [(p, end) for p, end in zip(peaks, ends, strict=True) if end <= p < math.inf]
+            if beyond and scale.failure is None:
+                scale.failure = m, *max(beyond, key=lambda b: b[0] / b[1])
+        if scale.bits is None:
+            scale.growth.widen(_reached(figures), failed=scale.failure is not None)
+    if scale.failure is None:
+        return None
+    measured, value, end = scale.failure
+    error = _range_error(measured.step, scale, value, end)
+    error.adapted = scale.bits is None and bool((_units(scale) > scale.down).any())
+    return error
 
 
-def magnitudes_of(amaxes: list[Amax]) -> list[_Magnitude]:
-    """The magnitudes of streams in forward order, with all sums before them (host sync)."""
-    # sums in several steps report the same streams
-    every = {a: None for amax in amaxes for a in amax.with_before()}
-    ordered = sorted(every, key=lambda amax: amax.number)
-    # the stream after the last sum, too: a sum before it is checked by the sum after it
-    values = read([amax.value for amax in ordered])
-    ends = [(i, end) for i, amax in enumerate(ordered) for end in amax.after]
-    for (i, _), end in zip(ends, read([end for _, end in ends]), strict=True):
-        known = values[i]
-        values[i] = max(known, abs(end)) if known == known and end == end else known
-    scales = list(dict.fromkeys(amax.scale for amax in ordered))
-    limits = dict(zip(scales, read([scale.end for scale in scales]), strict=True))
-    return [_Magnitude(a, v, limits[a.scale]) for a, v in zip(ordered, values, strict=True)]
+def _figures(scale: Scale, measured: Sequence[Measured]) -> list[list[list[float]]]:
+    """Sizes, peaks and ends of the samples, for each sum: one transfer."""
+    if not measured:
+        return []
+    rows = [(m.sizes.double(), m.peaks.double(), m.down.double() * scale.limit) for m in measured]
+    flat = torch.cat([torch.stack(figures) for figures in rows], 1).tolist()
+    found, at = [], 0
+    for sizes, _, _ in rows:
+        found.append([figure[at : at + len(sizes)] for figure in flat])
+        at += len(sizes)
+    return found
 
 
-def first_beyond_range(magnitudes: list[_Magnitude]) -> tuple[Amax, float] | None:
-    """The first stream beyond its range, and its magnitude.
+def _reached(figures: Iterable[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
+    return [pair for sizes, peaks, _ in figures for pair in zip(sizes, peaks, strict=True)]
 
-    Finite magnitudes go first: a stream beyond its range turns later streams into NaN.
+
+def _units(scale: Scale) -> Tensor:
+    units = scale.growth.units(scale.sizes)
+    return units * 2.0**-EXTRA_BITS if scale.word_type == torch.int64 else units
+
+
+def check_ranges(scales: Iterable[Scale]) -> None:
+    """Raise a RangeError for the first stream beyond its range (host sync)."""
+    errors = [error for scale in scales if (error := range_failure(scale)) is not None]
+    if errors:
+        raise errors[0]
+
+
+def scales_of(state: Iterable[Tensor | Fixed]) -> list[Scale]:
+    """The scales of the streams that have words, each once."""
+    fixed = (t if isinstance(t, Fixed) else fixed_of(t) for t in state)
+    return list(dict.fromkeys(f.scale for f in fixed if f is not None))
+
+
+def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
+    """Check the chains that began in a call, at its end (NOTE [ Streams beyond their range ]).
+
+    Returns:
+        An error if the call should run again, on a grid that has adapted: to values beyond the
+        range, or to small ones.
+
+    Raises:
+        RangeError: a stream left its range, no gradient needs the outputs, and no grid fits.
     """
-    beyond = [
-        # a NaN in one stream makes the scale of all streams NaN
-        (amax, math.nan if math.isnan(end) else value)
-        for amax, value, end in magnitudes
-        if not value < end
-    ]
-    return next((b for b in beyond if math.isfinite(b[1])), beyond[0] if beyond else None)
+    again: RangeError | None = None
+    for scale in scales:
+        growth = scale.growth
+        if not has_values(scale.down) or capturing_cuda_graph():
+            continue
+        if growth.seen != scale.grid:
+            growth.seen = scale.grid
+            reached = _reached(_figures(scale, scale.log)) if scale.guarded else []
+            if scale.bits is None and growth.settle(reached):
+                again = RangeError("values are small: run the chain again, on a finer grid")
+            elif reached:
+                _warn_of_coarse_grids(scale, outputs, max(peak for _, peak in reached))
+        if not scale.guarded:
+            continue
+        trained = any(t.requires_grad for t in outputs)
+        if trained and scale.down.device.type != "cpu":
+            continue  # reading would stall: rule 1
+        error = range_failure(scale)
+        if error is not None and error.adapted:
+            again = error
+        elif error is not None and not trained:
+            raise error
+    return again
 
 
-def warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
-    """Warn if even the largest values of a chain have few bits: the grid rounds them."""
-    by_scale: dict[Scale, list[_Magnitude]] = {}
-    for magnitude in magnitudes:
-        by_scale.setdefault(magnitude.amax.scale, []).append(magnitude)
-    for scale, of_scale in by_scale.items():
-        largest, end = max(m.value for m in of_scale), of_scale[0].end
-        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only if it matters
-        if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
-            unit = float(scale.down)
-            if largest < _FEWEST_UNITS * unit:
-                _warn_of_rounding(of_scale[-1].amax, unit, end / largest)
+def _warn_of_coarse_grids(scale: Scale, outputs: State, largest: float) -> None:
+    """Warn if values have so few units that the grid rounds them.
+
+    Of a grid that adapts, tokens or channels; of one that the user chose, the ``largest`` value.
+    """
+    if scale.bits is not None:
+        if 0 < largest < _FEWEST_UNITS * float(scale.down[0]):
+            _warn_of_rounding(scale, "all values")
+        return
+    for t in outputs:
+        fixed = fixed_of(t)
+        if fixed is None or fixed.scale is not scale or not 1 < fixed.words.dim() < 6:
+            continue
+        words = fixed.words.abs()
+        for kept in (1, 2) if words.dim() == 3 else (1,):
+            others = [d for d in range(1, words.dim()) if d != kept]
+            units = words.amax(others) if others else words
+            known = units[units > 0]
+            few = float((known < _FEWEST_UNITS).float().mean()) if len(known) else 0.0
+            if few >= _FEW:
+                what = f"{few:.0%} of the channels or tokens (dimension {kept})"
+                _warn_of_rounding(scale, what)
+                return
 
 
-def _warn_of_rounding(amax: Amax, unit: float, room: float) -> None:
-    bits = fraction_bits(amax.scale)
-    finer = min(MAX_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
-    remedy = f", or choose revzoo.set_memory(model, 'exact', grid={finer})" if finer > bits else ""
+def _warn_of_rounding(scale: Scale, what: str) -> None:
+    bits = fraction_bits(scale)
+    finer = "" if scale.bits is None else ", or choose more bits or grid='auto'"
     warnings.warn(
-        f"{name_of_amax(amax)} and the steps before it: all values are below "
-        f"{_FEWEST_UNITS * unit:.1g}, but grid={bits} rounds them to multiples of {unit:.1g}: "
-        f"scale the input{remedy}",
+        f"{_name(scale.log[-1].step)} and the steps before it: {what} reach less than "
+        f"{_FEWEST_UNITS} units of the grid (grid={bits}: multiples of 2**-{bits}), which rounds "
+        f"them: scale the input or normalise the branches{finer}, or use memory='invert'",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=5,
     )
 
 
-def name_of_amax(amax: Amax) -> str:
-    """The step that reported the amax, for messages."""
-    return "a step" if amax.step is None else name_of(amax.step)
+def _name(step: Step | None) -> str:
+    return "a step" if step is None else name_of(step)
 
 
-def range_error(amax: Amax, value: float) -> RangeError:
-    """The error for a stream of this magnitude; names the step and a grid that fits."""
-    end = float(amax.scale.end)
-    name = name_of_amax(amax)
-    bits = -1 if math.isnan(end) else fraction_bits(amax.scale)
-    if not math.isfinite(value):
-        # values beyond the range read as NaN, too
-        limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""
-        return RangeError(
-            f"{name}: a stream or a value added to it is {value:g}, expected finite values"
-            f"{limit}: check the data, normalise the branches, or lower the learning rate if the "
-            "training diverges"
+def _range_error(step: Step | None, scale: Scale, value: float, end: float) -> RangeError:
+    """The error for a stream of this magnitude; names the step and, for a number, a grid."""
+    reason = f"{_name(step)}: a stream or a value added to it reached {value:.3g}"
+    if scale.bits is None:
+        reason += f", but the range of its sample ends at {end:g}"
+        error = RangeError(
+            f"{reason}. The grid adapts to what a chain has seen: compute the step again. If this "
+            "repeats, normalise the branches, or lower the learning rate if the training diverges"
         )
-    # one bit in reserve, since training changes the values
-    excess = math.ceil(math.log2(value / end)) + 1
-    fitting = bits - excess if excess <= bits else None
-    remedy = (
-        "normalise the branches, or lower the learning rate if the training diverges"
-        if fitting is None
-        else "normalise the branches, or choose fewer bits: "
-        f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
-    )
-    reason = (
-        f"{name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
-        f"sums are exact only below {end:g}"
-    )
-    error = RangeError(f"{reason}; {remedy}")
-    error.grid, error.reason = fitting, reason
+    else:
+        # one bit in reserve, since training changes the values
+        excess = math.ceil(math.log2(value / end)) + 1
+        fitting = scale.bits - excess if excess <= scale.bits else None
+        reason += f", but with grid={scale.bits} sums are exact only below {end:g}"
+        choice = "" if fitting is None else f", or grid={fitting}"
+        error = RangeError(
+            f"{reason}: choose revzoo.set_memory(model, 'exact', grid='auto'){choice}; normalise "
+            "the branches, or lower the learning rate if the training diverges"
+        )
+        error.grid = fitting
+    error.reason = reason
     return error

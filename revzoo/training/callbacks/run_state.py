@@ -8,7 +8,7 @@ number of processes changed, it cannot resume exactly, and we refuse it.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
+from revzoo.core.fixedpoint.scale import Growth
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
@@ -71,7 +72,6 @@ class RunState(pl.Callback):
         figures: the logged figures when the run was saved; empty in a new run.
         notes: warnings for the run's summary, by topic.
         recomputed: names of the steps whose drift was too large to invert; they are recomputed.
-        grid: fractional bits of the streams after a stream left its range; None before.
     """
 
     _trainer: pl.Trainer  # both from setup
@@ -81,7 +81,6 @@ class RunState(pl.Callback):
         self.figures: dict[str, float] = {}
         self.notes: dict[str, str] = {}
         self.recomputed: list[str] = []
-        self.grid: int | None = None
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 
@@ -104,7 +103,8 @@ class RunState(pl.Callback):
             "planned_steps": self._planned_steps,
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
-            "grid": self.grid,
+            # of each process: its grids have adapted to its own samples
+            "growth": gathered(growth_of(self._module)),
             "row": None if row is None else [row[0], row[1]],
         }
 
@@ -119,13 +119,15 @@ class RunState(pl.Callback):
             metrics: of the training steps, by name.
         """
         names = saved.get("recomputed")
+        growth = saved.get("growth")
+        steps = growth[0] if isinstance(growth, list) and growth else {}
         return {
             "random": [{**random_states_of_cpu(), "cuda": None}] * len(saved["random"]),
             "metrics": states_of({n: m for n, m in metrics.items() if n in saved["metrics"]}),
             "figures": dict.fromkeys(saved["figures"], 0.0),
             "notes": {},
             "recomputed": [""] * len(names if isinstance(names, list) else ()),
-            "grid": None if saved.get("grid") is None else 0,
+            "growth": [{path: [0.0, 0.0, None] for path in steps}] * len(saved["random"]),
             "row": None if saved.get("row") is None else [0, {}],
         }
 
@@ -144,7 +146,6 @@ class RunState(pl.Callback):
         self.notes = dict(state_dict.get("notes", {}))
         # .get: earlier versions lack the key
         self.recomputed = list(state_dict.get("recomputed", []))
-        self.grid = state_dict.get("grid")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._planned_steps = self._plan()
@@ -155,11 +156,11 @@ class RunState(pl.Callback):
             # the resumed run may use a different memory mode
             if name in self.recomputed and can_drift(step):
                 step.memory = "recompute"
-        if self.grid is not None:
-            set_grid(pl_module, self.grid)
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None
+        if (growth := state.get("growth")) is not None:
+            set_growth(pl_module, growth[trainer.global_rank])
         if (row := state.get("row")) is not None:
             tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
             missing = [table.restore_row(*row) for table in tables]
@@ -227,8 +228,18 @@ def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None
         metric._update_count = state.get("updates", 0)
 
 
-def set_grid(module: torch.nn.Module, grid: int) -> None:
-    """Give the fixed-point streams of all steps multiples of ``2**-grid``."""
-    for step in all_steps(module).values():
-        if step.grid is not None:
-            step.grid = grid
+def growth_of(module: torch.nn.Module) -> dict[str, list[Any]]:
+    """What the grids of the steps have adapted to, by path: ratio, floor, grid of the first pass."""
+    return {
+        path: [g.ratio, g.floor, g.seen]
+        for path, step in all_steps(module).items()
+        if (g := step.growth) is not None
+    }
+
+
+def set_growth(module: torch.nn.Module, saved: Mapping[str, Sequence[Any]]) -> None:
+    """Restore :func:`growth_of`; paths that the module lacks are ignored."""
+    for path, step in all_steps(module).items():
+        if path in saved:
+            step.growth = Growth()
+            step.growth.ratio, step.growth.floor, step.growth.seen = saved[path]

@@ -37,7 +37,7 @@ OPTIONAL = (
     "best_figures",
     "notes",
     "recomputed",
-    "grid",
+    "growth",
     "row",
     "name",  # of a parameter group
 )

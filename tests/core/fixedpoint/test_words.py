@@ -113,6 +113,7 @@ def test_squeezes_and_single_tensors_are_exact():
         assert torch.equal(net.inverse(net(x)), x)
 
 
+@pytest.mark.filterwarnings("ignore:.*less than 1024 units")
 def test_the_grid_is_a_parameter():
     net, x = linear_net().float(), torch.randn(3, 8)
     outputs = []
@@ -134,13 +135,8 @@ def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
     y = net(x)
     with pytest.raises(RangeError, match=r"reached 300"):
         net.inverse(y)
-    with pytest.raises(
-        RangeError, match=r"is nan, expected finite values below 256 \(with grid=22"
-    ):
-        net.inverse(torch.tensor([[float("nan"), 1.0]]))
-    with pytest.raises(
-        RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*exact\", grid=\d\d\), or"
-    ):
+    assert net.inverse(torch.tensor([[math.nan, 1.0]])).isnan().all()  # as in a plain network
+    with pytest.raises(RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*or grid=\d\d;"):
         y.sum().backward()
     set_memory(net, "exact", grid=15)
     net(x).sum().backward()
@@ -170,8 +166,7 @@ def test_leaving_the_range_raises_without_a_backward_pass(mode):
             net(x)
         # a stream that is not finite passes, as in a plain network
         assert not net(torch.full((2, 4), float("inf"))).isfinite().any()
-        for step in net.modules():
-            step.guarded = False
+        set_drift_limit(net, None)
         assert net(x).isnan().any()
 
 
@@ -355,12 +350,10 @@ def test_a_stream_that_was_changed_around_autograd(start, value):
     y.data.fill_(value)
     if start == 100:  # an earlier sum left the range
         outcome = pytest.raises(RangeError, match="reached 300")
-    elif value == 2:
-        outcome = contextlib.nullcontext()
     elif value == 1000:
         outcome = pytest.raises(RangeError, match=r"reached 1e\+03")
-    else:
-        outcome = pytest.warns(RuntimeWarning, match=f"is {value}")
+    else:  # values that are not finite: as in a plain network
+        outcome = contextlib.nullcontext()
     with outcome:
         net(y).sum().backward()
     if value == 2 and start == 1:
@@ -423,20 +416,21 @@ def tanh_branch(width=4):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
 @pytest.mark.parametrize("mode", ["exact", "recompute"])
-def test_an_input_without_words_is_not_a_finite_number(mode, bad):
+def test_an_input_beyond_a_chosen_range(mode, bad):
+    """The other samples are as without it."""
     net = ReversibleSequence([AdditiveCoupling(tanh_branch())])
     set_memory(net, mode, grid=20)
     x1, x2 = torch.randn(3, 4), torch.randn(3, 4).index_put_((torch.tensor(0),), torch.tensor(bad))
     y1, y2 = net(x1, x2)
-    assert not y1.isfinite().all()
-    assert not y2.isfinite().all()
+    assert y1[0].isnan().all()
+    assert y2[0].isnan().all()
+    assert torch.equal(torch.cat(net(x1[1:], x2[1:])), torch.cat((y1[1:], y2[1:])))
     if bad == 1e6:
         with pytest.raises(RangeError, match="reached 1e\\+06"):
             y2.sum().backward()
     else:
-        with pytest.warns(RuntimeWarning, match="steps.0 AdditiveCoupling: .* is (nan|inf)"):
-            y2.sum().backward()
-    assert not any(p.grad.isfinite().all() for p in net.parameters())
+        y2.sum().backward()
+        assert not any(p.grad.isfinite().all() for p in net.parameters())
 
 
 class Values(nn.Module):
@@ -637,13 +631,14 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
         for layout in (torch.contiguous_format, torch.channels_last):
             x, y, z = torch.randn(3, 2, 4, 5, 5).to(dtype)
             z[0, 0, 0, 0] = 3e9  # beyond the range
-            (x,) = put_on_grid((x.contiguous(memory_format=layout),), grid)
+            step = AdditiveCoupling(nn.Identity())
+            step.grid = grid
+            (x,) = put_on_grid((x.contiguous(memory_format=layout),), step)
             for value in (y.contiguous(memory_format=layout), y.transpose(2, 3), z):
                 total = sums.add(x, value, fixed_of(x), sign=1 if value is y else -1)
                 back = fixed_of(total).minus(value.clone(), overwrite=True)
-                found += [total, fixed_of(total).amax.value, back.read()]
-                if value is not z:  # what an integer does beyond its range is undefined
-                    found += [fixed_of(total).words, back.words]
+                rows = slice(1 if value is z else 0, None)  # integers beyond their range
+                found += [total, back.read(), fixed_of(total).words[rows], back.words[rows]]
         return found
 
     torch._dynamo.reset()
@@ -694,6 +689,5 @@ def test_values_near_the_end_of_float32_are_out_of_range(value, dtype):
 def test_nan_in_one_stream():
     net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4)) for _ in range(3)], memory="exact")
     y1, y2 = net(torch.full((2, 4), torch.nan), torch.randn(2, 4))
-    with pytest.warns(RuntimeWarning, match="steps.0 AdditiveCoupling: .* is nan"):
-        (y1 + y2).sum().backward()
+    (y1 + y2).sum().backward()
     assert net[0].branch.weight.grad.isnan().all()
