@@ -33,6 +33,7 @@ from revzoo.core.fixedpoint.scale import (
     Growth,
     Scale,
     for_samples_of,
+    free_to_read,
     magnitudes,
     sample_count,
 )
@@ -94,7 +95,7 @@ def put_on_grid(state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
     scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, sizes, growth, word_type, bits)
     if _begun.scales is not None:
         _begun.scales.append(scale)
-    return tuple(_rounded_to(t, scale) for t in state)
+    return tuple(_rounded_to(t, scale, fits=bits is None) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
@@ -123,13 +124,16 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def _rounded_to(x: Tensor, scale: Scale) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, *, fits: bool = False) -> Tensor:
     words = torch.empty_like(x, dtype=scale.word_type)
     fixed = Fixed(words, scale, x.dtype, bound=0.0)
     if x.numel():
         value = x.detach()
         peak = in_chunks(quantise, (value, words), scale.up)
-        fixed.measure(peak, 0.0, value, lambda: value)
+        if not fits or free_to_read(value):
+            fixed.measure(peak, 0.0, value, lambda: value)
+        else:  # the scale was made for this input: only inputs of 1e36 do not fit
+            fixed.down = torch.where(scale.sizes < scale.end, scale.down, math.nan)
     rounded: Tensor = _Rounded.apply(x, fixed)
     return rounded
 

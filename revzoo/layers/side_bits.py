@@ -53,7 +53,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint.bits import pack_bits
-from revzoo.core.fixedpoint.scale import Scale
+from revzoo.core.fixedpoint.scale import Scale, free_to_read
 from revzoo.core.fixedpoint.words import (
     AUTO,
     Fixed,
@@ -256,7 +256,7 @@ class SideBits(Invertible):
         if self.grid != AUTO or fixed is None or fixed.peaks is None:
             return True
         peaks, scale = fixed.peaks, fixed.scale
-        if self.fits is None or y.device.type == "cpu" or not torch.is_grad_enabled():
+        if self.fits is None or free_to_read(y) or not torch.is_grad_enabled():
             # infinite values fit no grid
             self.fits = not bool(((peaks >= scale.end) & peaks.isfinite()).any())
             if not self.fits and not is_replaying():

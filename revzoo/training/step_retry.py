@@ -148,8 +148,8 @@ class StepRetry:
         reports = gathered(report)
         names = sorted({name for part, _, _ in reports for name in part})
         error = error or DriftError("another process of this run reports a drift or a range")
-        beyond = any(beyond for _, beyond, _ in reports)
-        return Failure(error, names, beyond, all(adapted for _, _, adapted in reports))
+        left = any(beyond for _, beyond, _ in reports)
+        return Failure(error, names, left, all(adapted for _, _, adapted in reports))
 
     def _switch(self, failure: Failure) -> None:
         """Recompute the drifted steps from now on."""

@@ -89,7 +89,8 @@ def gradients(net, state, spoilt=None):
     upstream = [torch.linspace(0.1, 1, t.numel()).view(t.shape).to(t) for t in outputs]
     theirs = {t.untyped_storage()._cdata for t in (*outputs, *net.buffers())}
     alive = [(s, kind) for ref, kind in made.refs if (s := ref()) is not None]
-    kept = [(s, kind) for s, kind in alive if s._cdata not in theirs and s.nbytes() > SMALL]
+    small = max(SMALL, 8 * len(state[0]))  # a float64 for each sample: its scale
+    kept = [(s, kind) for s, kind in alive if s._cdata not in theirs and s.nbytes() > small]
     found = [(s._cdata in _states, s.nbytes()) for s, _ in kept]
     if spoilt is not None:
         spoil(*kept[spoilt])

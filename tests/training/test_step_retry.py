@@ -23,7 +23,7 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step
 from revzoo.training import Classifier
-from revzoo.training.callbacks.run_state import RunState, set_grid
+from revzoo.training.callbacks.run_state import RunState, growth_of, set_growth
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
 
@@ -112,49 +112,53 @@ def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
 
 
 class Grow(pl.Callback):
-    """Makes a branch's values large at the batch ``AT``; sets the grid there if one is given."""
+    """Makes a branch's values large at the batch ``AT``, with grids for it if they are given."""
 
-    def __init__(self, factor: float, grid: int | None = None) -> None:
-        self.factor, self.grid = factor, grid
+    def __init__(self, factor: float, growth: dict[str, list[Any]] | None = None) -> None:
+        self.factor, self.growth = factor, growth
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.fit_loop.total_batch_idx == AT:
             *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
             conv.weight.data.mul_(self.factor)
-            if self.grid is not None:
-                set_grid(pl_module, self.grid)
+            if self.growth is not None:
+                set_growth(pl_module, self.growth)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        if self.growth is None and trainer.fit_loop.total_batch_idx == AT:
+            self.growth = growth_of(pl_module)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
-def test_a_stream_beyond_its_range_gets_a_coarser_grid(
+def test_a_step_whose_stream_left_its_range_is_repeated(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run ended with "training has diverged; lower optim.lr".
 
-    It now equals a run that has the coarser grid from that batch on, bit for bit, and so does a
-    resumed run.
+    It now equals a run whose grids fit from that batch on, bit for bit, and a resumed run has them.
     """
     options |= {"memory": "exact", "max_epochs": 2}  # the batch is in the last epoch
+    grow = Grow(1e4)
     with caplog.at_level(logging.WARNING, logger="revzoo"):
-        found, runner = fit(tmp_path, Grow(1e4), **options)
+        found, runner = fit(tmp_path, grow, **options)
     (state,) = callbacks_of(runner, RunState)
-    assert state.grid is not None
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
-    assert f"multiples of 2**-{state.grid} from now on" in messages[-1]
-    assert f"multiples of 2**-{state.grid} from now on" in state.notes["range"]
-    expected, whole = fit(tmp_path, Grow(1e4, state.grid), **options)
+    assert "computing step" in messages[-1]
+    assert "reached" in messages[-1]
+    assert "grids adapted" in state.notes["range"]
+    assert max(floor for _, floor, _ in grow.growth.values()) > 100  # type: ignore[union-attr]
+    expected, whole = fit(tmp_path, Grow(1e4, grow.growth), **options)
     assert_same(found, expected)
     assert runner.callback_metrics == whole.callback_metrics
     runner.save_checkpoint(tmp_path / "last.ckpt")
     options["max_epochs"] = 3
-    module, runner = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", **options)
-    grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
-    assert grids - {None} == {state.grid} == {callbacks_of(runner, RunState)[0].grid}
+    resumed, _ = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", **options)
+    assert growth_of(resumed).keys() == growth_of(found).keys()
+    for path, (_, floor, _) in growth_of(found).items():
+        assert growth_of(resumed)[path][1] >= floor
 
 
-def test_validation_beyond_the_range_has_finite_metrics(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_validation_beyond_the_range_has_finite_metrics(tmp_path: Path) -> None:
     """``val/loss`` was NaN where streams left their range only in validation."""
 
     class GrowLast(pl.Callback):
@@ -162,19 +166,12 @@ def test_validation_beyond_the_range_has_finite_metrics(
             *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
             conv.weight.data.mul_(1e4)
 
-    with caplog.at_level(logging.WARNING, logger="revzoo"):
-        module, runner = fit(tmp_path, memory="exact", max_epochs=1)
-        runner.callbacks.append(GrowLast())  # type: ignore[attr-defined]
-        runner.validate(module, loader(), verbose=False)
+    module, runner = fit(tmp_path, memory="exact", max_epochs=1)
+    runner.callbacks.append(GrowLast())  # type: ignore[attr-defined]
+    runner.validate(module, loader(), verbose=False)
     assert math.isfinite(runner.callback_metrics["val/loss"])
-    grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
-    assert grids <= {None, "auto"}
-    (message,) = [r.getMessage() for r in caplog.records if "evaluating on" in r.getMessage()]
-    assert "reached" in message
-    assert "set_memory" not in message
 
 
-@pytest.mark.filterwarnings("ignore:.*a value added to it is:RuntimeWarning")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_path: Path) -> None:
     with pytest.raises((FloatingPointError, RangeError), match=r"is not finite|lower the learning"):
@@ -213,9 +210,9 @@ def worker(rank: int, port: int, folder: Path) -> None:
     for number, (name, callback) in enumerate(runs, start=1):
         memory = "exact" if name == "grown" else "invert"
         module, _ = fit(folder, callback, memory=memory, **options)
-        grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
         torch.save(module.state_dict(), folder / f"{name}{rank}.pt")
-        (folder / f"{name}{rank}.txt").write_text(str(grids))
+        grown = max((floor for _, floor, _ in growth_of(module).values()), default=0.0)
+        (folder / f"{name}{rank}.txt").write_text(str(grown))
         torch.distributed.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port + number)
     os._exit(0)
@@ -228,9 +225,7 @@ def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
     mp.spawn(worker, (port, tmp_path), nprocs=2)
     expected = torch.load(tmp_path / "recompute0.pt")
     grown = torch.load(tmp_path / "grown0.pt")
-    grids = [(tmp_path / f"grown{rank}.txt").read_text() for rank in (0, 1)]
-    assert "auto" not in grids[0]
-    assert grids[0] == grids[1]
+    assert all(float((tmp_path / f"grown{rank}.txt").read_text()) > 100 for rank in (0, 1))
     for name, same in [("drift0", expected), ("drift1", expected), ("grown1", grown)]:
         found = torch.load(tmp_path / f"{name}.pt")
         for key, value in same.items():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint.scale import as_rows, for_samples_of
+from revzoo.core.fixedpoint.scale import as_rows, for_samples_of, free_to_read
 from revzoo.core.tensors import has_values
 
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
@@ -32,7 +32,7 @@ def _computed_in(words: Tensor) -> torch.dtype:
 
 
 def _peak(units: Tensor, up: Tensor) -> Tensor:
-    if units.device.type == "cpu" or not up.dim():
+    if free_to_read(units) or not up.dim():
         return torch.maximum(units.amax(), -units.amin())
     dims = range(1, units.dim())
     return torch.maximum(units.amax(tuple(dims)), -units.amin(tuple(dims)))
@@ -40,7 +40,7 @@ def _peak(units: Tensor, up: Tensor) -> Tensor:
 
 def _valid(down: Tensor, peak: Tensor, words: Tensor) -> Tensor:
     """``down``, NaN for samples whose summand is beyond the range."""
-    if words.device.type == "cpu":
+    if free_to_read(words):
         return down  # the caller reads the peak
     return torch.where(peak.view_as(down) < 2.0 ** (words.itemsize * 8 - 2), down, math.nan)
 
@@ -70,7 +70,8 @@ def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> Tensor:
     known = torch.empty_like(floats)
     read(words, known, down)
     # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow
-    changed = known.ne_(floats).to(words.dtype)
+    # samples that left their range (down is NaN) stay as they are
+    changed = known.ne_(floats).mul_(down == down).to(words.dtype)
     words += new.sub_(words).mul_(changed)
     return changed.amax()
 

@@ -45,6 +45,14 @@ _AMPLE = 2.0**6
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**116  # of floors: units and ranges must be float32 numbers
 
 
+_FREE_TO_READ = {"cpu"}  # devices whose values the host reads without waiting
+
+
+def free_to_read(t: Tensor) -> bool:
+    """Whether the host reads the values of ``t`` without waiting for a device."""
+    return t.device.type in _FREE_TO_READ
+
+
 class Growth:
     """How far the values of a chain grow (NOTE [ A scale for each sample ]).
 
@@ -95,7 +103,8 @@ class Growth:
         if not known or any(p >= _FAR_BELOW * b for (_, p), b in zip(known, base, strict=True)):
             return False
         self.floor = max(min(self.floor, max(p for _, p in known)), _SMALLEST)
-        self.ratio = max(min(self.ratio, max(p / s for s, p in known if s > 0)), 1.0)
+        ratios = (p / s for s, p in known if s > 0)
+        self.ratio = max(min(self.ratio, max(ratios, default=1.0)), 1.0)
         return True
 
 

@@ -63,6 +63,7 @@ from revzoo.core.fixedpoint.scale import (
     Measured,
     Scale,
     for_samples_of,
+    free_to_read,
     magnitudes,
 )
 from revzoo.core.invertible import Step
@@ -111,7 +112,7 @@ class Fixed:
         dtype: of the float tensor.
         down: ``scale.down``; NaN for samples that left their range.
         bound: no word is larger, in samples that did not leave their range; on a CPU.
-        peaks: the largest values of the sum and its summand ``(B,)``, if they were measured.
+        peaks: the largest values of the sum and its summand ``(B,)``, if samples may have left.
     """
 
     __slots__ = ("bound", "down", "dtype", "peaks", "scale", "words")
@@ -176,7 +177,7 @@ class Fixed:
         Returns:
             Which samples did, ``(B,)``; None if none did, or if it is not known on the host.
         """
-        scale, host = self.scale, total.device.type == "cpu"
+        scale, host = self.scale, free_to_read(total)
         if not has_values(total):
             return None
         if host:
@@ -189,13 +190,15 @@ class Fixed:
         left = ~((added < scale.end) & (after < scale.end))
         self.down = torch.where(left, math.nan, self.down)
         # after a summand beyond the range, the sum means nothing
-        self.peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
-        scale.log.append(Measured(_running.step, self.peaks, scale.sizes, scale.down))
-        if not host:
-            return None
-        inside = (after / scale.down)[~left]
-        self.bound = float(inside.amax()) if len(inside) else 0.0
-        return left if len(inside) < count else None
+        peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
+        scale.log.append(Measured(_running.step, peaks, scale.sizes, scale.down))
+        if host:
+            inside = (after / scale.down)[~left]
+            self.bound = float(inside.amax()) if len(inside) else 0.0
+            if len(inside) == count:
+                return None
+        self.peaks = peaks
+        return left if host else None
 
 
 Streams = tuple[Tensor | Fixed, ...]
@@ -278,7 +281,7 @@ def renew_words(state: Iterable[Tensor]) -> None:
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
         changed = in_chunks(renew, (t.detach(), fixed.words.data), scale.up, fixed.down)
-        if t.device.type != "cpu" or (changed is not None and bool(changed)):
+        if not free_to_read(t) or (changed is not None and bool(changed)):
             fixed.bound = math.inf
 
 
@@ -405,7 +408,7 @@ def _with_scales(
             down = torch.where(f.down.isnan().any(), math.nan, f.down[source])
             results.append(Fixed(f.words, scale.take(source), f.dtype, down=down, bound=f.bound))
             continue
-        if t.device.type == "cpu" and bool((first < last).any()):
+        if free_to_read(t) and bool((first < last).any()):
             raise ValueError(
                 "a step moves values from one sample (dimension 0) to another, but with "
                 "grid='auto' each sample has its own scale: expected samples to stay whole. Choose "

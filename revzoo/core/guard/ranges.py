@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from revzoo.core.ambient import capturing_cuda_graph
-from revzoo.core.fixedpoint.scale import EXTRA_BITS, Measured, Scale, fraction_bits
+from revzoo.core.fixedpoint.scale import EXTRA_BITS, Measured, Scale, fraction_bits, free_to_read
 from revzoo.core.fixedpoint.words import Fixed, fixed_of
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import has_values
@@ -143,12 +143,15 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
         if not scale.guarded:
             continue
         trained = any(t.requires_grad for t in outputs)
-        if trained and scale.down.device.type != "cpu":
+        if trained and not free_to_read(scale.down):
             continue  # reading would stall: rule 1
         error = range_failure(scale)
-        if error is not None and error.adapted:
+        if error is None:
+            scale.log.clear()
+            scale.read = 0
+        elif error.adapted:
             again = error
-        elif error is not None and not trained:
+        elif not trained:
             raise error
     return again
 
@@ -168,8 +171,7 @@ def _warn_of_coarse_grids(scale: Scale, outputs: State, largest: float) -> None:
             continue
         words = fixed.words.abs()
         for kept in (1, 2) if words.dim() == 3 else (1,):
-            others = [d for d in range(1, words.dim()) if d != kept]
-            units = words.amax(others) if others else words
+            units = words.amax([d for d in range(words.dim()) if d != kept])
             known = units[units > 0]
             few = float((known < _FEWEST_UNITS).float().mean()) if len(known) else 0.0
             if few >= _FEW:

@@ -229,7 +229,7 @@ def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None
 
 
 def growth_of(module: torch.nn.Module) -> dict[str, list[Any]]:
-    """What the grids of the steps have adapted to, by path: ratio, floor, grid of the first pass."""
+    """What grids have adapted to, by path of the step: ratio, floor, grid of the first pass."""
     return {
         path: [g.ratio, g.floor, g.seen]
         for path, step in all_steps(module).items()
