@@ -23,7 +23,6 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import offload
-from revzoo.core.guard.samples import _draw_summed, channel_ranges
 from revzoo.profiling.live import LiveMemory
 
 
@@ -209,22 +208,6 @@ def test_sums_of_large_words_do_not_wrap_around():
     # words of 2**59; the inverted block gets them and recomputes floats
     run(net, torch.full((1024, 8), 120.0, dtype=torch.float64))
     assert max(drift(net).values()) < 1e-14
-
-
-@pytest.mark.parametrize("count", [1, 2, 63, 64, 100, 127, 4095, 4096, 4097, 65_536, 786_432])
-def test_sums_cover_a_stream_evenly(count):
-    starts = set()
-    for _ in range(20):
-        places, each = _draw_summed(count)
-        assert len(places) % each == 0
-        sums = len(places) // each
-        assert min(count, 8) <= sums <= 64
-        assert each <= 64
-        assert places.start >= 0
-        assert places[-1] < count
-        assert count - places.step * len(places) < places.step * max(sums, 2)
-        starts.add(places.start)
-    assert len(starts) > 1 or count == len(places)
 
 
 @pytest.mark.parametrize(
@@ -421,17 +404,6 @@ def test_a_drift_names_what_the_caller_has():
     with pytest.raises(DriftError, match=r"a wrong inverse.*by checkpoint\(\)") as found:
         y.sum().backward()
     assert "memory=" not in str(found.value)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 16, 8, 8), (3, 56, 5, 4), (1, 7, 1, 3)])
-def test_the_smallest_and_largest_value_of_each_channel(shape, layout):
-    x = torch.randn(shape).contiguous(memory_format=layout)
-    for dim in range(4):
-        others = [d for d in range(4) if d != dim]
-        low, high = channel_ranges(x, dim)
-        assert torch.equal(low, x.amin(others))
-        assert torch.equal(high, x.amax(others))
 
 
 @pytest.mark.parametrize("outer", ["invert", "exact", "recompute"])
