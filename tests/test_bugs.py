@@ -607,8 +607,9 @@ def test_pruned_filters_before_batch_norm(seed):
     net, x = pruned(nn.BatchNorm2d, [9, 12], seed=seed)
     assert_right_by_default(net, x)
     set_memory(net, "invert")
-    with pytest.raises(DriftError, match=r"a channel .* is off by .* of its spread"):
-        net(x).square().mean().backward()
+    for _ in range(4):  # a step stops looking only after passes without such a channel
+        with pytest.raises(DriftError, match=r"a channel .* is off by .* of its spread"):
+            net(x).square().mean().backward()
 
 
 def assert_right_by_default(net, *x):

@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo._checks import either
-from revzoo.core.guard.samples import size_of_sample
+from revzoo.core.guard.samples import SAMPLED
 from revzoo.core.invertible import steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.set_memory import default_mode, set_memory
@@ -371,8 +371,7 @@ def _reserve_of(call: StepCall) -> int:
 
     The guard keeps one of each stream in the forward pass, and one in the backward pass.
     """
-    samples = [size_of_sample(each.shape.numel()) * each.dtype.itemsize for each in call.layout]
-    return _RANDOM_STATES + 2 * sum(samples)
+    return _RANDOM_STATES + 2 * SAMPLED * sum(each.dtype.itemsize for each in call.layout)
 
 
 def plan_memory(

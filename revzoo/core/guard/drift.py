@@ -2,7 +2,7 @@
 
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
-So the guard keeps some values of every stream that a step changes, spread evenly over it, and
+So the guard keeps up to 512 values of every stream that a step changes, spread evenly over it, and
 compares them with the reconstruction. The largest error, relative to the largest value, is the
 *drift*; its limit is ``Step.drift_limit``. Words must be equal: of fixed-point streams, the guard
 compares the sums. In every mode, streams on a grid must stay in its range
@@ -36,8 +36,8 @@ NOTE [ Channels that are lost in rounding ]
     above the rounding errors. We check only streams that a replay reads and saves tensors from: the
     first input of a chain is added to, but never read.
 
-    To find the spread takes longer than all other figures, and such channels are there from the
-    start, so a step stops after ``Step.channel_checks`` passes without such a channel.
+    To find the spread takes longer than all other figures, and most such channels are there from
+    the start. So a step stops after two passes without one (``Step.channel_checks``).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Guard:
                 if replayed.inverts and replayed.step.channel_checks > 0:
                     comparison.spread = spread_of_channels(t)
                     self._waiting.append((storage_id(t), comparison))
-        self._sampled = [(ref, values) for ref, values in self._sampled if ref() is not None] + found
+        self._sampled = [*(each for each in self._sampled if each[0]() is not None), *found]
 
     def _sample_of(self, t: Tensor) -> Tensor:
         # the replay of a later step has mostly compared it

@@ -17,9 +17,7 @@ from revzoo.core.tensors import has_values, values_of
 
 # A random mask may change one image of a batch, so each image needs some values. More of them would
 # cost memory: the tape keeps a sample of each stream.
-LARGEST = 1024  # values in a sample
-SMALLEST = 512  # values in a sample, if the stream has as many
-_SHARE = 64  # between the two, one value in 64
+SAMPLED = 512  # values of a stream
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
 
 # masks and indices; not bytes, in which kernels keep uninitialised workspaces
@@ -65,16 +63,11 @@ def values_in(t: Tensor) -> Tensor:
     return torch.take(t, _places(t.numel(), t.device))
 
 
-def size_of_sample(count: int) -> int:
-    """How many of ``count`` values are sampled."""
-    return min(count, max(SMALLEST, min(count // _SHARE, LARGEST)))
-
-
 @functools.lru_cache(maxsize=256)
 def _places(count: int, device: torch.device) -> Tensor:
     # One in each of equal parts, at random: a stride would visit the same rows, columns or channels
     # of every image. The guard must not draw from the caller's random numbers.
-    size = size_of_sample(count)
+    size = min(count, SAMPLED)
     parts = torch.arange(size, dtype=torch.float64, device="cpu")
     generator = torch.Generator("cpu").manual_seed(0)
     within = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
@@ -184,10 +177,11 @@ def _where_finite(c: Comparison) -> list[float]:
         compared &= actual.isfinite()
     difference = torch.where(compared, (actual - expected).abs(), 0)
     difference = torch.where(difference.isnan(), math.inf, difference)
-    spread = 1 if c.spread is None else c.spread.cpu()
-    sizes = [t[t.isfinite()].abs() for t in (expected, operand)]
-    lost = (difference / spread).nan_to_num(0, math.inf).amax()
-    return [float(difference.amax()), max(float(t.amax()) for t in sizes if len(t)), float(lost)]
+    size = torch.cat((expected, operand)).nan_to_num(0, 0, 0).abs().amax()
+    figures = [difference.amax(), size]
+    if c.spread is not None:
+        figures.append((difference / c.spread.cpu()).nan_to_num(0, math.inf).amax())
+    return [float(t) for t in figures]
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

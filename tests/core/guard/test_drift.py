@@ -23,6 +23,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import offload
+from revzoo.core.guard import drift as guard
 from revzoo.profiling.live import LiveMemory
 
 
@@ -280,6 +281,31 @@ class Halves(Invertible):
 
     def inverse(self, y1, y2):
         return y1 * (2 if self.right else 30), y2 * 2
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_an_inverted_step_after_an_exact_one(right):
+    """Its input has words and its replay has none: the guard summed no words, which raised."""
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4)), Halves(right=right)])
+    for step, mode in zip(net, ("exact", "invert"), strict=True):
+        set_memory(step, mode)
+    with contextlib.nullcontext() if right else pytest.raises(DriftError, match=r"steps\.1 Halves"):
+        run(net, torch.randn(4, 8))
+
+
+def test_channels_are_compared_in_the_first_passes_only(monkeypatch):
+    """To find their spread took longer than all other figures."""
+    spreads = []
+    plain = guard.spread_of_channels
+    monkeypatch.setattr(guard, "spread_of_channels", lambda t: spreads.append(t) or plain(t))
+    net = twin(conv_net(depth=2).float(), "invert")
+    for expected in (4, 4, 0, 0):
+        spreads.clear()
+        run(net, images().float())
+        assert len(spreads) == expected
+    set_memory(net, "invert")
+    run(net, images().float())
+    assert len(spreads) == 4
 
 
 class Overflow(nn.Module):
