@@ -38,7 +38,6 @@ from revzoo import (
     set_memory,
 )
 from revzoo.compat import memcnn
-from revzoo.core.guard.samples import sample
 from revzoo.interop.foreign import read_tensors
 from revzoo.models.components.lean import Lean
 from revzoo.profiling.live import LiveMemory
@@ -366,13 +365,6 @@ def test_reversing_leaves_the_module_its_modes_and_names():
     assert torch.equal(decoder(encoder(x)), x)
 
 
-def test_a_sum_beside_the_streams_does_not_hide_their_drift():
-    """A stream's error was scaled by a log-determinant a thousand times its size."""
-    x, total = torch.ones(4, 3), torch.full((4,), 5000.0)
-    (first, _) = sample((x, total), (x * 2, total * 2))
-    assert first.operand.abs().max() == 2
-
-
 class Zero(nn.Module):
     """A branch that saves its input."""
 
@@ -615,8 +607,9 @@ def test_pruned_filters_before_batch_norm(seed):
     net, x = pruned(nn.BatchNorm2d, [9, 12], seed=seed)
     assert_right_by_default(net, x)
     set_memory(net, "invert")
-    with pytest.raises(DriftError, match=r"a channel .* is off by .* of its spread"):
-        net(x).square().mean().backward()
+    for _ in range(4):  # a step stops looking only after passes without such a channel
+        with pytest.raises(DriftError, match=r"a channel .* is off by .* of its spread"):
+            net(x).square().mean().backward()
 
 
 def assert_right_by_default(net, *x):

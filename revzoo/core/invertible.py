@@ -116,6 +116,10 @@ class Step(nn.Module):
     drift: float | None = None
     """Relative error of the last reconstruction."""
 
+    channel_checks: int = 2
+    """In how many more passes ``invert`` compares errors with the spread of each channel;
+    :func:`revzoo.set_memory` starts anew. See :mod:`revzoo.core.guard.drift`."""
+
     early_stop: bool = True
     """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no
     other use."""

@@ -75,7 +75,7 @@ from revzoo.core.fixedpoint.words import (
     within,
 )
 from revzoo.core.guard.drift import Guard, Replayed, note_scale, note_sums, words_sum
-from revzoo.core.guard.samples import Samples, sample
+from revzoo.core.guard.samples import Sample, sample
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -227,7 +227,7 @@ class Entry:
         self.done = False
         self.function: Callable[[], Any] = _gone
         self._sum: Tensor | None = None
-        self._samples: list[Samples] = []
+        self._samples: list[Sample] = []
         self.saved: Sequence[Tensor] = ()
         self.trained: Sequence[Tensor] = ()
         self.differs: list[bool] = []
@@ -321,24 +321,24 @@ class Entry:
         self._fixed = [(t.scale, t.down) if isinstance(t, Fixed) else None for t in x]
         if self.limit is None:
             return
-        fixed = [t for t in x if isinstance(t, Fixed)]
-        if len(fixed) == len(x):
+        if not any(type(t) is Fixed for t in self.streams):
+            x = as_floats(x)  # the step loses the words
+        elif fixed := [t for t in x if isinstance(t, Fixed)]:
             self._sum = words_sum(fixed)
-        elif self.step.guarded:
-            self._samples = sample(x, self.streams, channels=True)
+        if self.step.guarded:
+            self._samples = sample(x, self.streams)
 
-    def compare(self, guard: Guard, computed: Streams) -> None:
-        """Report the figures of a replay."""
+    def compare(self, guard: Guard, computed: Streams, known: Streams) -> None:
+        """Report the figures of a replay, which started from ``known``."""
         if self.limit is None:
             return
         if self._sum is not None:
             fixed = [t for t in computed[: self._observed] if isinstance(t, Fixed)]
             note_sums(self.step, self.name, self._sum, words_sum(fixed))
-        elif self._samples:
-            half = torch.float16 in (*self.dtypes, *(d for _, d in self.conditions.autocast))
-            guard.compare(
-                Replayed(self.step, self.name, self.limit, half, True), self._samples, computed
-            )
+        if self._samples:
+            half = torch.float16 in [*self.dtypes, *[d for _, d in self.conditions.autocast]]
+            replayed = Replayed(self.step, self.name, self.limit, half, True)
+            guard.compare(replayed, self._samples, computed, known)
 
     # the function
 
@@ -706,7 +706,7 @@ class Tape:
             for t in (*state, *inputs):
                 if isinstance(t, Fixed):
                     note_scale(t.scale, entry.step)
-            entry.compare(self._guard, inputs)
+            entry.compare(self._guard, inputs, state)
             if records:
                 self._guard.note_uses([t for t in record.leaves if t is not None], inputs)
         entry.done = not graph_is_kept()
@@ -722,8 +722,8 @@ class Tape:
             while at > position:
                 at -= 1
                 entry = self.entries[at]
-                state = entry.undo(state)
-                entry.compare(self._guard, state)
+                known, state = state, entry.undo(state)
+                entry.compare(self._guard, state, known)
             self._move_to(position, state)  # frees the later state before memory peaks
         return state
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo._checks import either
-from revzoo.core.guard.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
+from revzoo.core.guard.samples import SAMPLED
 from revzoo.core.invertible import steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.set_memory import default_mode, set_memory
@@ -187,8 +187,7 @@ class Planner:
             traces = measure(self._twin, self._images, inverting=self.inverting)
             chain, calls = chain_of(traces), traces[0].calls
             self._nominal = chain  # not timed
-            # float64 values that the guard holds while it samples
-            self._reserve = sum(map(_reserve_of, calls)) + 3 * 8 * SUMS * SUMMED
+            self._reserve = sum(map(_reserve_of, calls))
             # replays update copies of a norm's statistics
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
@@ -370,10 +369,9 @@ def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype,
 def _reserve_of(call: StepCall) -> int:
     """Bytes of a step that fake tensors do not show: random states and the guard's samples.
 
-    The guard compares two rows of float64 figures of a stream: sums, and a few values per channel.
+    The guard keeps one of each stream in the forward pass, and one in the backward pass.
     """
-    rows = [sum(min(CHANNELS, size) for size in layout.shape[1:3]) for layout in call.layout]
-    return _RANDOM_STATES + 2 * 8 * (SUMS + max(SUMS, PER_CHANNEL * max(rows, default=0)))
+    return _RANDOM_STATES + 2 * SAMPLED * sum(each.dtype.itemsize for each in call.layout)
 
 
 def plan_memory(

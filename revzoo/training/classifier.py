@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
-from revzoo.core.guard.samples import draw_places
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
@@ -296,8 +295,6 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        # where the guard samples streams: new places in each step, the same ones in a resumed run
-        draw_places((self.current_epoch << 32) + batch_idx)
         self.retry.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         loss = self.loss(logits, labels)

@@ -8,7 +8,6 @@ from torch_layers import TOKENS, TORCH_LAYERS, Called, indices
 
 import revzoo
 from revzoo._checks import shortened
-from revzoo.core.guard.samples import draw_places
 from revzoo.profiling import trace
 from revzoo.profiling.audit import audit
 from revzoo.profiling.costs import default_loss
@@ -73,8 +72,7 @@ def test_steps_of_torchs_layers(name, mode):
     torch.manual_seed(0)
     model = Streams(TORCH_LAYERS[name])
     revzoo.set_memory(model, mode)
-    for _ in range(2):  # the first makes the tables of the places that the guard draws
-        draw_places(0)
+    for _ in range(2):  # the first makes the table of the places that the guard samples
         real = audit(model, model.shape, modes=[], real=True)
     fake = audit(model, model.shape, modes=[])
     assert fake.kept_bytes == pytest.approx(real.kept_bytes, rel=0.01)

@@ -2,10 +2,10 @@
 
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
-So the guard samples every stream in the forward pass and compares the samples with the
-reconstruction: weighted sums of values from the whole stream, and single values (in ``invert``, of
-each channel). The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
-mode ``exact``. In every mode, streams on a grid must stay in its range
+So the guard keeps up to 512 values of every stream that a step changes, spread evenly over it, and
+compares them with the reconstruction. The largest error, relative to the largest value, is the
+*drift*; its limit is ``Step.drift_limit``. Words must be equal: of fixed-point streams, the guard
+compares the sums. In every mode, streams on a grid must stay in its range
 (:mod:`revzoo.core.guard.ranges`).
 
 All figures stay on the device. We read them once, after the backward pass; only the ranges of
@@ -30,11 +30,14 @@ NOTE [ Channels that are lost in rounding ]
     rounding decides whether a gradient passes. Measured: two pruned filters in a stem make its
     gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
 
-    So we also compare each channel's error with its spread. The spread is taken over the whole
-    reconstructed channel, not over the sample: for a healthy channel of mostly zeros, as after a
+    So in ``invert`` we also compare each value's error with the spread of its channel. The spread
+    is taken over the whole reconstructed channel: for a healthy channel of mostly zeros, as after a
     ReLU, the spread of a sample is zero. A channel with small values is fine if its spread is far
-    above the rounding errors. We check only streams that a replay reads and saves tensors from:
-    the first input of a chain is added to, but never read.
+    above the rounding errors. We check only streams that a replay reads and saves tensors from: the
+    first input of a chain is added to, but never read.
+
+    To find the spread takes longer than all other figures, and most such channels are there from
+    the start. So a step stops after two passes without one (``Step.channel_checks``).
 """
 
 from __future__ import annotations
@@ -51,15 +54,15 @@ from torch.autograd import Variable
 
 from revzoo._checks import is_number
 from revzoo.core.fixedpoint.scale import Scale, magnitudes
-from revzoo.core.fixedpoint.words import Fixed, Streams, as_floats
+from revzoo.core.fixedpoint.words import Fixed, Streams
 from revzoo.core.guard.ranges import check_ranges, read
 from revzoo.core.guard.samples import (
-    PER_CHANNEL,
-    Sampled,
-    Samples,
-    channel_ranges,
-    figures_of,
-    weights_of,
+    Comparison,
+    Sample,
+    measure,
+    operand_of,
+    spread_of_channels,
+    values_in,
 )
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
@@ -95,44 +98,28 @@ class Replayed(NamedTuple):
     inverts: bool
 
 
-class _Comparison:
-    """The sampled values of one reconstructed stream, to compare with the forward pass's."""
-
-    __slots__ = ("actual", "overflowed", "ranges", "replayed", "samples", "used")
-
-    def __init__(self, replayed: Replayed, samples: Samples, computed: Tensor | Fixed) -> None:
-        self.replayed = replayed
-        self.samples = samples
-        if isinstance(computed, Tensor):
-            computed = values_of(computed.detach())
-        elif samples.scale is None:  # the stream was floating-point in the forward pass
-            computed = as_floats((computed,))[0]
-        self.actual = figures_of(computed, samples.plan, samples.scale)
-        # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
-        self.ranges = [
-            channel_ranges(computed, channels.dim)
-            for channels in samples.plan.channels
-            if isinstance(computed, Tensor)
-        ]
-        self.overflowed = False  # whether the chain ended in values that are not finite
-        self.used = False
+_Compared = tuple[Replayed, Comparison]
 
 
 class Guard:
     """Collects the figures of one backward pass and checks them at its end."""
 
     def __init__(self) -> None:
-        self._task = -1
+        self._drop(-1)
+
+    def _drop(self, task: int) -> None:
+        self._task = task
         self._start: list[Tensor] = []
-        self._comparisons: list[_Comparison] = []
-        self._waiting: list[tuple[int, _Comparison]] = []  # not yet used, by storage_id
+        self._comparisons: list[_Compared] = []
+        self._sampled: list[tuple[weakref.ref[Tensor], Tensor]] = []  # of the current state
+        self._waiting: list[tuple[int, Comparison]] = []  # not yet used, by storage_id
 
     def begin(self, state: Streams) -> None:
         """Record the state that a backward pass starts from; no effect later in the same pass."""
         # drops figures of a backward pass that an exception ended
         task: int = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._comparisons, self._waiting = task, [], []
+            self._drop(task)
             # -1 outside a backward pass, as when a user reads a saved tensor: then nothing calls
             # check()
             if task != -1:
@@ -143,15 +130,37 @@ class Guard:
                 ]
                 _Pass.of(task).guards.append(self)
 
-    def compare(self, replayed: Replayed, samples: list[Samples], computed: Sampled) -> None:
-        """Record a replay's values, to compare with the samples of the forward pass."""
-        for sampled in samples:
-            if (t := computed[sampled.stream]) is None:
-                continue
-            comparison = _Comparison(replayed, sampled, t)
-            self._comparisons.append(comparison)
+    def compare(
+        self, replayed: Replayed, samples: list[Sample], computed: Streams, known: Streams = ()
+    ) -> None:
+        """Record a replay's values, to compare with the samples of the forward pass.
+
+        Args:
+            replayed: the step.
+            samples: of the forward pass.
+            computed: the streams that the replay computed.
+            known: the streams that it started from.
+        """
+        found = []
+        for stream, expected in samples:
+            t = computed[stream]
             if isinstance(t, Tensor):
-                self._waiting.append((storage_id(t), comparison))
+                operand = operand_of(t, computed, known)
+                size = expected if operand is None else self._sample_of(operand)
+                comparison = Comparison(stream, expected, values_in(t), size)
+                found.append((weakref.ref(t), expected))
+                self._comparisons.append((replayed, comparison))
+                if replayed.inverts and replayed.step.channel_checks > 0:
+                    comparison.spread = spread_of_channels(t)
+                    self._waiting.append((storage_id(t), comparison))
+        self._sampled = [*(each for each in self._sampled if each[0]() is not None), *found]
+
+    def _sample_of(self, t: Tensor) -> Tensor:
+        # the replay of a later step has mostly compared it
+        for ref, values in self._sampled:
+            if ref() is t:
+                return values
+        return values_in(t)
 
     def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
         """Record the streams that a replay read; the next replay starts from ``state``.
@@ -167,10 +176,10 @@ class Guard:
         storages = {storage_id(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, c) for at, c in self._waiting if at in storages and not c.used]
 
-    def pop_figures(self) -> tuple[list[Tensor], list[_Comparison]]:
+    def pop_figures(self) -> tuple[list[Tensor], list[_Compared]]:
         """Return and clear the figures: sizes at the start, comparisons."""
         figures = self._start, self._comparisons
-        self._task, self._start, self._comparisons, self._waiting = -1, [], [], []
+        self._drop(-1)
         return figures
 
 
@@ -274,50 +283,45 @@ def _check_sums(sums: list[tuple[Step, str, Tensor, Tensor]]) -> None:
             raise error
 
 
-def _comparable(figures: list[tuple[list[Tensor], list[_Comparison]]]) -> list[_Comparison]:
+def _comparable(figures: list[tuple[list[Tensor], list[_Compared]]]) -> list[_Compared]:
     """The comparisons of all chains; see NOTE [ Streams that overflow ]."""
     # one transfer for all chains
     sizes = iter(read([size for start, _ in figures for size in start]))
-    comparisons: list[_Comparison] = []
+    comparisons: list[_Compared] = []
     for start, of_chain in figures:
         overflowed = not all(map(math.isfinite, [next(sizes) for _ in start]))
-        if overflowed and any(c.replayed.half for c in of_chain):
+        if overflowed and any(replayed.half for replayed, _ in of_chain):
             continue
-        for comparison in of_chain:
+        for _, comparison in of_chain:
             comparison.overflowed = overflowed
         comparisons += of_chain
     return comparisons
 
 
-def _check_comparisons(comparisons: list[_Comparison]) -> None:
-    errors: dict[_Comparison, float] = {}
-    lost: dict[_Comparison, float] = {}
-    # one stack for all streams of one kind: a transfer for each would stall the device each time
-    for alike in _grouped(comparisons):
-        _measure(alike, errors, lost)
+def _check_comparisons(comparisons: list[_Compared]) -> None:
+    measure([c for _, c in comparisons])
     of_step: dict[Step, float] = {}
-    for comparison in comparisons:
-        step = comparison.replayed.step
-        of_step[step] = max(of_step.get(step, 0.0), errors[comparison])
+    for replayed, c in comparisons:
+        of_step[replayed.step] = max(of_step.get(replayed.step, 0.0), c.drift)
     for step, error in of_step.items():
         step.drift = error
-    if overflowed := [comparison for comparison in comparisons if comparison.overflowed]:
+    if overflowed := [each for each in comparisons if each[1].overflowed]:
         _warn_of_overflow(overflowed)
-    # not <=, so that NaN raises, too
-    for comparison in comparisons:
-        if not errors[comparison] <= comparison.replayed.limit:
-            raise _failure(
-                comparison, *_explain(comparison, errors[comparison], max(errors.values()))
-            )
-    for comparison in comparisons:
+    for replayed, c in comparisons:
+        if not c.drift <= replayed.limit:  # not >, so that NaN raises, too
+            raise _failure(replayed, *_explain(replayed, c.drift, max(of_step.values())))
+    for replayed, c in comparisons:
+        if c.spread is None:
+            continue
         # a channel must keep half as many digits as the limit demands of the stream
-        if comparison.used and not lost[comparison] <= math.sqrt(comparison.replayed.limit):
-            raise _failure(comparison, *_explain_lost(comparison, lost[comparison]))
+        if c.used and not c.lost <= math.sqrt(replayed.limit):
+            raise _failure(replayed, *_explain_lost(replayed, c))
+        replayed.step.channel_checks -= 1
 
 
-def _warn_of_overflow(comparisons: list[_Comparison]) -> None:
+def _warn_of_overflow(comparisons: list[_Compared]) -> None:
     # in forward order: the last replay is of the first step; the samples are of its input
-    finite = [c.replayed.name for c in reversed(comparisons) if c.samples.figures.isfinite().all()]
+    finite = [r.name for r, c in reversed(comparisons) if c.expected.isfinite().all()]
     where = f"finite up to the input of {finite[-1]}" if finite else "not finite at its start"
     what = f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}"
     _warn(what, "as in plain training")
@@ -332,69 +336,15 @@ def _warn(what: str, where_else: str) -> None:
     )
 
 
-def _failure(comparison: _Comparison, reason: str, advice: str) -> DriftError:
+def _failure(replayed: Replayed, reason: str, advice: str) -> DriftError:
     error = DriftError(reason + advice)
-    error.step, error.reason = comparison.replayed.step, reason
+    error.step, error.reason = replayed.step, reason
     return error
 
 
-def _grouped(comparisons: list[_Comparison]) -> list[list[_Comparison]]:
-    """Groups of streams with one shape and device, which are compared together."""
-    groups: dict[tuple[object, ...], list[_Comparison]] = {}
-    for c in comparisons:
-        plan = c.samples.plan
-        kinds = [(channels.dim, channels.size) for channels in plan.channels]
-        # by type, since a stack of words and floats would round the words
-        types = c.actual.dtype, c.samples.figures.dtype
-        key = (c.actual.device, len(c.actual), plan.each, len(c.samples.operand), *types, *kinds)
-        groups.setdefault(key, []).append(c)
-    return list(groups.values())
-
-
-def _measure(
-    comparisons: list[_Comparison], errors: dict[_Comparison, float], lost: dict[_Comparison, float]
-) -> None:
-    """Measure errors relative to the stream, and to the spread of the worst channel."""
-    figures = [(c.samples.figures, c.samples.operand, c.actual) for c in comparisons]
-    expected, operand, actual = (torch.stack(t).cpu().double() for t in zip(*figures, strict=True))
-    # the sums become means, whose error is never larger than the largest error of a value
-    plan = comparisons[0].samples.plan
-    sums = len(plan.summed) // plan.each
-    total = weights_of(plan, expected.device, torch.float64).sum()
-    for values in (expected, actual):
-        values[:, -sums:] /= total
-    overflowed = torch.tensor([[c.overflowed] for c in comparisons], device="cpu")
-    # infinite in the forward pass already, or lost behind an overflow: nothing to compare
-    not_compared = ~expected.isfinite() | overflowed & ~actual.isfinite()
-    difference = (actual - expected).masked_fill(not_compared, 0).abs().nan_to_num(nan=math.inf)
-    # not relative to each value: rounding errors have the size of the largest summand
-    size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
-    relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
-    errors.update(zip(comparisons, relative.tolist(), strict=True))
-    lost.update(zip(comparisons, _worst_channels(comparisons, difference).tolist(), strict=True))
-
-
-def _worst_channels(comparisons: list[_Comparison], difference: Tensor) -> Tensor:
-    """The largest error of a channel, relative to the channel's spread, for each comparison."""
-    plans = [c.samples.plan for c in comparisons]
-    worst, at = torch.zeros(len(comparisons), dtype=torch.float64, device="cpu"), 0
-    for k, channels in enumerate(plans[0].channels):
-        ends = [torch.stack([c.ranges[k][i] for c in comparisons]).cpu().double() for i in (0, 1)]
-        spread = ends[1] - ends[0]
-        if channels.chosen is not None:
-            index = torch.tensor([p.channels[k].chosen for p in plans], device="cpu")
-            spread = spread.gather(1, index)
-        count = spread.shape[1] * PER_CHANNEL
-        of_channel = difference[:, at : at + count].view(*spread.shape, PER_CHANNEL).amax(2)
-        # spread 0: the whole channel is shifted by a constant, which no norm amplifies
-        ratio = torch.where(spread > 0, of_channel / spread, 0)
-        worst, at = torch.maximum(worst, ratio.amax(1)), at + count
-    return worst
-
-
-def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, str]:
+def _explain(replayed: Replayed, error: float, worst: float) -> tuple[str, str]:
     """The reason and the advice of an error."""
-    step, name, limit, _, inverts = comparison.replayed
+    step, name, limit, _, inverts = replayed
     reason = (
         f"{name}: a recomputed stream is off by {error:.2g} of its size (limit {limit:g}; worst of "
         f"this backward pass {worst:.2g})"
@@ -420,12 +370,11 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> tuple[str, 
     return reason, f", so the gradients are wrong. {remedy}"
 
 
-def _explain_lost(comparison: _Comparison, ratio: float) -> tuple[str, str]:
+def _explain_lost(replayed: Replayed, comparison: Comparison) -> tuple[str, str]:
     """The reason and the advice for a channel that is lost in rounding."""
-    replayed = comparison.replayed
     reason = (
-        f"{replayed.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
-        f"{ratio:.2g} of its spread (limit {math.sqrt(replayed.limit):.2g})"
+        f"{replayed.name}: a channel of recomputed stream {comparison.stream} is off by "
+        f"{comparison.lost:.2g} of its spread (limit {math.sqrt(replayed.limit):.2g})"
     )
     return reason, (
         ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "

@@ -1,269 +1,191 @@
-"""Samples of streams for the guard: weighted sums and single values, at random places."""
+"""Samples of streams for the guard: single values, spread evenly over the stream; their errors."""
 
 from __future__ import annotations
 
 import functools
 import math
-import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint.words import Fixed, Scale, Streams
+from revzoo.core.fixedpoint.words import Streams
 from revzoo.core.tensors import has_values, values_of
 
-# A random mask may change only one image of a batch. So we compare many values, as sums, which need
-# little memory.
-SUMS = 64  # compare at most this many sums of a stream
-FEWEST_SUMS = 8  # fewest sums of a stream, unless it has fewer values
-SUMMED = 64  # values in a sum; fewer in a small stream
-OPERAND = 32  # values sampled of an operand, to know its size
-PER_CHANNEL = 4  # values compared per channel
-CHANNELS = 128  # compare at most this many channels of a stream; each training step picks others
-VARIANTS = 4  # choices of places in channels, made in advance; each forward pass takes one
-_ROW = 32  # torch's CPU kernels reduce rows of a multiple of this 2 to 20 times faster
+# A random mask may change one image of a batch, so each image needs some values. More of them would
+# cost memory: the tape keeps a sample of each stream.
+SAMPLED = 512  # values of a stream
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
-
-_draw = random.Random(0)  # draws places without using the caller's random numbers
-
-
-def draw_places(seed: int) -> None:
-    """Seed the choice of the places that the next forward passes sample.
-
-    A resumed run then measures the same drift as a run without interruption.
-    """
-    _draw.seed(seed)
-
-
-class _Channels(NamedTuple):
-    """The sampled channels of a stream: dimension, number of channels, chosen indices."""
-
-    dim: int
-    size: int
-    chosen: tuple[int, ...] | None  # None for all
-
-
-class SamplePlan(NamedTuple):
-    """The places of a stream to compare: sums, and single values of channels."""
-
-    order: tuple[int, ...]  # dimensions, from the largest stride to the smallest
-    summed: range  # indices of the values in the sums, with the dimensions in this order
-    each: int  # values in a sum
-    singles: Tensor | None = None  # indices: PER_CHANNEL of the first channel, then of the next
-    channels: tuple[_Channels, ...] = ()  # in the order of ``singles``
-
 
 # masks and indices; not bytes, in which kernels keep uninitialised workspaces
 CHOICES = (torch.bool, torch.int32, torch.int64)
 
-Sampled = tuple[Tensor | Fixed | None, ...]
-"""The recomputed tensors that the forward pass sampled; None for one that no graph needs now."""
 
-
-class Samples(NamedTuple):
-    """Figures of a computed stream, and values of an operand, which show the size of rounding."""
+class Sample(NamedTuple):
+    """Values of one stream of a state."""
 
     stream: int
-    figures: Tensor  # see figures_of()
-    operand: Tensor
-    plan: SamplePlan
-    scale: Scale | None = None  # of words
+    values: Tensor
 
 
-def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[Samples]:
-    """Sample each stream, except streams that the step passes on unchanged.
+def sample(computed: Streams, known: Streams) -> list[Sample]:
+    """Sample the streams that a replay computes, except those that it knows.
 
-    Args:
-        computed: the streams that a replay recomputes.
-        known: the streams that the replay starts from.
-        channels: whether to compare each channel's error with the channel's spread.
+    Leaves out fixed-point streams, whose words are summed, and tensors without values to compare.
     """
-    # the drift is relative to the operand that is added, which sets the size of rounding errors
-    operands = [
-        values_of(t)
-        for t in known
-        if isinstance(t, Tensor)
-        and t.dtype not in CHOICES  # nobody adds to these
-        and _comparable(t)
-        and not _among(t, computed)
+    return [
+        Sample(i, values_in(t))
+        for i, t in enumerate(computed)
+        if isinstance(t, Tensor) and not any(t is other for other in known) and _comparable(t)
     ]
-    samples = []
-    for i, t in enumerate(computed):
-        if _among(t, known) or not _comparable(t):
-            continue
-        t = values_of(t) if isinstance(t, Tensor) else t
-        operand, singles = None, None
-        if isinstance(t, Tensor):
-            # the operand of a sum has the stream's shape; without one, values were only moved
-            operand = next((o for o in reversed(operands) if o.shape == t.shape), None)
-            if channels and t.is_floating_point():
-                singles = _draw.choice(_singles(t.shape, t.device))
-        # a fixed-point stream must be equal bit for bit: rounding cannot lose a channel
-        plan = SamplePlan(_order_of(t), *_draw_summed(_count(t)), *(singles or ()))
-        figures = figures_of(t, plan)
-        size = figures[:1]  # without an operand, any value of the stream
-        if operand is not None:
-            size = _values_at(operand.detach(), _spread(_count(operand), operand.device))
-        scale = t.scale if isinstance(t, Fixed) else None
-        samples.append(Samples(i, figures, size, plan, scale))
-    return samples
 
 
-def _among(t: Tensor | Fixed, state: Streams) -> bool:
-    return any(t is other for other in state)
-
-
-def _comparable(t: Tensor | Fixed) -> bool:
-    if isinstance(t, Fixed):
-        return has_values(t.words)
-    t = values_of(t)
+def _comparable(t: Tensor) -> bool:
+    t = _plain(t)
     values = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
     return values and t.layout is torch.strided and has_values(t)
 
 
-def _count(t: Tensor | Fixed) -> int:
-    """Number of values; a complex one counts as two, as view_as_real shows it."""
-    count = t.shape.numel()
-    return 2 * count if isinstance(t, Tensor) and t.is_complex() else count
+def _plain(t: Tensor) -> Tensor:
+    return t if type(t) is Tensor else values_of(t)
 
 
-def figures_of(t: Tensor | Fixed, plan: SamplePlan, scale: Scale | None = None) -> Tensor:
-    """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
-    values = t.words if isinstance(t, Fixed) else t.detach()
-    places, each = plan.summed, plan.each
-    ordered = values.permute(plan.order) if plan.order else values
-    if ordered.is_contiguous() and not values.is_complex():  # a view takes less time than indices
-        size = len(places) // each, each
-        offset = ordered.storage_offset() + places.start
-        rows = ordered.as_strided(size, (each * places.step, places.step), offset)
-    else:  # complex, not dense, or the replay has another layout
-        indices = torch.arange(places.start, places.stop, places.step, device=values.device)
-        rows = _values_at(ordered, indices).view(-1, each)
-    if scale is not None and isinstance(t, Tensor):  # a step that lost its words
-        rows = rows.double() * scale.up
-    # the weights have the wide type, so the products have it, too
-    weighted = rows * weights_of(plan, rows.device, _wide(rows.dtype))
-    # errors of random sign cancel in sums, not in single values
-    singles = weighted[:, 0] if plan.singles is None else _values_at(values, plan.singles)
-    return torch.cat((singles, weighted.sum(1)))
+def values_in(t: Tensor) -> Tensor:
+    """The sampled values of a stream, in the same places for every layout."""
+    t = _plain(t)
+    if t.requires_grad:
+        t = t.detach()
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    return torch.take(t, _places(t.numel(), t.device))
 
 
-def _order_of(t: Tensor | Fixed) -> tuple[int, ...]:
-    """The dimensions of a stream, from the largest stride to the smallest.
+@functools.lru_cache(maxsize=256)
+def _places(count: int, device: torch.device) -> Tensor:
+    # One in each of equal parts, at random: a stride would visit the same rows, columns or channels
+    # of every image. The guard must not draw from the caller's random numbers.
+    size = min(count, SAMPLED)
+    parts = torch.arange(size, dtype=torch.float64, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    within = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
+    return ((parts + within) * (count / size)).long().clamp_max(count - 1).to(device)
 
-    Empty if the stream is contiguous, or complex, which is sampled by indices.
+
+def spread_of_channels(t: Tensor) -> Tensor | None:
+    """For each sampled value, the range of values of its channel; None if there are no channels.
+
+    Infinity for a channel of equal values: only a constant can be added to it, which no norm
+    amplifies.
     """
-    values = t.words if isinstance(t, Fixed) else t
-    return () if values.is_contiguous() or values.is_complex() else _sorted_dims(values.stride())
+    t = _plain(t).detach()
+    if not t.is_floating_point():
+        return None
+    # tokens (B, N, C) and signals (B, C, L) look alike, so we take both dims; images: dim 1
+    dims = [d for d in ((1, 2) if t.dim() == 3 else (1,)) if d < t.dim()]
+    spreads = []
+    for d in dims:
+        if t.numel() // t.shape[d] >= _SMALLEST_CHANNEL:
+            others = [other for other in range(t.dim()) if other != d]
+            spread = t.amax(others).float() - t.amin(others).float()
+            spread = torch.where(spread > 0, spread, math.inf)
+            channel = _places(t.numel(), t.device) // t.shape[d + 1 :].numel() % t.shape[d]
+            spreads.append(spread[channel])
+    return functools.reduce(torch.minimum, spreads) if spreads else None
 
 
-@functools.lru_cache(maxsize=256)
-def _sorted_dims(strides: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
+def operand_of(t: Tensor, computed: Streams, known: Streams) -> Tensor | None:
+    """The stream in ``known`` from which a replay computed ``t``; None if it cannot be told.
 
-
-@functools.cache
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A type in which sums of values of this type do not overflow."""
-    if dtype.is_floating_point:
-        return torch.promote_types(dtype, torch.float32)
-    return torch.float64 if dtype == torch.int64 else torch.int64
-
-
-def weights_of(plan: SamplePlan, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Weights of the values in a sum, all different: values that swap places change the sum.
-
-    Without singles the first is 1, so the weighted values hold the first values themselves.
+    Its size is that of the rounding errors, if ``t`` is smaller: in ``x = y - F(z)``, it is y.
     """
-    return _weights(plan.each, plan.singles is None, device, dtype)
+    passed_on = set(map(id, computed))
+    for other in reversed(known):
+        if (
+            isinstance(other, Tensor)
+            and id(other) not in passed_on
+            and other.shape == t.shape
+            and other.is_floating_point() == t.is_floating_point()
+            and other.is_complex() == t.is_complex()
+        ):
+            return other
+    return None
 
 
-@functools.lru_cache(maxsize=256)
-def _weights(each: int, first_is_one: bool, device: torch.device, dtype: torch.dtype) -> Tensor:
-    weights = ((1 + _golden(SUMMED)) * SUMMED).long()[:each]
-    if first_is_one:
-        weights[0] = 1
-    return weights.to(device, dtype)
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """Sampled values of one reconstructed stream, to compare with the forward pass's.
+
+    Attributes:
+        stream: its index in the state.
+        expected: the values in the forward pass.
+        actual: the values now.
+        operand: values of the stream from which it was computed.
+        spread: of the channel of each value; None if it is not checked.
+        used: whether a replay has read the stream.
+        overflowed: whether the chain ended in values that are not finite.
+        drift: the largest error, relative to the largest value of stream and operand.
+        lost: the largest error relative to ``spread``.
+    """
+
+    stream: int
+    expected: Tensor
+    actual: Tensor
+    operand: Tensor
+    spread: Tensor | None = None
+    used: bool = False
+    overflowed: bool = False
+    drift: float = 0.0
+    lost: float = 0.0
 
 
-def _values_at(t: Tensor, places: Tensor) -> Tensor:
-    return torch.take(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, places)
+def measure(comparisons: Sequence[Comparison]) -> None:
+    """Set ``drift`` and ``lost`` of each comparison (host sync)."""
+    groups: dict[tuple[object, ...], list[Comparison]] = {}
+    for c in comparisons:
+        t = c.actual
+        key = t.device, t.shape, t.dtype, c.expected.dtype, c.spread is None
+        groups.setdefault(key, []).append(c)
+    # one stack for all streams of one kind: a transfer for each would stall the device each time
+    for alike in groups.values():
+        _measure(alike)
 
 
-def channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each channel."""
-    rows = t.movedim(dim, -1)
-    count = _ROW // math.gcd(_ROW, t.shape[dim])  # of pixels in a row
-    if t.device.type == "cpu" and rows.is_contiguous() and rows.numel() % (_ROW * count) == 0:
-        pixels = rows.view(-1, count, t.shape[dim])
-        return pixels.amin(0).amin(0), pixels.amax(0).amax(0)
-    others = [d for d in range(t.dim()) if d != dim]
-    return t.amin(others), t.amax(others)
+def _measure(comparisons: list[Comparison]) -> None:
+    # in place, since the stacks of a deep network may take more memory than its streams
+    expected = _stack([c.expected for c in comparisons])
+    difference = _stack([c.actual for c in comparisons]).sub_(expected).abs_()
+    figures = [difference.amax(1), expected.abs_().amax(1)]
+    if spreads := [c.spread for c in comparisons if c.spread is not None]:
+        figures.append(difference.div_(_stack(spreads)).amax(1))
+    del expected, difference
+    # not relative to each value: rounding errors have the size of the largest summand
+    figures[1] = figures[1].maximum(_stack([c.operand for c in comparisons]).abs_().amax(1))
+    for c, values in zip(comparisons, torch.stack(figures, 1).tolist(), strict=True):
+        error, size, *lost = values if all(map(math.isfinite, values)) else _where_finite(c)
+        c.drift, c.lost = error / max(size, sys.float_info.min), sum(lost)
 
 
-def _draw_summed(count: int) -> tuple[range, int]:
-    """Indices spread evenly over ``count`` values, and how many of them make a sum."""
-    stride = _stride(count)
-    values = count // stride
-    # few sums of a small stream: they would take memory beside it
-    sums = min(max(-(-values // SUMMED), FEWEST_SUMS), values)
-    each = values // sums
-    total = sums * each
-    start = _draw.randrange(count - (total - 1) * stride)
-    return range(start, start + total * stride, stride), each
+def _where_finite(c: Comparison) -> list[float]:
+    """Error, size and loss of a comparison in which some values are not finite."""
+    expected, actual, operand = (t.cpu().double() for t in (c.expected, c.actual, c.operand))
+    # infinite in the forward pass already, or lost behind an overflow: nothing to compare
+    compared = expected.isfinite()
+    if c.overflowed:
+        compared &= actual.isfinite()
+    difference = torch.where(compared, (actual - expected).abs(), 0)
+    difference = torch.where(difference.isnan(), math.inf, difference)
+    size = torch.cat((expected, operand)).nan_to_num(0, 0, 0).abs().amax()
+    figures = [difference.amax(), size]
+    if c.spread is not None:
+        figures.append((difference / c.spread.cpu()).nan_to_num(0, math.inf).amax())
+    return [float(t) for t in figures]
 
 
-@functools.lru_cache(maxsize=256)
-def _stride(count: int) -> int:
-    """The smallest stride that leaves at most SUMS * SUMMED values and is coprime to ``count``."""
-    stride = -(-count // (SUMS * SUMMED))
-    # coprime: otherwise it may visit the same columns of every row
-    while math.gcd(stride, count) != 1:
-        stride += 1
-    return stride
-
-
-@functools.lru_cache(maxsize=256)
-def _spread(count: int, device: torch.device) -> Tensor:
-    """Indices of OPERAND elements spread over ``count``, equal for every layout."""
-    # multiples of the golden ratio leave no large gap and repeat no row or column, unlike a stride
-    return (_golden(OPERAND) * count).long().to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def _singles(
-    shape: torch.Size, device: torch.device
-) -> list[tuple[Tensor, tuple[_Channels, ...]] | None]:
-    """VARIANTS choices of places in channels, for streams of this shape; None without channels."""
-    # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
-    dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
-    dims = [d for d in dims if shape.numel() // shape[d] >= _SMALLEST_CHANNEL]
-    if not dims:
-        return [None]
-    choices: list[tuple[Tensor, tuple[_Channels, ...]] | None] = []
-    for variant in range(VARIANTS):
-        parts = [_places_in_channels(shape, d, variant) for d in dims]
-        places = torch.cat([places for places, _ in parts]).to(device)
-        choices.append((places, tuple(channels for _, channels in parts)))
-    return choices
-
-
-def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
-    size, inner = shape[dim], shape[dim + 1 :].numel()
-    chosen = torch.arange(size, device="cpu")
-    if size > CHANNELS:
-        # the guard must not draw from the caller's random numbers
-        generator = torch.Generator("cpu").manual_seed(variant)
-        chosen = torch.randperm(size, generator=generator, device="cpu")[:CHANNELS]
-    golden = _golden(len(chosen) * PER_CHANNEL, variant / VARIANTS)
-    rest = (golden * (shape.numel() // size)).long().view(-1, PER_CHANNEL)
-    places = (rest // inner * size + chosen[:, None]) * inner + rest % inner
-    subset = tuple(chosen.tolist()) if size > CHANNELS else None
-    return places.flatten(), _Channels(dim, size, subset)
-
-
-def _golden(count: int, start: float = 0) -> Tensor:
-    """Numbers spread evenly over [0, 1); on the CPU, for any default device."""
-    steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
-    return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()
+def _stack(tensors: list[Tensor]) -> Tensor:
+    stacked = torch.stack(tensors)
+    # float32 would round integers
+    floats = torch.float32 if stacked.is_floating_point() else torch.float64
+    return stacked.to(torch.promote_types(stacked.dtype, floats))

@@ -35,7 +35,7 @@ from torchvision.utils import make_grid
 from revzoo._checks import check_count
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.core.fixedpoint.words import DEFAULT_BITS
+from revzoo.core.fixedpoint.scale import DEFAULT_BITS
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped

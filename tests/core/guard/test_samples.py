@@ -1,10 +1,12 @@
-"""The places that the guard samples, in every layout."""
+"""The values that the guard samples, in every layout."""
+
+import math
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from revzoo.core.guard.samples import figures_of, sample
+from revzoo.core.guard.samples import _places, operand_of, sample, values_in
 
 LAYOUTS = {
     "contiguous": lambda t: t,
@@ -24,44 +26,56 @@ def stream(dtype=torch.float32):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_replay_may_have_another_layout(layout, replayed, dtype):
     t = LAYOUTS[layout](stream(dtype))
-    (found,) = sample((t,), ())
-    assert torch.equal(figures_of(LAYOUTS[replayed](stream(dtype)), found.plan), found.figures)
+    ((_, values),) = sample((t,), ())
+    assert torch.equal(values_in(LAYOUTS[replayed](stream(dtype))), values)
     changed = stream(dtype)
     changed[1] *= -1
-    assert not torch.equal(figures_of(LAYOUTS[replayed](changed), found.plan), found.figures)
+    assert not torch.equal(values_in(LAYOUTS[replayed](changed)), values)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels last", "turned"])
-def test_a_dense_layout_needs_no_indices(layout, monkeypatch):
-    monkeypatch.setattr(torch, "take", None)
-    monkeypatch.setattr(torch, "arange", None)
-    sample((LAYOUTS[layout](stream()),), (), channels=False)
-
-
-def test_single_values_are_among_the_figures():
+def test_a_sample_does_not_keep_the_stream():
     t = stream()
-    (found,) = sample((t,), (), channels=False)
-    singles = found.figures[: len(found.figures) // 2]
-    assert torch.isin(singles, t).all()
-
-
-def test_no_figure_keeps_the_stream():
-    t = stream()
-    (found,) = sample((t,), ())
+    ((_, values),) = sample((t,), ())
     storage = StorageWeakRef(t.untyped_storage())
     del t
-    assert found.figures.numel()
+    assert values.numel()
     assert storage.expired()
 
 
-@pytest.mark.parametrize("channels", [True, False])
-def test_each_value_of_a_sum_counts(channels):
-    """With a weight of 1, the first was lost beside the others, if no single value showed it."""
-    t = stream()
-    (found,) = sample((t,), (), channels=channels)
-    effects = []
-    for at in found.plan.summed[: found.plan.each]:
-        changed = t.clone()
-        changed.view(-1)[at] += 1000
-        effects.append(float((figures_of(changed, found.plan) - found.figures).abs().max()))
-    assert min(effects) >= max(effects) / 2 or (not channels and min(effects) >= 999)
+@pytest.mark.parametrize("count", [1, 2, 63, 255, 256, 257, 4095, 4096, 4097, 65_536, 786_432])
+def test_a_sample_is_spread_over_the_whole_stream(count):
+    places = _places(count, torch.device("cpu"))
+    gap = count / len(places)
+    assert len(places) == min(count, 512)
+    ends = torch.cat((torch.tensor([-1]), places, torch.tensor([count])))
+    gaps = ends.diff()
+    assert gaps.max() <= 2 * gap + 1
+
+
+SHAPES = [
+    *[(batch, channels, side, side) for batch in (2, 8, 128, 512) for channels in (3, 16, 64)
+      for side in (4, 8, 32)],
+    (2, 256, 8, 8),
+    (2048, 16, 32, 32),
+    (8, 128, 56, 56),
+    (16, 197, 384),
+    (64, 512, 100),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_sample_touches_every_image_and_every_channel(shape):
+    """A stride would visit the same columns or channels of every image."""
+    places = torch.unravel_index(_places(torch.Size(shape).numel(), torch.device("cpu")), shape)
+    for dim in range(len(shape)):
+        expected = shape[dim] * (1 - math.exp(-len(places[0]) / shape[dim]))  # of random places
+        assert len(places[dim].unique()) >= 0.95 * expected - 1
+
+
+def test_the_operand_is_the_stream_that_was_added_to():
+    """A stream's error was scaled by a log-determinant a thousand times its size."""
+    x, total, z = torch.ones(4, 3), torch.full((4,), 5000.0), torch.ones(4, 3)
+    y, sums, indices = x * 2, total * 2, torch.ones(4, 3, dtype=torch.int64)
+    assert operand_of(x, (x, total, z), (y, sums, indices, z)) is y
+    assert operand_of(total, (x, total, z), (y, sums, indices, z)) is sums
+    assert operand_of(x, (x, z), (z, sums)) is None
