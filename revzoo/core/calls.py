@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 
 from revzoo.core.fixedpoint.words import (
-    Streams,
-    backing_tensors,
     counting_changes,
     keeps_words,
     move_words,
     within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
-from revzoo.core.tensors import as_dense, storage_id, version_of
+from revzoo.core.tensors import as_dense, storage_id, version_of, versions_of
 
 
 def call_on_grid(
@@ -223,53 +221,35 @@ def _identity(state: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-class explain_transforms:
-    """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
-
-    __slots__ = ("_step",)
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
-            raise RuntimeError(
-                f"{name_of(self._step)} runs a torch.func transform inside its forward, which "
-                f"torch refuses while activations are recomputed or offloaded: {self._step.remedy}"
-            ) from error
+def explain_transforms(error: Exception, step: Step) -> None:
+    """Raise an error with a remedy if ``error`` is torch's for ``torch.func`` under our hooks."""
+    if "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            f"{name_of(step)} runs a torch.func transform inside its forward, which torch refuses "
+            f"while activations are recomputed or offloaded: {step.remedy}"
+        ) from error
 
 
-def versions_of(state: Streams) -> list[int]:
-    """The version counters, to detect in-place changes of ``state``."""
-    return [version_of(t) for t in backing_tensors(state)]
+def refuse_changed_inputs(step: Step, inputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if the forward pass of ``step`` changed a stream in place."""
+    if (now := versions_of(inputs)) != versions:
+        raise RuntimeError(
+            f"{name_of(step)} changed its input stream {_changed(now, versions)}: expected no "
+            "change, since a replay would start from the changed values. Make the first operation "
+            "of the branch out of place (inplace=False)"
+        )
 
 
-def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
-    """Raise a RuntimeError if a forward pass changed a stream in place; names the step."""
-    _refuse_changed(
-        inputs,
-        versions,
-        f"{name} changed its input stream",
-        "expected no change, since a replay would start from the changed values. Make the "
-        "first operation of the branch out of place (inplace=False)",
-    )
+def refuse_changed_outputs(step: Step, outputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if the inverse of ``step`` changed a stream in place."""
+    if (now := versions_of(outputs)) != versions:
+        raise RuntimeError(
+            f"the inverse of {name_of(step)} changed its input stream {_changed(now, versions)}: "
+            "the caller may still hold that tensor, as an output of the forward pass. Make the "
+            "operations of the inverse out of place"
+        )
 
 
-def refuse_changed_outputs(name: str, outputs: Streams, versions: list[int]) -> None:
-    """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
-    _refuse_changed(
-        backing_tensors(outputs),
-        versions,
-        f"the inverse of {name} changed its input stream",
-        "the caller may still hold that tensor, as an output of the forward pass. Make the "
-        "operations of the inverse out of place",
-    )
-
-
-def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -> None:
-    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
-        if (now := version_of(t)) != version:
-            raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
+def _changed(now: list[int], versions: list[int]) -> str:
+    i = next(i for i, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
+    return f"{i} in place (version {versions[i]} became {now[i]})"

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.calls import refuse_changed_outputs, versions_of
+from revzoo.core.calls import refuse_changed_outputs
 from revzoo.core.conditions import leave, repeating
 from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
+from revzoo.core.tensors import versions_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -304,7 +305,7 @@ def _round_trip(
         back: Any = step.inverse(*outputs, **context)
     finally:
         leave(undo)
-    refuse_changed_outputs(name, outputs, versions)
+    refuse_changed_outputs(step, outputs, versions)
     back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
     shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]
     if not all(isinstance(t, Tensor) for t in back) or shapes[0] != shapes[1]:

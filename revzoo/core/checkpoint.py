@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from itertools import repeat
 from types import MethodType
 from typing import Any, Literal
 
@@ -57,9 +58,9 @@ def run_recomputed(
         drift: whose outputs to compare with which limit; None compares nothing.
         **options: of torch's checkpoint.
     """
-    quiet = conditions.members.quiet
-    compared = None if quiet else drift
-    leaves, structure = tree_flatten((args, dict(kwargs)))
+    compared = None if conditions.members.quiet else drift
+    plain = not kwargs and all(map(isinstance, args, repeat(Tensor)))  # the streams of a step
+    leaves, structure = (args, None) if plain else tree_flatten((args, dict(kwargs)))
     tensors = list(dict.fromkeys(t for t in leaves if isinstance(t, Tensor)))
     at = {id(t): i for i, t in enumerate(tensors)}
     parameters = {i for i, t in enumerate(tensors) if isinstance(t, nn.Parameter)}
@@ -82,7 +83,7 @@ def run_recomputed(
             leaf.again() if isinstance(leaf, Kept) else _as_given(state[leaf], leaf in parameters)
             for leaf in kept
         ]
-        again, named = tree_unflatten(values, structure)
+        again, named = (values, {}) if structure is None else tree_unflatten(values, structure)
         undo = conditions.enter()
         try:
             returned = call(*again, **named)

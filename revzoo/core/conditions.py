@@ -29,6 +29,8 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
+from operator import getitem, is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -47,9 +49,14 @@ from revzoo.core.ambient import (
     is_faked,
 )
 from revzoo.core.invertible import Invertible, Step, name_of
-from revzoo.core.tensors import version_of
+from revzoo.core.tensors import version_of, versions_of
 
-_thread = threading.local()
+
+class _Thread(threading.local):
+    depth = 0  # how many replays run, one inside the other
+
+
+_thread = _Thread()
 
 
 def is_replaying() -> bool:
@@ -67,7 +74,7 @@ def is_replaying() -> bool:
         >>> y.sum().backward()
         replay
     """
-    return getattr(_thread, "depth", 0) > 0
+    return _thread.depth > 0
 
 
 _CPU = torch.device("cpu")
@@ -90,9 +97,12 @@ _QUIET_FILES = frozenset(
     )
 )
 _LOUD_FILES = ("revzoo.models.components.attention", "revzoo.models.components.droppath")
+_COUNTER = "num_batches_tracked"
 _LOUD = (nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+_Autocast = tuple[str, torch.dtype]
+_Buffer = tuple[dict[str, Any], str, Tensor]  # where it is, and its value
 
 
 def is_quiet(m: nn.Module) -> bool:
@@ -132,7 +142,8 @@ class Members:
     """
 
     __slots__ = (
-        "_buffer_tables",
+        "_counted",
+        "_scratch",
         "_seen",
         "_tables",
         "buffers",
@@ -146,7 +157,6 @@ class Members:
         "owner_is_loud",
         "parameters",
         "quiet",
-        "scratch",
         "tensors",
         "walked",
     )
@@ -164,17 +174,17 @@ class Members:
         found = dict.fromkeys(m for root in roots for m in root.modules())
         self.modules = [m for m in found if m is not owner]
         every = self.modules if owner is None else [owner, *self.modules]
-        self._tables = [
-            table
-            for m in every
-            for table in (m._modules, m._parameters, m._forward_hooks, m._forward_pre_hooks)
+        self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
+        self._tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
+        self._tables += [m._buffers for m in self.norms]  # which Module.to() replaces
+        # another buffer may be replaced in each pass
+        self._counted = [
+            table for m in every for table in (m._buffers, m._forward_hooks, m._forward_pre_hooks)
         ]
-        # a buffer may be replaced in each pass
-        self._buffer_tables = [m._buffers for m in every]
+        self._counted += [vars(m) for m in self.modules]  # which may get a forward of their own
         self._seen = self._signature()
         self.parameters = _places(every, "_parameters")
         self.lazy = any(is_lazy(t[name]) for t, name in self.parameters)
-        self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
         own = [m for m in every if type(m).__module__.startswith("revzoo.layers.")]
         kept = {id(m._buffers) for m in (*self.norms, *own)}
         self.buffers = [p for p in _places(every, "_buffers") if id(p[0]) not in kept]
@@ -190,7 +200,7 @@ class Members:
         self.quiet = runs_alone and not (self.loud or self.tensors or self.owner_is_loud)
         self.inner = [m for m in self.modules if isinstance(m, Step)]
         self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
-        self.scratch: list[dict[str, Tensor]] | None = None
+        self._scratch: list[dict[str, Tensor | None]] | None = None
 
     @staticmethod
     def of(step: Step) -> Members:
@@ -220,10 +230,9 @@ class Members:
         # lazy parameters get their values in place
         return not self.lazy and self._signature() == self._seen
 
-    def _signature(self) -> tuple[list[int], list[int], list[bool]]:
+    def _signature(self) -> list[int]:
         children = [id(v) for table in self._tables for v in table.values()]
-        patched = ["forward" in vars(m) or m._compiled_call_impl is not None for m in self.modules]
-        return children, [len(table) for table in self._buffer_tables], patched
+        return [*children, *map(len, self._counted)]
 
     def unknown(self, owner: nn.Module | None) -> list[nn.Module]:
         """The modules of which we do not know the code; ``owner`` as in the constructor."""
@@ -240,10 +249,16 @@ class Members:
         """Whether a call now may draw random numbers."""
         return not self.quiet or any(m.training and m.p > 0 for m in self.dropouts)
 
+    def scratch(self) -> list[dict[str, Tensor | None]]:
+        """For each norm, buffers that a replay may overwrite; they influence no output."""
+        if self._scratch is None:
+            self._scratch = [_scratch_of(m, self.quiet) for m in self.norms]
+        return self._scratch
+
     def trained(self) -> list[Tensor]:
         """Parameters and captured tensors that require gradient."""
-        own = [p for t, name in self.parameters if (p := t[name]).requires_grad]
-        return own + [t for t in self.tensors if t.requires_grad] if self.tensors else own
+        tensors = [*(table[name] for table, name in self.parameters), *self.tensors]
+        return [t for t in tensors if t.requires_grad]
 
 
 def _nothing() -> None:
@@ -306,32 +321,17 @@ class Conditions:
         owner: the step; None for a function or another module.
         members: of the owner.
         inputs: its streams.
-        name: for error messages.
-        remedy: how to do without a replay, for error messages.
-        ambient: whether to restore autocast and the default device; torch's checkpoint does it
-            itself.
+        name: for error messages; of an owner, its own.
+        remedy: how to do without a replay, for error messages; of an owner, its own.
+        ambient: whether to restore autocast; torch's checkpoint does it itself.
     """
 
-    __slots__ = (
-        "_ambient",
-        "_carried",
-        "_copies",
-        "_device",
-        "_dtype",
-        "_flagged",
-        "_flags",
-        "_growths",
-        "_owner",
-        "_parameters",
-        "_random",
-        "_remedy",
-        "_versions",
-        "_watched",
-        "autocast",
-        "kinds",
-        "members",
-        "name",
-    )
+    _versions: list[int] | None = None
+    _random: Sequence[tuple[torch.device, Tensor]] = ()
+    _copies: Sequence[_Buffer] = ()
+    _watched: Sequence[tuple[_Buffer, int]] = ()
+    _carried: Sequence[_Buffer] = ()
+    _growths: Sequence[tuple[dict[str, Any], Any]] = ()
 
     def __init__(
         self,
@@ -339,66 +339,58 @@ class Conditions:
         members: Members,
         inputs: Sequence[Tensor],
         *,
-        name: str,
-        remedy: str,
+        name: str = "",
+        remedy: str = "",
         ambient: bool = True,
     ) -> None:
         self.members = members
         self._owner = owner
-        self.name = name
+        self._name = name
         self._remedy = remedy
         self._flagged = members.modules if owner is None else [owner, *members.modules]
         self._flags = [m.training for m in self._flagged]
-        self._parameters = [t[key] for t, key in members.parameters]
-        self._versions: list[int] | None = None
+        self._parameters = [table[name] for table, name in members.parameters]
         devices = frozenset([t.device for t in (*inputs, *members.tensors)])
-        self.kinds = autocast_device_types(devices)
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in self.kinds
-            if torch.is_autocast_enabled(kind)
-        ]
-        self._dtype, self._device = torch.get_default_dtype(), default_device()
-        self._random: list[tuple[torch.device, Tensor]] = []
-        self._ambient = ambient
-        if not ambient:
-            self.kinds, self.autocast = [], []
+        self._kinds = autocast_device_types(devices) if ambient else []
+        self._ambient = _ambient(self._kinds)
+        self.autocast = self._ambient[2]
         if members.draws() and not is_faked(inputs):
             if capturing_cuda_graph():
                 raise RuntimeError(
-                    f"{name} may draw random numbers while a CUDA graph is captured, and a replay "
-                    "in the graph cannot draw the same numbers: remove dropout, or use "
+                    f"{self.name} may draw random numbers while a CUDA graph is captured, and a "
+                    "replay in the graph cannot draw the same numbers: remove dropout, or use "
                     "memory='store' for this step"
                 )
             drawn = {_CPU, *(d for d in devices if d.type not in HOST)}
             self._random = [(d, _random_state(d)) for d in drawn]
         # grids of inner chains adapt between the passes
-        self._growths = [(vars(m), copy.copy(m.growth)) for m in members.inner]
-        self._copies: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._watched: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        self._carried: list[tuple[dict[str, Any], str, Tensor]] = []
-        for table, key in members.buffers:
-            t = table[key]
-            if t.numel() <= SMALL:
-                self._copies.append((table, key, t.clone()))
-            else:
-                self._watched.append((table, key, t, version_of(t)))
+        if members.inner:
+            self._growths = [(vars(m), copy.copy(m.growth)) for m in members.inner]
+        if members.buffers:
+            held = [(table, key, table[key]) for table, key in members.buffers]
+            self._copies = [(d, key, t.clone()) for d, key, t in held if t.numel() <= SMALL]
+            self._watched = [(b, version_of(b[2])) for b in held if b[2].numel() > SMALL]
+
+    @property
+    def name(self) -> str:
+        """The name for error messages."""
+        return self._name if self._owner is None else name_of(self._owner)
 
     def finish(self) -> None:
         """Complete after the forward pass."""
         # after it: an initialisation from the first batch may change parameters
-        self._versions = [p._version for p in self._parameters]
-        carried = self.members.carried
-        self._carried = [(table, key, table[key].clone()) for table, key in carried]
+        self._versions = versions_of(self._parameters)
+        if carried := self.members.carried:
+            self._carried = [(table, key, table[key].clone()) for table, key in carried]
 
     def check(self) -> None:
         """Raise a RuntimeError if a parameter or a large buffer was changed in place."""
-        now = [p._version for p in self._parameters]
+        now = versions_of(self._parameters)
         if self._versions is not None and now != self._versions:
             pairs = zip(now, self._versions, strict=True)
             changed = next(i for i, (a, b) in enumerate(pairs) if a != b)
             self._refuse(self._parameters[changed], self.members.parameters[changed][1])
-        for _, name, t, version in self._watched:
+        for (_, name, t), version in self._watched:
             if version_of(t) != version:
                 self._refuse(t, name)
 
@@ -407,7 +399,7 @@ class Conditions:
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: {name!r} of {self.name}, of shape {tuple(t.shape)}, "
             "changed between its forward pass and its replay. Change it after the backward pass, "
-            f"or {self._remedy}"
+            f"or {self._remedy if self._owner is None else self._owner.remedy}"
         )
 
     def enter(self, *, inverting: bool = False) -> Undo:
@@ -415,20 +407,21 @@ class Conditions:
         self.check()
         undo: Undo = []
         members = self.members
-        _thread.depth = getattr(_thread, "depth", 0) + 1
+        _thread.depth += 1
         try:
             for m in members.unknown(self._owner):  # assignments of the replay
                 undo.append((_put_back, (m.__dict__, dict(m.__dict__))))
-            for m, flag in zip(self._flagged, self._flags, strict=True):
-                if m.training != flag:
+            if [m.training for m in self._flagged] != self._flags:
+                for m, flag in zip(self._flagged, self._flags, strict=True):
                     undo.append((_set, (m.__dict__, "training", m.training)))
                     m.__dict__["training"] = flag
-            for (table, name), p in zip(members.parameters, self._parameters, strict=True):
-                # not shards of FSDP2, which gathers them itself
-                now = table[name] if name in table else None  # noqa: SIM401 -- TorchScript has no get()
-                if now is not p and not is_traceable_wrapper_subclass(p):
-                    undo.append((_set, (table, name, now)))
-                    table[name] = p
+            if not self._has_parameters():
+                for (table, name), p in zip(members.parameters, self._parameters, strict=True):
+                    # TorchScript has no get(); FSDP2 gathers its shards itself
+                    now = table[name] if name in table else None  # noqa: SIM401
+                    if now is not p and not is_traceable_wrapper_subclass(p):
+                        undo.append((_set, (table, name, now)))
+                        table[name] = p
             for table, growth in self._growths:
                 undo.append((_set, (table, "growth", table.get("growth"))))
                 _set(table, "growth", copy.copy(growth))
@@ -442,20 +435,23 @@ class Conditions:
             raise
         return undo
 
+    def _has_parameters(self) -> bool:
+        try:
+            return all(map(is_, starmap(getitem, self.members.parameters), self._parameters))
+        except KeyError:  # one is gone
+            return False
+
     def _swap_buffers(self, undo: Undo, *, inverting: bool) -> None:
         members = self.members
         if members.norms:
-            if members.scratch is None:
-                members.scratch = [_scratch_of(m) for m in members.norms]
-            for m, scratch in zip(members.norms, members.scratch, strict=True):
+            for m, scratch in zip(members.norms, members.scratch(), strict=True):
                 if m.training and scratch:
-                    table = m._buffers
-                    undo.append((table.update, (dict(table),)))
-                    table.update(scratch)
+                    undo.append((_set, (m.__dict__, "_buffers", m._buffers)))
+                    m.__dict__["_buffers"] = scratch
         for table, name, t in self._copies:
             undo.append((_set, (table, name, table[name])))
             table[name] = t.clone()
-        for table, name, t, _ in self._watched:  # the forward pass may have replaced it
+        for (table, name, t), _ in self._watched:  # the forward pass may have replaced it
             undo.append((_set, (table, name, table[name])))
             table[name] = t
         if inverting:
@@ -464,24 +460,29 @@ class Conditions:
                 table[name] = t.clone()
 
     def _set_ambient(self, undo: Undo) -> None:
-        if (now := torch.get_default_dtype()) != self._dtype:
-            undo.append((torch.set_default_dtype, (now,)))
-            torch.set_default_dtype(self._dtype)
-        if not self._ambient:
-            return
-        if default_device() != (device := self._device):
-            context = device or torch.device("cpu")
-            context.__enter__()
-            undo.append((context.__exit__, (None, None, None)))
-        wanted = dict(self.autocast)
-        for kind in self.kinds:
-            on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            if on != (kind in wanted) or (on and wanted[kind] != dtype):
-                undo.append((_set_autocast, (kind, on, dtype)))
-                _set_autocast(kind, kind in wanted, wanted.get(kind, dtype))
-        if wanted:  # a cast that recorded nothing must not serve code that records
+        now, (dtype, device, autocast) = _ambient(self._kinds), self._ambient
+        if now != self._ambient:
+            undo.append((torch.set_default_dtype, (now[0],)))
+            torch.set_default_dtype(dtype)
+            if now[1] != device:
+                context = device or torch.device("cpu")
+                context.__enter__()
+                undo.append((context.__exit__, (None, None, None)))
+            wanted = dict(autocast)
+            for kind in self._kinds:
+                on, current = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+                undo.append((_set_autocast, (kind, on, current)))
+                _set_autocast(kind, kind in wanted, wanted.get(kind, current))
+        if autocast:  # a cast that recorded nothing must not serve code that records
             undo.append((torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)))
             torch.set_autocast_cache_enabled(False)
+
+
+def _ambient(kinds: list[str]) -> tuple[torch.dtype, torch.device | None, list[_Autocast]]:
+    """The default dtype and device, and which of the ``kinds`` of devices have which autocast."""
+    on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in on]
+    return torch.get_default_dtype(), default_device(), autocast
 
 
 def leave(undo: Undo) -> None:
@@ -511,9 +512,12 @@ def _set_autocast(kind: str, on: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(kind, dtype)
 
 
-def _scratch_of(m: nn.Module) -> dict[str, Tensor]:
-    """Statistics that a replay may overwrite; they influence no output in training."""
-    return {name: t.clone() for name, t in m._buffers.items() if t is not None}
+def _scratch_of(m: nn.Module, quiet: bool) -> dict[str, Tensor | None]:
+    scratch: dict[str, Any] = {k: t.clone() for k, t in m._buffers.items() if t is not None}
+    # without its counter, torch's code has one kernel less to run; SyncBatchNorm needs it
+    if quiet and _COUNTER in scratch and not isinstance(m, nn.SyncBatchNorm):
+        scratch[_COUNTER] = None
+    return scratch
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -532,7 +536,7 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 @contextlib.contextmanager
 def repeating(step: Step, inputs: Sequence[Tensor]) -> Iterator[Conditions]:
     """A context in which evaluations leave statistics and random state as they are."""
-    conditions = Conditions(step, Members.of(step), inputs, name=name_of(step), remedy=step.remedy)
+    conditions = Conditions(step, Members.of(step), inputs)
     undo = conditions.enter()
     try:
         yield conditions

@@ -1,7 +1,7 @@
 """The interface of a step, which the tape, the containers and the networks use.
 
 A network is a sequence of *steps*. A step maps a *state*, a tuple of streams, to the next state.
-An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.replay.tape` can drop its
+An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.tape` can drop its
 activations and recompute them from the outputs in the backward pass.
 """
 
@@ -13,6 +13,16 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
+
+
+class _Engine:
+    """What a step calls of :mod:`revzoo.core.modes`, which imports this module and sets these."""
+
+    run_alone: Callable[[Step, State, Mapping[str, Any]], Any]
+    effective_mode: Callable[[Step], str]
+
+
+engine = _Engine()
 
 
 class NotInvertibleError(RuntimeError):
@@ -145,20 +155,16 @@ class Step(nn.Module):
 
         A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
-        from revzoo.core.modes import run_alone  # imports this module
-
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
-        return run_alone(self, state, context)
+        return engine.run_alone(self, state, context)
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
-        from revzoo.core.modes import effective_mode  # imports this module
-
         if type(self).__call__ is not Step.__call__:
             # a container has no mode: its members may have different ones
             return type(self).__name__
-        return f"{type(self).__name__}[{effective_mode(self)}]"
+        return f"{type(self).__name__}[{engine.effective_mode(self)}]"
 
     @property
     def outputs(self) -> int:

@@ -33,7 +33,6 @@ from revzoo.core.calls import (
     explain_streams,
     explain_transforms,
     refuse_changed_inputs,
-    versions_of,
 )
 from revzoo.core.checkpoint import run_recomputed
 from revzoo.core.conditions import Conditions, Members, is_replaying
@@ -52,6 +51,7 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
+    engine,
     kind_of,
     name_of,
     plain_call,
@@ -59,7 +59,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.offload import offloaded
 from revzoo.core.sums import begun_chains, collects_chains, put_on_grid
-from revzoo.core.tensors import tensors_of
+from revzoo.core.tensors import tensors_of, versions_of
 
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ class _Offload(Mode):
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         if any(isinstance(m, nn.RReLU) for m in step.subject.modules()):
             return super().run(step, state, context)  # it fills its noise after autograd saved it
-        with offloaded(step.subject), explain_transforms(step):
+        with offloaded(step.subject):
             return call_on_grid(plain_call, step, state, context)
 
 
@@ -131,20 +131,27 @@ class _Recompute(Mode):
         if members.lazy:
             warnings.warn(tape.LAZY_WARNING, UserWarning, stacklevel=2)
             return super().run(step, state, context)
-        name, limit = name_of(step), step.drift_limit
-        conditions = Conditions(step, members, state, name=name, remedy=step.remedy, ambient=False)
-        half = torch.float16 in (*(t.dtype for t in state), *autocast_dtypes(*_devices(state)))
-        # from the same inputs, a CPU computes the same bits
-        if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
-            limit = 0.0
-        drift = None if limit is None else Replayed(step, name, limit, half, False)
+        conditions = Conditions(step, members, state, ambient=False)
+        limit, drift = step.drift_limit, None
+        if limit is not None and not members.quiet:
+            half = torch.float16 in (*(t.dtype for t in state), *autocast_dtypes(*_devices(state)))
+            # from the same inputs, a CPU computes the same bits
+            if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
+                limit = 0.0
+            drift = Replayed(step, name_of(step), limit, half, False)
 
         def call(*state: Tensor, **context: Any) -> Any:
-            with explain_transforms(step):
-                return call_on_grid(plain_call, step, state, context)
+            return call_on_grid(plain_call, step, state, context)
 
+        # layers that we know save the same tensors again, so torch need not compare their shapes
         return run_recomputed(
-            call, state, context, conditions, drift, early_stop=step.early_stop and members.quiet
+            call,
+            state,
+            context,
+            conditions,
+            drift,
+            early_stop=step.early_stop and members.quiet,
+            determinism_check="none" if members.quiet else "default",
         )
 
 
@@ -159,8 +166,7 @@ class _Invert(_Recompute):
         watched = step._backward_hooks or step._backward_pre_hooks
         if not isinstance(step, Invertible) or not step.invertible or watched:
             return super().run(step, state, context)
-        with explain_transforms(step):
-            return tape.run_inverting(step, state, context, self.drift_limit(step))
+        return tape.run_inverting(step, state, context, self.drift_limit(step))
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         if not any(step.invertible for step in steps):
@@ -198,7 +204,8 @@ def in_table_order(names: Iterable[str]) -> list[str]:
 
 def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
-    if name not in MODES:
+    mode = MODES.get(name)
+    if mode is None:
         if name in ("auto", "budget"):  # revzoo.profiling.plan.PLANNED, on a higher floor
             raise ValueError(
                 f"memory mode {name!r} is a plan, with a mode for each step: make one, "
@@ -208,7 +215,7 @@ def mode_of(name: str) -> Mode:
         known = ", ".join(map(repr, MODES))
         hint = did_you_mean(name, MODES)
         raise ValueError(f"unknown memory mode {name!r}: expected one of {known}{hint}")
-    return MODES[name]
+    return mode
 
 
 def effective_mode(step: Step) -> str:
@@ -256,9 +263,11 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
         else:
             outputs = tape.watcher(mode.run, step, state, context)
     except (RuntimeError, TypeError) as error:
+        if mode is not MODES["store"]:
+            explain_transforms(error, step)
         explain_streams(error, step, state, "forward")
         raise
-    refuse_changed_inputs(name_of(step), watched, versions)
+    refuse_changed_inputs(step, watched, versions)
     return outputs
 
 
@@ -324,3 +333,6 @@ def no_float_inverse_message(step: Step, mode: str) -> str:
         f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "
         "'exact', which inverts it on integers, or 'recompute' or 'store'"
     )
+
+
+engine.run_alone, engine.effective_mode = run_alone, effective_mode

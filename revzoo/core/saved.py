@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
-from revzoo.core.tensors import storage_id, version_of
+from revzoo.core.tensors import storage_id, versions_of
 
 # Private in torch: the hooks of the innermost context. Without it we assume that there are none.
 _innermost: Callable[[bool], Any] = getattr(
@@ -104,7 +104,7 @@ class SavedState:
         self._state = state
         self._packed: tuple[Any, ...] = backing_tensors(state)
         # nobody else checks a state on the tape: it is not in a graph
-        self._versions = [version_of(t) for t in self._packed]
+        self._versions = versions_of(self._packed)
         self._unpack: Callable[[Any], Tensor] | None = None
         if (found := _innermost(True)) is not None:
             pack, self._unpack = found[:2]
@@ -125,15 +125,15 @@ class SavedState:
             return tuple(
                 t.with_words(held) if isinstance(t, Fixed) else held for held, t in unpacked
             )
-        for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
-            if version_of(t) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
-                    f"activations of {name} are to be recomputed, is at version {version_of(t)}; "
-                    f"expected version {version} instead. Make the operation that follows out of "
-                    "place"
-                )
+        if (now := versions_of(self._packed)) != self._versions:
+            pairs = enumerate(zip(now, self._versions, strict=True))
+            i, (version, expected) = next(each for each in pairs if each[1][0] != each[1][1])
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: stream {i} of shape {tuple(self._packed[i].shape)}, from "
+                f"which the activations of {name} are to be recomputed, is at version {version}; "
+                f"expected version {expected} instead. Make the operation that follows out of place"
+            )
         return self._state
 
 

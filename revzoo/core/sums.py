@@ -129,7 +129,7 @@ def _rounded_to(x: Tensor, scale: Scale, *, fits: bool = False) -> Tensor:
     fixed = Fixed(words, scale, x.dtype, bound=0.0)
     if x.numel():
         value = x.detach()
-        peak = in_chunks(quantise, (value, words), scale.up)
+        peak = in_chunks(quantise, (value, words), scale.shaped(x.dim())[0])
         if not fits or free_to_read(value):
             fixed.measure(peak, 0.0, value, lambda: value)
         else:  # the scale was made for this input: only inputs of 1e36 do not fit
@@ -161,7 +161,8 @@ def _summed(
         total = torch.empty_like(words, dtype=dtype)
     summed = Fixed(words, scale, dtype, down=fixed.down, bound=0.0)
     if total.numel():
-        peak = in_chunks(fill, (*parts, words, total), scale.up, fixed.down, *options)
+        up = scale.shaped(words.dim())[0]
+        peak = in_chunks(fill, (*parts, words, total), up, fixed.shaped_down(), *options)
         left = summed.measure(peak, fixed.bound, total, summand)
         if left is not None:
             total.masked_fill_(for_samples_of(left, total.dim()), math.nan)
@@ -256,7 +257,7 @@ def undo_second_difference(
 ) -> Fixed:
     """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
     words = torch.empty_like(total.words)
-    in_chunks(shift_out, (total.words, x, value, words), total.scale.up, bits)
+    in_chunks(shift_out, (total.words, x, value, words), total.scale.shaped(x.dim())[0], bits)
     # the shift has left zeros in the low bits, where the dropped bits go
     words |= unpack_bits(side, words, bits)
     return total.with_words(words)

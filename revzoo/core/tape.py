@@ -43,7 +43,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,9 +58,9 @@ from revzoo.core.calls import (
     call_without_changing_hooks,
     refuse_changed_outputs,
     runs_forward_alone,
-    versions_of,
 )
 from revzoo.core.conditions import Conditions, Members, leave
+from revzoo.core.fixedpoint.scale import Scale
 from revzoo.core.fixedpoint.words import (
     Fixed,
     Streams,
@@ -69,6 +68,7 @@ from revzoo.core.fixedpoint.words import (
     apply_with_words,
     as_fixed,
     as_floats,
+    backing_tensors,
     fixed_of,
     keeps_words,
     read_with_words,
@@ -88,7 +88,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.saved import SavedState, graph_is_kept, saving_for_replay
 from revzoo.core.sums import plus
-from revzoo.core.tensors import detached, version_of, with_strides
+from revzoo.core.tensors import detached, versions_of, with_strides
 
 LAZY_WARNING = (
     "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
@@ -117,31 +117,22 @@ def run_inverting(
     if members.lazy:
         warnings.warn(LAZY_WARNING, UserWarning, stacklevel=2)
         return call_on_grid(plain_call, step, state, context)
-    tape = Tape.ending_with(state) if _joins(step, state) else Tape()
+    tape = Tape.ending_with(state, step)
     tape.close()  # steps inside this one must not join this chain
-    if step.moves_values and runs_forward_alone(step):
+    alone = runs_forward_alone(step)
+    if alone and step.moves_values:
         return _moved(step, tape, members, state, context, drift_limit)
-    entry = Entry(step, members, state, context, drift_limit)
-    trained = members.trained()
-    if entry.adds:
-        x, z = state
-        y = _Added.apply(entry, tape, x, z, *entry.arguments, *trained)
-        outputs: Any = (z, y)
-    else:
-        outputs = _Evaluated.apply(entry, tape, *state, *entry.arguments, *trained)
+    entry = Entry(step, members, state, context, drift_limit, alone and step.adds)
+    function = _Added if entry.adds else _Evaluated
+    returned = function.apply(entry, tape, *state, *entry.arguments, *members.trained())
+    outputs = (state[1], returned) if entry.adds else returned
     if any(entry.differs) and not any(t.requires_grad for t in as_state(outputs, step)):
         raise RuntimeError(
             f"{entry.name} uses parameters that are not its own, so no gradient would reach them: "
             "register their module as a submodule of the step, or pass them as keyword arguments"
         )
-    tape.append(entry, streams_of(outputs, step))
+    tape.append(entry, outputs if entry.adds else streams_of(outputs, step))
     return outputs
-
-
-def _joins(step: Step, state: State) -> bool:
-    """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
-    # a floating-point step would recover the words of fixed-point streams only approximately
-    return step.grid is not None or not any(fixed_of(t) is not None for t in state)
 
 
 def _moved(
@@ -174,31 +165,17 @@ class Entry:
         done: whether its function has run backward, or there is none.
     """
 
-    __slots__ = (
-        "_context",
-        "_fixed",
-        "_given",
-        "_observed",
-        "_samples",
-        "_sum",
-        "adds",
-        "arguments",
-        "conditions",
-        "differs",
-        "done",
-        "dtypes",
-        "function",
-        "index",
-        "limit",
-        "name",
-        "needs",
-        "saved",
-        "shapes",
-        "step",
-        "streams",
-        "strides",
-        "trained",
-    )
+    arguments: list[Tensor]
+    streams: Streams = ()
+    differs: Sequence[bool] = ()
+    done = False
+    function: Callable[[], Any] = staticmethod(lambda: None)
+    index = -1
+    saved: Sequence[Tensor] = ()
+    trained: Sequence[Tensor] = ()
+    _sum: Tensor | None = None
+    samples: Sequence[Sample] = ()
+    _fixed: Sequence[tuple[Scale, Tensor] | None] = ()
 
     def __init__(
         self,
@@ -207,32 +184,23 @@ class Entry:
         state: State,
         context: Mapping[str, Any],
         limit: float | None,
+        adds: bool = False,
     ) -> None:
         self.step = step
-        self.name = name_of(step)
+        self.adds = adds and not step.extras
         self.limit = limit
         self.needs = [t.requires_grad for t in state]
         self.dtypes = [t.dtype for t in state]
         self.shapes = [t.shape for t in state]
         self.strides = [t.stride() if t.layout is torch.strided else () for t in state]
-        self.conditions = Conditions(step, members, state, name=self.name, remedy=step.remedy)
-        self.arguments: list[Tensor] = []
+        self.conditions = Conditions(step, members, state)
+        self.arguments = []
         self._given = context
         self._context: dict[str, Any] = {}
         for name, value in context.items():
             leaves, structure = tree_flatten(value)
             self.arguments += [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
             self._context[name] = [Kept.of(t) for t in leaves], structure
-        self.streams: Streams = ()
-        self.done = False
-        self.function: Callable[[], Any] = _gone
-        self._sum: Tensor | None = None
-        self._samples: list[Sample] = []
-        self.saved: Sequence[Tensor] = ()
-        self.trained: Sequence[Tensor] = ()
-        self.differs: list[bool] = []
-        self.index = -1
-        self.adds = step.adds and not step.extras and runs_forward_alone(step)
 
     def context(self) -> tuple[dict[str, Any], list[Tensor]]:
         """The keyword arguments for an evaluation, with new leaves; and those with gradient."""
@@ -249,6 +217,11 @@ class Entry:
             wanted += [v for v, leaf in zip(values, leaves, strict=True) if leaf.needs]
             context[name] = tree_unflatten(values, structure)
         return context, wanted
+
+    @property
+    def name(self) -> str:
+        """The step's path and type, for messages."""
+        return name_of(self.step)
 
     @property
     def waits(self) -> bool:
@@ -326,7 +299,7 @@ class Entry:
         elif fixed := [t for t in x if isinstance(t, Fixed)]:
             self._sum = words_sum(fixed)
         if self.step.guarded:
-            self._samples = sample(x, self.streams)
+            self.samples = sample(x, self.streams)
 
     def compare(self, guard: Guard, computed: Streams, known: Streams) -> None:
         """Report the figures of a replay, which started from ``known``."""
@@ -335,10 +308,10 @@ class Entry:
         if self._sum is not None:
             fixed = [t for t in computed[: self._observed] if isinstance(t, Fixed)]
             note_sums(self.step, self.name, self._sum, words_sum(fixed))
-        if self._samples:
+        if self.samples:
             half = torch.float16 in [*self.dtypes, *[d for _, d in self.conditions.autocast]]
             replayed = Replayed(self.step, self.name, self.limit, half, True)
-            guard.compare(replayed, self._samples, computed, known)
+            guard.compare(replayed, self.samples, computed, known)
 
     # the function
 
@@ -357,7 +330,7 @@ class Entry:
         fixed = fixed_of(x) if step.grid is not None and keeps_words() else None
         if fixed is None:
             y = x + step.fitting(value, x)
-            self.streams = (as_fixed((z.detach(),))[0], y.detach())
+            self.streams = (fixed_of(z) or z.detach(), y.detach())
             before: Tensor | Fixed = x.detach()
         else:
             y, words = plus(fixed, value, x.dtype, step)
@@ -391,7 +364,8 @@ class Entry:
 
     def replayed(self, outputs: Streams, record: Recorder) -> tuple[Streams, Sequence[Any]]:
         """The step's inputs, and its outputs, recorded again."""
-        step, versions = self.step, versions_of(outputs)
+        step, held = self.step, () if self.adds else backing_tensors(outputs)
+        versions = versions_of(held)
         context, record.arguments = self.context()
         undo = self.conditions.enter()
         try:
@@ -402,30 +376,29 @@ class Entry:
                 inputs, recorded = step.replay(takes, record, context)
         finally:
             leave(undo)
-        refuse_changed_outputs(self.name, outputs, versions)
-        check_stream_count(step, inputs, len(self.needs))
-        if not self.adds and [t.shape for t in inputs] != self.shapes:
-            got, expected = (
-                [tuple(s) for s in shapes] for shapes in ([t.shape for t in inputs], self.shapes)
-            )
+        if not self.adds:  # whose inverse is ours
+            refuse_changed_outputs(step, held, versions)
+            self._check_streams(inputs)
+            inputs = as_fixed(inputs)
+        for t, known in zip(inputs, self._fixed, strict=False):
+            if known is not None and isinstance(t, Fixed):
+                t.scale, t.down = known
+        return tuple(map(_with_strides, inputs, self.strides)), recorded
+
+    def _check_streams(self, inputs: Sequence[Any]) -> None:
+        """Raise a ValueError unless the inverse returned streams as the forward pass took them."""
+        check_stream_count(self.step, inputs, len(self.needs))
+        if (shapes := [t.shape for t in inputs]) != self.shapes:
+            got, expected = ([tuple(s) for s in each] for each in (shapes, self.shapes))
             raise ValueError(
                 f"the inverse of {self.name} returned streams of shape {got}, expected {expected}, "
                 "the shapes that its forward took"
             )
-        inputs = as_fixed(inputs)
-        for t, known in zip(inputs, self._fixed, strict=False):
-            if isinstance(t, Fixed) and known is not None:
-                t.scale, t.down = known
-        return tuple(map(_with_strides, inputs, self.strides)), recorded
 
     @property
     def _takes_words(self) -> bool:
         step = self.step
         return step.adds or step.needs_words or type(step).replay is Invertible.replay
-
-
-def _gone() -> None:
-    return None
 
 
 def _forget(_: Tensor) -> None:
@@ -495,14 +468,14 @@ class Recorder:
         """The gradients of the function's inputs from stream ``first`` on; ``needs``: which."""
         entry = self._entry
         inputs = [*self.leaves[first:], *self.arguments, *entry.trained]
-        targets = [t for t, n in zip(inputs, needs, strict=True) if n and t is not None]
-        known = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None]
-        pairs = [(r, g) for r, g in known if _derivable(r)]
+        wanted = [t if n else None for t, n in zip(inputs, needs, strict=True)]
+        targets = [t for t in wanted if t is not None]
+        known = zip(roots, grads, strict=True)
+        pairs = [(r, g) for r, g in known if g is not None and _derivable(r)]
         if not pairs or not targets:
             return [None] * len(needs)
         found = iter(self._derive([r for r, _ in pairs], [g for _, g in pairs], targets))
-        wanted = [n and t is not None for t, n in zip(inputs, needs, strict=True)]
-        return [next(found) if w else None for w in wanted]
+        return [None if t is None else next(found) for t in wanted]
 
     def _derive(
         self, roots: list[Any], grads: list[Tensor], targets: list[Tensor]
@@ -633,36 +606,34 @@ class _Evaluated(torch.autograd.Function):
         return None, None, *record.gradients(outputs, grads, needs, 0)
 
 
-def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
-    """A named range in the profile; costs nothing while no profiler runs."""
-    if not profiler._is_profiler_enabled:
-        return nullcontext()
-    return profiler.record_function(f"revzoo.replay {entry.name}")
-
-
 class Tape:
     """A chain of executed steps and one known state (NOTE [ The tape ])."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._position = 0
+        self._has_words = False
         self._known: SavedState | None = None
         self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
-        self._marks: list[tuple[int, bool]] = []
+        self._marks: tuple[list[int], list[bool]] = [], []
         self._cursor: tuple[int, Streams] | None = None  # rule 5
         self._guard = Guard()
 
     @staticmethod
-    def ending_with(state: State) -> Tape:
+    def ending_with(state: State, step: Step) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
-        # ids are reused: _knows() compares the objects
         tape = _open_tapes.get(id(state[-1]))
-        return tape if tape is not None and tape._knows(state) else Tape()
+        # ids are reused: _knows() compares the objects. The inverse of a floating-point step would
+        # recover the words of fixed-point streams only approximately
+        if tape is None or not tape._knows(state) or (step.grid is None and tape._has_words):
+            return Tape()
+        return tape
 
     def append(self, entry: Entry, outputs: State) -> None:
         """Add an executed step, whose ``outputs`` become the known state."""
         entry.index = len(self.entries)
         self.entries.append(entry)
+        self._has_words = Fixed in map(type, entry.streams)
         self._known, entry.streams = SavedState(entry.streams), ()
         # marks of the returned tensors: the caller can change those, but not the words
         self._marks = _marks_of(outputs)
@@ -694,11 +665,13 @@ class Tape:
                 "computes first derivatives only. For second derivatives, use "
                 "revzoo.set_memory(model, 'recompute') or 'store'"
             )
-        index: int = entry.index
-        with _in_profiles(entry):
-            return self._replay(entry, index, records)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"revzoo.replay {entry.name}"):
+                return self._replay(entry, records)
+        return self._replay(entry, records)
 
-    def _replay(self, entry: Entry, index: int, records: bool) -> tuple[Sequence[Any], Recorder]:
+    def _replay(self, entry: Entry, records: bool) -> tuple[Sequence[Any], Recorder]:
+        index: int = entry.index
         state = self._walk_to(index + 1)
         record = Recorder(entry, records=records, adds=entry.adds)
         inputs, outputs = entry.replayed(state, record)
@@ -740,6 +713,8 @@ class Tape:
     def _move_to(self, index: int, state: Streams) -> None:
         """Continue from ``state``, the input of entry ``index``: cut (rule 4) or keep (rule 5)."""
         if not (graph_is_kept() or any(e.waits for e in self.entries[index:])):
+            for entry in self.entries[index:]:
+                entry.samples = ()  # the graph holds the entry
             del self.entries[index:]
             self.close()
             # the loss keeps the graph, and so this tape, until the whole backward pass is done
@@ -754,6 +729,6 @@ class Tape:
 _open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
 
 
-def _marks_of(state: State) -> list[tuple[int, bool]]:
+def _marks_of(state: State) -> tuple[list[int], list[bool]]:
     # requires_grad, too: detach_() takes a tensor out of the graph without a new version
-    return [(version_of(t), t.requires_grad) for t in state]
+    return versions_of(state), [t.requires_grad for t in state]

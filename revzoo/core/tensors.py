@@ -8,6 +8,7 @@ differ, masks are permuted, and compiled backward graphs refuse their inputs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def version_of(t: Tensor) -> int:
         return 0
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_of` each tensor."""
+    return [version_of(t) for t in tensors]
+
+
 def values_of(t: Tensor) -> Tensor:
     """The plain tensor with the values of ``t``: for a DTensor, the part on this device."""
     while is_traceable_wrapper_subclass(t):
@@ -69,11 +75,12 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 def unshared(t: Tensor) -> bool:
     """Whether no other tensor uses the storage of ``t``, so that it may be overwritten."""
-    # a wrapper subclass keeps its values in other tensors
-    if _use_count is None or not fills_its_memory(t) or is_traceable_wrapper_subclass(t):
+    if _use_count is None:
         return False
     storage = t.untyped_storage()
-    return _use_count(storage._cdata) == 2  # t's own and this handle's
+    alone = _use_count(storage._cdata) == 2  # t's own and this handle's
+    # a wrapper subclass keeps its values in other tensors
+    return alone and fills_its_memory(t) and not is_traceable_wrapper_subclass(t)
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone

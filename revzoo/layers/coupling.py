@@ -158,8 +158,7 @@ class AdditiveCoupling(Coupling):
         # the gradients need only the node, so recover() may reuse the value's memory
         node = get_gradient_edge(value) if value.requires_grad else None
         value = value.detach()
-        with torch.no_grad():
-            return (self.recover(y2, value), x2), (node,)
+        return (self.recover(y2, value), x2), (node,)
 
     def checked_value(self, values: Any, stream: Tensor | Fixed) -> Tensor:
         """The tensor that the branch returned; it has the stream's shape."""

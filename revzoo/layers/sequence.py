@@ -21,7 +21,6 @@ from revzoo.core.calls import (
     explain_streams,
     inverse_on_grid,
     refuse_changed_outputs,
-    versions_of,
 )
 from revzoo.core.conditions import repeating
 from revzoo.core.fixedpoint.words import (
@@ -46,8 +45,9 @@ from revzoo.core.invertible import (
     name_of,
     steps_in,
 )
-from revzoo.core.modes import mode_of, on_grid_of, run_on_adapted_grid, run_step
+from revzoo.core.modes import mode_of, on_grid_of, run_in_mode, run_on_adapted_grid, run_step
 from revzoo.core.set_memory import assign_memory, default_mode
+from revzoo.core.tensors import versions_of
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
@@ -121,7 +121,8 @@ class ReversibleSequence(Invertible):
 
     @property
     def streams(self) -> int:  # type: ignore[override]
-        return next(iter(self)).streams if len(self) else 2
+        first = next(iter(self), None)
+        return 2 if first is None else first.streams
 
     @property
     def outputs(self) -> int:
@@ -145,7 +146,7 @@ class ReversibleSequence(Invertible):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)
+        return iter(self.steps._modules.values())  # type: ignore[arg-type]
 
     @overload
     def __getitem__(self, index: int | str) -> Step: ...
@@ -406,7 +407,7 @@ class ReversibleSequence(Invertible):
                 # caller's numbers
                 with repeating(step, state):
                     inputs = _inverted(step, state, context)
-                refuse_changed_outputs(name_of(step), state, versions)
+                refuse_changed_outputs(step, state, versions)
                 state = inputs
         return apply_with_words(Merge(self.dim, self.split).forward, state) if splits else state
 
@@ -521,6 +522,8 @@ def _advance(
         finally:
             if keeps_words():
                 _thread.nested = False
+    elif not (total or step.extras):
+        return as_state(run_in_mode(step, state, context), step), total, ()
     else:
         outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
     end = len(outputs) - step.extras

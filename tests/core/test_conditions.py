@@ -315,6 +315,15 @@ def twice(net, change, x):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "exact"])
+def test_statistics_in_another_type_after_the_first_pass(mode):
+    branch = nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    net(images().float()).sum().backward()
+    net.double()  # replaces the buffers, as net.cuda() does
+    assert_same_training(net, twin(net, "store"), images(), tolerance=1e-9)
+
+
+@pytest.mark.parametrize("mode", [*MODES, "exact"])
 def test_a_dropout_that_gets_a_probability_after_the_first_pass(mode):
     layers = nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
     net = ReversibleSequence([AdditiveCoupling(nn.Sequential(*layers))], memory=mode)

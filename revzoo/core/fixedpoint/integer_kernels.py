@@ -162,25 +162,22 @@ def in_chunks(
     Args:
         fn: a kernel.
         tensors: of one shape, ``(B, ...)``.
-        *figures: figures of each sample ``(B,)``, or of all ``(1,)``; then other options.
+        *figures: figures of each sample, shaped to multiply the tensors; then other options.
 
     Returns:
         The largest of what the pieces return.
     """
-    first = tensors[0]
-    rows = [f for f in figures if isinstance(f, Tensor)]
-    options = figures[len(rows) :]
-    shaped = [for_samples_of(f, first.dim()) for f in rows]
-    if backend is None and first.numel() <= _CHUNK:
-        return fn(*tensors, *shaped, *options)
+    if backend is None and tensors[0].numel() <= _CHUNK:
+        return fn(*tensors, *figures)
     words = next(t for t in tensors if not t.is_floating_point())
     compiles = backend is not None and fn in _COMPILABLE and has_values(words)
-    chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    count = len(rows[0])
-    flat = _as_rows(tensors, count) if compiles or words.numel() > chunk else None
+    chunk = _CHUNK if free_to_read(words) else _CHUNK_OF_DEVICES
+    rows = [f for f in figures if isinstance(f, Tensor)]
+    flat = _as_rows(tensors, rows[0].numel()) if compiles or words.numel() > chunk else None
     if flat is None:
-        return fn(*tensors, *shaped, *options)
-    of_rows = [for_samples_of(f, 2) for f in rows]
+        return fn(*tensors, *figures)
+    of_rows = [for_samples_of(f.flatten(), 2) for f in rows]
+    options = figures[len(rows) :]
     if compiles:
         assert backend is not None
         found: Tensor | None = _compiled(fn, backend)(*flat, *of_rows, *options)

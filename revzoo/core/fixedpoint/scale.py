@@ -141,6 +141,7 @@ class Scale:
     """
 
     __slots__ = (
+        "_shaped",
         "bits",
         "down",
         "failure",
@@ -167,6 +168,15 @@ class Scale:
         self.log: list[Measured] = []
         self.read = 0
         self.failure: tuple[Measured, float, float] | None = None
+        self._shaped: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def shaped(self, dim: int) -> tuple[Tensor, Tensor]:
+        """``up`` and ``down``, to multiply a tensor of ``dim`` dims."""
+        found = self._shaped.get(dim)
+        if found is None:
+            found = for_samples_of(self.up, dim), for_samples_of(self.down, dim)
+            self._shaped[dim] = found
+        return found
 
     @property
     def end(self) -> Tensor:

@@ -137,12 +137,19 @@ class Fixed:
     def shape(self) -> torch.Size:
         return self.words.shape
 
+    def shaped_down(self) -> Tensor:
+        """``down``, to multiply the words."""
+        dim = self.words.dim()
+        if self.down is self.scale.down:
+            return self.scale.shaped(dim)[1]
+        return for_samples_of(self.down, dim)
+
     def read(self) -> Tensor:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
         if floats.numel():
-            in_chunks(read, (self.words, floats), self.down)
+            in_chunks(read, (self.words, floats), self.shaped_down())
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
@@ -156,7 +163,7 @@ class Fixed:
         # a compiled graph may not write over its input in another type
         reuses = overwrite and fits and integer_kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
-        in_chunks(subtract, (words, value, out), self.scale.up)
+        in_chunks(subtract, (words, value, out), self.scale.shaped(words.dim())[0])
         return Fixed(out, self.scale, self.dtype, down=self.down)
 
     def measure(
@@ -280,7 +287,8 @@ def renew_words(state: Iterable[Tensor]) -> None:
             continue
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
-        changed = in_chunks(renew, (t.detach(), fixed.words.data), scale.up, fixed.down)
+        up, down = scale.shaped(t.dim())[0], fixed.shaped_down()
+        changed = in_chunks(renew, (t.detach(), fixed.words.data), up, down)
         if not free_to_read(t) or (changed is not None and bool(changed)):
             fixed.bound = math.inf
 

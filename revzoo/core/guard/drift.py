@@ -131,7 +131,7 @@ class Guard:
                 _Pass.of(task).guards.append(self)
 
     def compare(
-        self, replayed: Replayed, samples: list[Sample], computed: Streams, known: Streams = ()
+        self, replayed: Replayed, samples: Sequence[Sample], computed: Streams, known: Streams = ()
     ) -> None:
         """Record a replay's values, to compare with the samples of the forward pass.
 
