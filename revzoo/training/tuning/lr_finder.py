@@ -115,7 +115,7 @@ def find_lr(
     check_rates(min_lr=min_lr, max_lr=max_lr, steps=steps)
     _check_that_lr_matters(module, min_lr, max_lr)
     sweep = _Sweep(module)
-    with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
+    with trial_trainer(trainer or {}, max_steps=steps) as runner:
         sweep_result = Tuner(runner).lr_find(
             sweep,
             datamodule=copy.copy(data),  # the same images, through separate loaders
