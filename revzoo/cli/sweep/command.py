@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     check_space(search.fixed, search.space, search.source)
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
-    from revzoo.training.callbacks.graceful_stop import RunStopped
+    from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,13 +26,13 @@ from revzoo.training.callbacks.epoch_log import EpochLog
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.options import check_options
 from revzoo.training.callbacks.pictures import ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
+from revzoo.training.resume.graceful_stop import GracefulStop
 from revzoo.weights.run_files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)

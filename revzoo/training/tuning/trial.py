@@ -11,9 +11,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from revzoo.training.callbacks.run_state import generator_states, set_generator_states
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
+from revzoo.training.resume.run_state import generator_states, set_generator_states
 
 # options of a run's trainer that affect a step or its device
 KEPT = (

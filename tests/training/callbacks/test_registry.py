@@ -34,12 +34,12 @@ from revzoo.training.callbacks.checkpoints import (
 )
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER
 from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.resume.csv_logger import MetricsCSV
+from revzoo.training.resume.graceful_stop import GracefulStop
 
 ALL: dict[str, dict[str, int]] = {name: {} for name in CALLBACKS} | {"side_bits": {"epochs": 1}}
 

@@ -11,7 +11,7 @@
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
   never see the signal.
 - Without a signal, a distributed process ends after as long without an answer of another one; see
-  :mod:`revzoo.training.heartbeat`.
+  :mod:`revzoo.training.resume.heartbeat`.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
@@ -34,10 +34,10 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 import torch
 
-from revzoo.training.checkpoint.resume_point import can_resume_here
 from revzoo.training.distributed import is_first_process
-from revzoo.training.heartbeat import Heartbeat, start_heartbeat
 from revzoo.training.lightning_compat import callbacks_of, started_processes
+from revzoo.training.resume.heartbeat import Heartbeat, start_heartbeat
+from revzoo.training.resume.resume_point import can_resume_here
 
 log = logging.getLogger(__name__)
 
