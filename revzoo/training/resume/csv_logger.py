@@ -96,8 +96,6 @@ class MetricsCSV(Logger):
             self._begin()
         # _begin has set them
         assert self._columns is not None
-        if not self.path.exists():  # removed during the run
-            self._write(self._columns, [])
         # figures of a validation appear later: the header changes, so write a new file
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:
@@ -117,10 +115,7 @@ class MetricsCSV(Logger):
 
     def _read(self) -> list[dict[str, str]]:
         with self.path.open(newline="", encoding="utf-8") as file:
-            try:
-                rows = list(csv.DictReader(file))
-            except csv.Error as error:  # a field of 131,072 letters
-                raise ValueError(f"{self.path} is damaged ({error}): move it away") from None
+            rows = list(csv.DictReader(file))
         # a kill may have cut off the last row
         return [r for r in rows if None not in r.values() and r.get("step", "").isdecimal()]
 

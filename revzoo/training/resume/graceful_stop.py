@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -78,9 +78,6 @@ class GracefulStop(pl.Callback):
             (saving, leaving a loop) depend only on this signal.
     """
 
-    active: ClassVar[GracefulStop | None] = None
-    """The instance that handles this process's signals, also in trials without callbacks."""
-
     def __init__(self) -> None:
         self.hint: Callable[[], str] | None = None
         self.requested: int | None = None
@@ -90,7 +87,7 @@ class GracefulStop(pl.Callback):
         self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
         self._heartbeat: Heartbeat | None = None  # of a distributed run
-        self._signals: list[signal.Signals] = []  # that this handles
+        self._signals: list[signal.Signals] = []  # that this handles now
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -103,17 +100,16 @@ class GracefulStop(pl.Callback):
         self._signals = stop_signals()
         before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
-        outer, GracefulStop.active = GracefulStop.active, self
         try:
             with watchdog(self._end_blocked, self._signals):
                 yield
         finally:
-            GracefulStop.active = outer
             if self._heartbeat is not None:
                 self._heartbeat.close()
                 self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            self._signals = []
 
     def _end_blocked(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -134,7 +130,7 @@ class GracefulStop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
         # the test of a run uses the heartbeat of its training
-        if GracefulStop.active is self and self._heartbeat is None:
+        if self._signals and self._heartbeat is None:
             self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
 
     def _listen(self) -> None:

@@ -145,10 +145,6 @@ def test_a_disk_that_refuses_rows_does_not_end_the_run(
     (tmp_path / "run").unlink()
     logger.save()
     assert [row["a"] for row in rows(path)] == ["0.0", "1.0"]
-    path.unlink()  # and written again
-    logger.log_metrics({"a": 2.0}, 2)
-    logger.save()
-    assert [row["a"] for row in rows(path)] == ["2.0"]
 
 
 def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:
@@ -156,10 +152,3 @@ def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, (3, {"a": 1.0}), (None, {"b": 2.0}), (4, {"c": 3.0}))
     assert rows(path)[1] == {"step": "3", "b": "2.0"}
-
-
-def test_a_field_of_any_length_names_the_file(tmp_path: Path) -> None:
-    """The error of csv named no file."""
-    (tmp_path / "metrics.csv").write_text("step,a\n1," + "9" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.csv is damaged"):
-        write(tmp_path / "metrics.csv", (3, {"a": 1.0}), first_step=2)
