@@ -227,7 +227,8 @@ def matrix(counts: Tensor, names: list[str]) -> Figure:
     """Counts (N, N) as blue cells: true classes from top to bottom, predicted classes across."""
     named = len(names) <= NAMED
     # inches: half a one for each class, and the names at two sides
-    side = 2 + 0.5 * len(names) + 0.07 * max(map(len, names)) if named else 8.0
+    longest = max(map(len, names))
+    side = 2 + 0.5 * len(names) + 0.07 * longest if named else 8.0
     figure = Figure(figsize=(side, side), layout="constrained")
     axes = figure.subplots()
     percent = (100 * counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).round().int()
@@ -235,7 +236,7 @@ def matrix(counts: Tensor, names: list[str]) -> Figure:
     metric.plot(percent, ax=axes, add_text=named, labels=names, cmap="Blues")
     axes.set_title("% of each true class")
     # torchmetrics slants the names, and long ones leave the picture
-    axes.tick_params(axis="x", rotation=90)
+    axes.tick_params(axis="x", rotation=90 if longest > 3 else 0)
     axes.tick_params(axis="y", rotation=0)
     if not named:
         axes.set(xticks=[], yticks=[])

@@ -96,6 +96,8 @@ class MetricsCSV(Logger):
             self._begin()
         # _begin has set them
         assert self._columns is not None
+        if not self.path.exists():  # removed during the run
+            self._write(self._columns, [])
         # figures of a validation appear later: the header changes, so write a new file
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:

@@ -78,6 +78,7 @@ def find_batch_size(
     with trial_trainer(trainer or {}, max_steps=STEPS) as runner:
         # only Lightning knows which device it chooses
         device = runner.strategy.root_device
+    release_memory()  # what the heap keeps would fit more images
     room, before = room_on(device, max_bytes), status_bytes("VmRSS") or 0
     tried = taken = 0
 
@@ -100,14 +101,16 @@ def find_batch_size(
         return room is None or taken <= room
 
     best, too_large, size = 0, math.inf, min(FIRST, most)
-    # the last few images are not worth the time
-    while best < most and too_large - best > max(1, best / 16):
-        if fits(size):
-            best = size
-        else:
-            too_large = size
-        size = min(2 * best, most) if too_large == math.inf else (best + int(too_large)) // 2
-    room_on(device, None)  # lifts a GPU's limit
+    try:
+        # the last few images are not worth the time
+        while best < most and too_large - best > max(1, best / 16):
+            if fits(size):
+                best = size
+            else:
+                too_large = size
+            size = min(2 * best, most) if too_large == math.inf else (best + int(too_large)) // 2
+    finally:
+        room_on(device, None)  # lifts a GPU's limit
     if best < 2:
         raise ValueError(
             "not even a batch of two images fits into memory: free some, raise tuner.max_bytes, or "
@@ -127,6 +130,7 @@ def room_on(device: torch.device, max_bytes: float | None) -> int | None:
         share = (max_bytes or math.inf) / torch.cuda.get_device_properties(device).total_memory
         # torch knows a limit only as a share of the device
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    if device.type != "cpu":
         return None
     free, resident = free_bytes(), status_bytes("VmRSS")
     if free is None or resident is None:

@@ -145,6 +145,10 @@ def test_a_disk_that_refuses_rows_does_not_end_the_run(
     (tmp_path / "run").unlink()
     logger.save()
     assert [row["a"] for row in rows(path)] == ["0.0", "1.0"]
+    path.unlink()  # and written again
+    logger.log_metrics({"a": 2.0}, 2)
+    logger.save()
+    assert [row["a"] for row in rows(path)] == ["2.0"]
 
 
 def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from small_task import TINY
 
 from revzoo.data import Digits
 from revzoo.training import Classifier
-from revzoo.training.process_memory import status_bytes
+from revzoo.training.process_memory import release_memory, status_bytes
 from revzoo.training.tuning import batch_size_finder
 from revzoo.training.tuning.batch_size_finder import find_batch_size
 
@@ -35,6 +35,7 @@ def test_memory_ends_the_search_on_the_cpu(data: Digits, monkeypatch: pytest.Mon
             return super().training_step(batch, batch_idx) + 0 * ballast[0, 0]
 
     monkeypatch.setattr(batch_size_finder, "Trial", Heavy)
+    release_memory()
     limit = (status_bytes("VmRSS") or 0) + 400 * 10**6
     found = find_batch_size(Classifier(TEN), data, max_bytes=limit, **CPU)
     assert found.limited_by == "memory"
