@@ -241,7 +241,7 @@ def shortened(names: Iterable[object], most: int = 5) -> str:
 
 
 def package_needed(what: str, *packages: str) -> str:
-    """``"pictures need matplotlib: pip install matplotlib"``, from ``what="pictures need"``."""
+    """``"revzoo sweep needs optuna: pip install optuna"``, from ``what="revzoo sweep needs"``."""
     return f"{what} {', '.join(packages)}: pip install {' '.join(packages)}"
 
 

@@ -214,19 +214,11 @@ class Report:
                 writer.writerows(map(astuple, audit.rows))
 
     def figure(self) -> Figure:
-        """Memory over the operators of a step, stacked by stage, one panel per mode.
-
-        Raises:
-            ValueError: matplotlib is not installed.
-        """
+        """Memory over the operators of a step, stacked by stage, one panel per mode."""
         return step_figure(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw :meth:`figure` into a file, e.g. a PNG.
-
-        Raises:
-            ValueError: matplotlib is not installed.
-        """
+        """Draw :meth:`figure` into a file, e.g. a PNG."""
         figure = self.figure()
         with replacing(Path(path)) as file:
             figure.savefig(file, dpi=120)

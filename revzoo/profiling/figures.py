@@ -1,11 +1,9 @@
-"""Figures of matplotlib (the extra ``plot``), and the picture of the memory of a step."""
+"""Figures of matplotlib, and the picture of the memory of a step."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from revzoo._checks import package_needed
 from revzoo.profiling.units import in_one_unit
 
 if TYPE_CHECKING:
@@ -16,36 +14,16 @@ if TYPE_CHECKING:
 _STAGES = 10  # colours in the picture
 
 
-def check_matplotlib() -> None:
-    """Check that pictures can be drawn.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise ValueError(package_needed("pictures need", "matplotlib")) from None
-
-
 def new_figure(**options: Any) -> Figure:
-    """An empty figure of matplotlib. Not by pyplot, which would change the caller's backend.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    check_matplotlib()
+    """An empty figure of matplotlib. Not by pyplot, which would change the caller's backend."""
+    # imported here: most programs draw nothing
     from matplotlib.figure import Figure
 
     return Figure(**options)
 
 
 def step_figure(report: Report) -> Figure:
-    """See :meth:`revzoo.profiling.audit.Report.figure`.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """See :meth:`revzoo.profiling.audit.Report.figure`."""
     figure = new_figure(layout="constrained")
     series = [audit.series() for audit in report.listed]
     sized = in_one_unit(max(audit.activation_bytes for audit in report.listed))

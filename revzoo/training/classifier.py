@@ -32,7 +32,6 @@ from revzoo.models.weights_file import within_size_of
 from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.last_step import LastStep
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
@@ -45,6 +44,7 @@ from revzoo.training.optim.optimizers import (
     build_schedule,
 )
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
+from revzoo.training.resume.run_state import RunState
 from revzoo.training.step_retry import StepRetry
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source

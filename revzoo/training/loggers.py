@@ -20,12 +20,12 @@ from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from revzoo.training.callbacks.pictures import GROUP
 from revzoo.training.event_files import EventWriter
 
 log = logging.getLogger(__name__)
 
 MIB = 2**20
+GROUP = "watch"  # TensorBoard's group of pictures and other figures: sorts after train and val
 RENAMED = {
     "footprint/peak_bytes": ("memory_MiB", MIB),
     "footprint/activation_bytes": ("activations_MiB", MIB),

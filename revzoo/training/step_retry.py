@@ -35,10 +35,10 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
-from revzoo.training.callbacks.run_state import RunState, can_drift, set_states, states_of
 from revzoo.training.callbacks.sample_norms import ReadsNorms
 from revzoo.training.distributed import gathered
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.resume.run_state import RunState, can_drift, set_states, states_of
 
 log = logging.getLogger(__name__)
 

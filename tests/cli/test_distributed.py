@@ -18,9 +18,9 @@ from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
-from revzoo.training.callbacks import graceful_stop as stop_module
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.training.resume import graceful_stop as stop_module
+from revzoo.training.resume.graceful_stop import GracefulStop
 from revzoo.weights.run_files import LAST
 
 WORLD = 2

@@ -184,7 +184,7 @@ def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
         main(["info", "revnet38.small", "--weights", str(tmp_path)])
 
 
-LIGHT = {"torch", "pytorch_lightning", "torchvision", "optuna"}
+LIGHT = {"torch", "pytorch_lightning", "torchvision"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from revzoo.cli.run import train as train_module
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.training import Classifier
-from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.resume.graceful_stop import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

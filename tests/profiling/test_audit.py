@@ -384,7 +384,8 @@ class Complex(nn.Module):
 
 def test_a_picture_leaves_the_callers_backend(tmp_path):
     """Each picture switched matplotlib to files, so a notebook no longer showed its pictures."""
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.use("svg")
     try:
         audit(revzoo.create_model("irevnet13"), (2, 3, 8, 8), modes=[]).plot(tmp_path / "a.png")

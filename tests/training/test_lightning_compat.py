@@ -14,7 +14,7 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, lightning_compat
-from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.resume.csv_logger import MetricsCSV
 
 PACKAGE = Path(inspect.getfile(lightning_compat)).parents[1]
 PRIVATE = {"fit_loop", "epoch_loop", "batch_progress", "epoch_progress", "launcher"}

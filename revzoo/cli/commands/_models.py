@@ -121,13 +121,10 @@ def check_picture(path: Path | None) -> None:
     """Refuse a path for a picture that could not be drawn, before the work that it shows.
 
     Raises:
-        ValueError: matplotlib is not installed or has no such format; the path is not writable.
+        ValueError: matplotlib has no such format; the path is not writable.
     """
     if path is None:
         return
-    from revzoo.profiling.figures import check_matplotlib
-
-    check_matplotlib()
     check_writable(path)
     from matplotlib.backend_bases import FigureCanvasBase
 

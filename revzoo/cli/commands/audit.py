@@ -46,11 +46,8 @@ def run(args: argparse.Namespace) -> None:
         import torch
 
         from revzoo.profiling.audit import audit
-        from revzoo.profiling.figures import check_matplotlib
 
     # first check everything that would fail after the count
-    if args.tensorboard:
-        check_matplotlib()
     check_picture(args.plot)
     check_writable(args.csv)
     # a model on meta takes no memory, however large it is

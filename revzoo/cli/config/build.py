@@ -28,11 +28,11 @@ from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS, default_memory
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import is_first_process
 from revzoo.training.loggers import EXTRAS, LOGGERS
+from revzoo.training.resume.csv_logger import MetricsCSV
+from revzoo.training.resume.graceful_stop import GracefulStop
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,

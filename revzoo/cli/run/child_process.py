@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO
 
-from revzoo.training.callbacks.graceful_stop import RunStopped, stop_signals
+from revzoo.training.resume.graceful_stop import RunStopped, stop_signals
 
 
 def run_program(

@@ -33,10 +33,10 @@ from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
+from revzoo.training.resume.run_state import RunState
 from revzoo.weights.entry import parse_json
 from revzoo.weights.run_files import CHECKPOINTS
 

@@ -34,8 +34,8 @@ from revzoo.cli.invocation import train_words
 from revzoo.cli.run.child_process import run_program
 from revzoo.cli.run.folder import is_timed, new_folder
 from revzoo.cli.terminal import folded
-from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
+from revzoo.training.resume.graceful_stop import RunStopped
 
 log = logging.getLogger(__name__)
 

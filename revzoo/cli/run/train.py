@@ -74,8 +74,6 @@ from revzoo.training.callbacks.checkpoints import (
     check_saved,
     check_validated,
 )
-from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
@@ -84,6 +82,8 @@ from revzoo.training.checkpoint.files import (
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.quiet_lightning import quiet
+from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.resume.run_state import RunState
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from revzoo._checks import check_choice, check_names, check_number
 from revzoo.cli.config.build import build_data, build_module
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import TUNER
-from revzoo.profiling.units import in_units
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_rates, find_lr
@@ -100,15 +99,10 @@ def search_lr(
 def search_batch_size(
     module: Any, data: Any, *, trainer: Mapping[str, Any], folder: Path, **options: Any
 ) -> tuple[int, list[Path]]:
-    """The largest batch that fits, and the file with the needs of each memory mode."""
+    """The largest batch that fits, and its file."""
     result: BatchSize = find_batch_size(module, data, trainer=trainer, **options)
-    for mode, size in result.per_image.items():
-        fit = result.largest[mode]
-        log.info("memory=%s: counted %d bytes per image, %d images fit", mode, size, fit)
-    room = in_units(result.room) if result.room is not None else "the GPU's memory"
-    taken = in_units(result.taken) if result.taken is not None else "an unknown amount"
-    message = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
-    log.info(message, result.batch_size, module.memory_mode, result.limited_by, taken, room)
+    message = "data.batch_size: %d fit in memory=%s, limited by %s"
+    log.info(message, result.batch_size, module.memory_mode, result.limited_by)
     return result.batch_size, result.write(folder)
 
 

@@ -25,8 +25,9 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from revzoo._checks import number_of
+from revzoo._checks import nearest, number_of
 from revzoo.cli.invocation import override_argument
 
 log = logging.getLogger(__name__)
@@ -50,32 +51,48 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
+    from revzoo.cli.config.errors import ConfigError
+    from revzoo.cli.config.overrides import parse, quoted_if_needed
     from revzoo.cli.invocation import command_line
+    from revzoo.cli.sweep.search import OPTIONS, Search
     from revzoo.cli.sweep.space import check_space
-    from revzoo.cli.sweep.spec import load_optuna, read_spec
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    names, overrides = ("dir", *OPTIONS), []
+    options: dict[str, Any] = {}
+    for override in parse(args.overrides):
+        if override.key_or_group in names and not override.is_sweep_override():
+            # parsed by Hydra: trials=5 is an int, prune=true a bool; dir=2026 would be a number
+            is_text = override.key_or_group in ("dir", "metric", "direction")
+            value = override.value()
+            options[override.key_or_group] = str(value) if is_text else value
+        elif meant := nearest(override.key_or_group, names, cutoff=0.75):
+            # closer than elsewhere: the other words are keys of revzoo train
+            raise ConfigError(
+                f"{override.input_line}: there is no key {override.key_or_group!r}; "
+                f"did you mean {meant[0]!r}?"
+            )
+        else:
+            overrides.append(str(override.input_line))
+    if overrides:
+        options["overrides"] = overrides
+    if args.config_dir is not None:
+        # the sweep may continue in another working directory
+        options["config_dir"] = str(args.config_dir.absolute())
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    folder, spec = read_spec(
-        args.overrides, default=Path("outputs", "sweep", now), config_dir=args.config_dir
-    )
-    trials = number_of(spec.trials, "trial")
-    log.info("%s: %s, to %s %s", folder, trials, spec.direction, spec.metric)
-    # before optuna and torch are imported: most mistakes are in the ranges
-    check_space(spec.fixed, spec.space, spec.source)
-    load_optuna()
-    from revzoo.cli.config.overrides import quoted_if_needed
+    folder = Path(options.pop("dir", Path("outputs", "sweep", now)))
+    search = Search(folder, options)
+    trials = number_of(search.options["trials"], "trial")
+    log.info("%s: %s, to %s %s", folder, trials, search.options["direction"], search.metric)
+    # before torch is imported: most mistakes are in the ranges
+    check_space(search.fixed, search.space, search.source)
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
-    from revzoo.cli.sweep.search import Search, log_best
-    from revzoo.training.callbacks.graceful_stop import RunStopped
+    from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        # first: with this file, `revzoo sweep dir=DIR` can continue
-        spec.write(folder)
-        search = Search(spec, folder)
         try:
             search.run()
         except (RunStopped, KeyboardInterrupt) as end:  # KeyboardInterrupt: between two trials
@@ -83,4 +100,4 @@ def run(args: argparse.Namespace) -> None:
             again = command_line("sweep", f"dir={quoted_if_needed(folder)}")
             log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
-        log_best(search)
+        search.log_best()

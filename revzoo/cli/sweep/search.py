@@ -1,4 +1,6 @@
-"""An optuna study whose trials are runs.
+"""An optuna study whose trials are runs of ``revzoo train``, each in its own process and folder.
+
+The study records the options of the sweep, so ``revzoo sweep dir=DIR`` continues it.
 
 NOTE [ The same search ]
 The seed of the sampler is ``sampler_seed`` plus the number of the trial. So its proposals depend
@@ -7,187 +9,276 @@ only on the results so far, not on whether the sweep was stopped in between.
 
 from __future__ import annotations
 
+import csv
+import json
 import logging
+import math
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from revzoo._checks import check_choice, check_count, did_you_mean
+from revzoo._files import replacing_table
+from revzoo.cli.config.compose import ConfigFiles
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import quoted
-from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.invocation import train_words
-from revzoo.cli.run.child_process import run_program
-from revzoo.cli.run.lock import locked
-from revzoo.cli.sweep.results import (
-    Curve,
-    NoFigureError,
-    best_command,
-    best_of,
-    figure_of,
-    last_line,
-    write_results,
-)
-from revzoo.cli.sweep.space import Parameter
-from revzoo.cli.sweep.spec import SweepSpec, load_optuna
+from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
+from revzoo.cli.invocation import command_line, train_words
+from revzoo.cli.sweep.space import load_optuna, split_space
 from revzoo.cli.terminal import folded, folded_command
 
 log = logging.getLogger(__name__)
 
 STUDY = "study.db"
+OPTIONS = {"trials": 20, "metric": "val/acc", "direction": "", "sampler_seed": 0, "prune": False}
 GIVE_UP = 3  # consecutive failures that end a sweep without any success
 
 
-class Search:
-    """A study and its trials.
+class NoFigureError(ValueError):
+    """The figure to compare is missing; further trials would not have it either."""
 
-    Args:
-        spec: the options of the sweep.
-        folder: the sweep's folder, which this process has locked.
+
+def open_study(folder: Path, direction: str | None = None) -> Any:
+    """The study in ``folder``; with ``direction``, a new one if there is none.
 
     Raises:
-        ConfigError: the study in the folder is damaged.
+        ConfigError: the file is damaged.
+    """
+    optuna, file = load_optuna(), folder.absolute() / STUDY
+    sql: Any = import_module("sqlalchemy.exc")  # of optuna's storage
+    try:
+        study = optuna.create_study(
+            storage=f"sqlite:///{file}",
+            study_name="revzoo",
+            direction=direction,
+            # only with prune=true, which reports values
+            pruner=optuna.pruners.MedianPruner(),
+            load_if_exists=True,
+        )
+        # a damaged file may open and fail here
+        study.get_trials(deepcopy=False)
+    except (sql.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{file} is not readable as a study of optuna ({reason}): restore it from a copy, "
+            "or move it away to start the sweep again"
+        ) from error
+    return study
+
+
+class Search:
+    """The trials of a sweep.
+
+    Args:
+        folder: the sweep's folder.
+        given: the options of the command line; the others are recorded, or :data:`OPTIONS`.
+
+    Raises:
+        ConfigError: an option is wrong or differs from the recorded one, or the folder holds a run.
     """
 
-    def __init__(self, spec: SweepSpec, folder: Path) -> None:
-        self.spec, self.folder = spec, folder
-        self.optuna = load_optuna()
-        self.states = self.optuna.trial.TrialState
-        sql: Any = import_module("sqlalchemy.exc")  # of optuna's storage
-        file = folder.absolute() / STUDY
-        try:
-            self.study = self.optuna.create_study(
-                storage=f"sqlite:///{file}",
-                study_name="revzoo",
-                direction=spec.direction,
-                # only with prune=true, which reports values
-                pruner=self.optuna.pruners.MedianPruner(),
-                load_if_exists=True,
-            )
-            # a damaged file may open and fail here
-            self.study.get_trials(deepcopy=False)
-        except (sql.SQLAlchemyError, self.optuna.exceptions.OptunaError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
+    def __init__(self, folder: Path, given: Mapping[str, Any]) -> None:
+        if (folder / CONFIG_FILE).exists():
+            raise ConfigError(f"{folder} holds a run: choose another folder for the sweep, dir=DIR")
+        recorded = open_study(folder).user_attrs if (folder / STUDY).exists() else {}
+        options: dict[str, Any] = {**OPTIONS, **recorded, **given}
+        check_count("trials", options["trials"])
+        check_count("sampler_seed", options["sampler_seed"], least=0)
+        if not isinstance(options["prune"], bool):
+            raise ConfigError(f"prune={options['prune']}: expected true or false")
+        self.metric = options["metric"]
+        if self.metric.startswith("test/"):
             raise ConfigError(
-                f"{file} is not readable as a study of optuna ({reason}): restore it from a copy, "
-                "or move it away to start the sweep again"
-            ) from error
+                f"metric={self.metric}: a model chosen on the test split cannot be evaluated on "
+                "it; use a figure of the validation, such as val/acc"
+            )
+        if not options["direction"]:
+            options["direction"] = "minimize" if self.metric.endswith("loss") else "maximize"
+        check_choice("direction", options["direction"], ("maximize", "minimize"))
+        # the results so far would not be comparable
+        for name, value in options.items() if recorded else ():
+            if name != "trials" and value != recorded.get(name):
+                raise ConfigError(
+                    f"{folder} is a sweep with {name}={recorded.get(name)}, got {value}: only "
+                    "trials may change; use another dir for another search"
+                )
+        self.fixed, self.space = split_space(options.get("overrides", []))
+        if not self.space:
+            raise ConfigError(
+                "the sweep has no range: add one, such as optim.lr='tag(log,interval(0.01,1))'"
+            )
+        self.folder, self.options = folder, options
+        extra = options.get("config_dir")
+        self.source = ConfigFiles(extra=None if extra is None else Path(extra))
+        self.config_arguments = [] if extra is None else ["--config-dir", extra]
 
     def run(self) -> None:
-        """Run the missing trials.
-
-        Raises:
-            NoFigureError: no trial so far has the figure.
-            SystemExit: the first trials all fail.
-        """
-        failed = 0
-        while (trial := self.next_trial()) is not None:
-            state = self.run_trial(trial)
-            trials = self.study.get_trials(deepcopy=False)
-            failed = failed + 1 if state == self.states.FAIL else 0
-            # later failures may come from unlucky values, but not failures of all first trials
-            if failed >= GIVE_UP and not any(t.value is not None for t in trials):
-                error = trials[-1].user_attrs["error"]
-                sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
-
-    def next_trial(self) -> Any:
-        """An interrupted trial, or a new one; None if there are enough."""
-        trials = self.study.get_trials(deepcopy=False)
-        # this process holds the folder's lock, so no trial is really running
-        interrupted = [trial for trial in trials if trial.state == self.states.RUNNING]
-        if not interrupted and len(trials) >= self.spec.trials:
-            return None
-        # see NOTE [ The same search ]
-        number = interrupted[0].number if interrupted else len(trials)
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.spec.sampler_seed + number)
-        if interrupted:
-            # suggest() then returns the values that the trial has already drawn
-            # private in optuna 5: there is no public way to continue a trial
-            trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
-        else:
-            trial = self.study.ask()
-        for parameter in self.spec.space:
-            suggest(trial, parameter)
-        return trial
-
-    def run_of(self, number: int) -> Path:
-        """The folder of a trial's run."""
-        return self.folder / f"{number:04d}"
-
-    def run_trial(self, trial: Any) -> Any:
-        """Train; report the trial's state to the study and return it.
+        """Run the missing trials. This process has locked the folder.
 
         Raises:
             NoFigureError: no trial so far has the figure.
             RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
+            SystemExit: the first trials all fail.
         """
-        run_dir = self.run_of(trial.number)
-        curve = Curve(run_dir, self.spec.metric, trial) if self.spec.prune else None
-        output = run_dir.with_suffix(".log")
+        self.study = open_study(self.folder, self.options["direction"])
+        for name, value in self.options.items():
+            self.study.set_user_attr(name, value)
+        failed = 0
+        while (trial := self.next_trial()) is not None:
+            error = self.run_trial(trial)
+            failed = failed + 1 if error else 0
+            # later failures may come from unlucky values, but not failures of all first trials
+            if failed >= GIVE_UP and self.best() is None:
+                sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
+
+    def best(self) -> Any:
+        """The best complete trial; None if there is none."""
+        with suppress(ValueError):
+            return self.study.best_trial
+        return None
+
+    def next_trial(self) -> Any:
+        """An interrupted trial, or a new one; None if there are enough."""
+        optuna, trials = load_optuna(), self.study.get_trials(deepcopy=False)
+        for trial in trials:
+            # this process holds the folder's lock, so no trial is really running
+            if not trial.state.is_finished() and trial.params.keys() == self.space.keys():
+                # private in optuna 5: there is no public way to continue a trial
+                return optuna.trial.Trial(self.study, trial._trial_id)
+        if len(trials) >= self.options["trials"]:
+            return None
+        # see NOTE [ The same search ]
+        seed = self.options["sampler_seed"] + len(trials)
+        self.study.sampler = optuna.samplers.TPESampler(seed=seed)
+        return self.study.ask(self.space)
+
+    def run_trial(self, trial: Any) -> str:
+        """Train, and report the trial's end to the study; return the reason of a failure."""
+        from revzoo.cli.run.child_process import run_program
+
+        run_dir = self.folder / f"{trial.number:04d}"
+        output, pruned, error = run_dir.with_suffix(".log"), False, ""
+
+        def should_prune() -> bool:
+            nonlocal pruned
+            self.report(trial, run_dir)
+            pruned = trial.should_prune()
+            return pruned
+
         log.info("trial %d starts; its log: %s", trial.number, output)
         # a resumed trial appends
         with output.open("a") as file:
-            prune = curve.should_prune if curve is not None else None
+            prune = should_prune if self.options["prune"] else None
             status = run_program(self.command(trial, run_dir), output=file, should_end=prune)
-        if curve is not None:
-            # we stopped the run ourselves, so its status is not a failure
-            if curve.pruned:
-                return self.end(trial, self.states.PRUNED)
-            curve.report()  # values since the last poll: the median of later trials needs them
-        if status:
-            return self.end(trial, self.states.FAIL, error=last_line(output, status))
+        if prune is not None and not pruned:
+            # values since the last poll: the median of later trials needs them
+            self.report(trial, run_dir)
+        states, reason, value = load_optuna().trial.TrialState, None, None
+        # we stopped a pruned run ourselves, so its status is no failure
+        state = states.PRUNED if pruned else states.COMPLETE
         try:
-            value = figure_of(run_dir, self.spec.metric)
-        except (OSError, ValueError) as error:
-            state = self.end(trial, self.states.FAIL, error=str(error))
-            trials = self.study.get_trials(deepcopy=False)
-            # a figure that earlier trials have had may come again
-            if isinstance(error, NoFigureError) and not any(t.value is not None for t in trials):
-                raise
-            return state
-        return self.end(trial, self.states.COMPLETE, value=value)
+            value = None if pruned else self.figure_of(run_dir, status)
+        except (OSError, ValueError) as raised:
+            state, reason, error = states.FAIL, raised, str(raised)
+            trial.set_user_attr("error", error)
+        self.study.tell(trial, value, state=state)
+        self.write_results()
+        # a figure that earlier trials have had may come again
+        if isinstance(reason, NoFigureError) and self.best() is None:
+            raise reason
+        figure = f"{self.metric} {value:.6g}" if value is not None else state.name.lower()
+        chosen = " ".join(f"{key}={value}" for key, value in trial.params.items())
+        because = f" ({error})" if error else ""
+        log.info("%s", folded(f"trial {trial.number}: {figure}{because}  {chosen}", indent=2))
+        return error
 
     def command(self, trial: Any, run_dir: Path) -> list[str]:
         """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
+        from revzoo.cli.run.lock import locked
+
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
                 return [*train_words(), "--resume", str(run_dir)]
-        overrides = self.spec.overrides(trial.params)
+        overrides = self.overrides(trial)
         if not any(override.startswith("test=") for override in overrides):
             overrides.append("test=false")  # validation chooses; only the best run is tested, later
         folder = f"hydra.run.dir={quoted(run_dir.absolute())}"
-        return [*train_words(), *self.spec.config_arguments, *overrides, folder]
+        return [*train_words(), *self.config_arguments, *overrides, folder]
 
-    def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
-        """Report the end of a trial to the study, log it, and write the tables."""
-        if error:
-            trial.set_user_attr("error", error)
-        self.study.tell(trial, value, state=state)
-        figure = f"{self.spec.metric} {value:.6g}" if value is not None else state.name.lower()
-        chosen = " ".join(self.spec.overrides(trial.params)[len(self.spec.fixed) :])
-        reason = f" ({error})" if error else ""
-        log.info("%s", folded(f"trial {trial.number}: {figure}{reason}  {chosen}", indent=2))
-        write_results(self.study.get_trials(deepcopy=False), self.spec, self.folder)
-        return state
+    def overrides(self, trial: Any) -> list[str]:
+        """The overrides of a trial's run."""
+        return [*self.fixed, *(f"{key}={trial.params[key]}" for key in self.space)]
 
+    def report(self, trial: Any, run_dir: Path) -> None:
+        """Report the new values of ``metrics.csv`` to the study."""
+        reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        with suppress(OSError):  # the run has not begun
+            # it may be writing the last row at this moment
+            whole = (run_dir / "metrics.csv").read_text().rpartition("\n")[0].splitlines()
+            rows = [row[self.metric] for row in csv.DictReader(whole) if row.get(self.metric)]
+            for step, value in enumerate(rows):
+                if step not in reported:
+                    trial.report(float(value), step)
 
-def suggest(trial: Any, parameter: Parameter) -> None:
-    """Let a trial draw a value; an interrupted trial keeps its value."""
-    low, high, step = parameter.low, parameter.high, parameter.step
-    if parameter.choices:
-        trial.suggest_categorical(parameter.key, parameter.choices)
-    elif isinstance(low, int) and isinstance(high, int):
-        trial.suggest_int(parameter.key, low, high, step=step or 1, log=parameter.log)
-    else:
-        trial.suggest_float(parameter.key, low, high, step=step, log=parameter.log)
+    def figure_of(self, run_dir: Path, status: int) -> float:
+        """The figure of a run that ended with ``status``, from its ``summary.json``.
 
+        Raises:
+            NoFigureError: the run has no such figure.
+            ValueError: it failed, the figure is not finite, or the file is damaged.
+        """
+        if status:
+            # the last line of a traceback, or our one-line message
+            lines = run_dir.with_suffix(".log").read_text(errors="replace").splitlines()
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+            raise ValueError(f"status {status}: {last}")
+        figures = dict(json.loads((run_dir / "summary.json").read_text())["metrics"])
+        if self.metric not in figures:
+            # the test split may not choose; 'acc' finds val/acc before train/acc
+            names = sorted((n for n in figures if not n.startswith("test/")), reverse=True)
+            same = [name for name in names if name.endswith(f"/{self.metric}")]
+            hint = did_you_mean(self.metric, same or names, cutoff=0.0 if same else 0.5)
+            listed = "" if hint else f", expected one of {', '.join(names)}"
+            raise NoFigureError(f"metric={self.metric}: a run has no such figure{listed}{hint}")
+        value = float(figures[self.metric])
+        # optuna would fail such a trial without a reason
+        if not math.isfinite(value):
+            raise ValueError(f"{self.metric} is {value}")
+        return value
 
-def log_best(search: Search) -> None:
-    """Log the best trial's figure, and the command that trains with its parameters."""
-    best = best_of(search.study.get_trials(deepcopy=False), search.spec)
-    if best is None:
-        log.info("no trial has completed; see %s", search.folder / "trials.csv")
-        return
-    figure = f"{search.spec.metric} {best.value:.6g}"
-    log.info("best: trial %d, %s, in %s", best.number, figure, search.run_of(best.number))
-    log.info("%s", folded_command(best_command(best, search.spec), indent=2))
+    def write_results(self) -> None:
+        """Write ``trials.csv`` and, if a trial is complete, ``best.yaml``."""
+        with replacing_table(self.folder / "trials.csv") as file:
+            writer = csv.writer(file)
+            writer.writerow(["trial", "state", self.metric, *self.space, "seconds", "error"])
+            for t in self.study.get_trials(deepcopy=False):
+                seconds = f"{t.duration.total_seconds():.1f}" if t.duration else ""
+                chosen = [t.params.get(key, "") for key in self.space]
+                figure = t.value if t.state.name == "COMPLETE" else ""
+                row = [t.number, t.state.name.lower(), figure, *chosen, seconds]
+                writer.writerow([*row, t.user_attrs.get("error", "")])
+        if (best := self.best()) is not None:
+            description = {
+                "trial": best.number,
+                "metric": self.metric,
+                "value": best.value,
+                "parameters": dict(best.params),
+                "command": self.command_of(best),
+            }
+            write_yaml(description, self.folder / "best.yaml")
+
+    def command_of(self, trial: Any) -> str:
+        """The command line that trains with a trial's values."""
+        return command_line("train", *self.config_arguments, *self.overrides(trial))
+
+    def log_best(self) -> None:
+        """Log the best trial's figure, and the command that trains with its values."""
+        if (best := self.best()) is None:
+            log.info("no trial has completed; see %s", self.folder / "trials.csv")
+            return
+        run_dir = self.folder / f"{best.number:04d}"
+        log.info("best: trial %d, %s %.6g, in %s", best.number, self.metric, best.value, run_dir)
+        log.info("%s", folded_command(self.command_of(best), indent=2))

@@ -1,4 +1,4 @@
-"""A search space from the command line, in Hydra's grammar for sweeps.
+"""A search space from the command line, in Hydra's grammar for sweeps, as optuna's distributions.
 
 =====================================  =========================================================
 ``optim=onecycle,muon``                one of these; the same as ``choice(onecycle, muon)``
@@ -13,113 +13,86 @@ All other overrides apply to every trial.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
-from hydra.core.override_parser.types import (
-    ChoiceSweep,
-    Glob,
-    IntervalSweep,
-    Override,
-    RangeSweep,
-    Sweep,
-)
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
+from revzoo._checks import package_needed
 from revzoo.cli.config.compose import TRAIN, ConfigFiles, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import parse
 from revzoo.cli.status import status_of
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One dimension of a space: choices, or numbers from ``low`` to ``high``, both included.
-
-    Attributes:
-        key: as on the command line, with ``+`` if it adds a key.
-        choices: the values as text; empty for a range of numbers.
-        low: the smallest number; an int if all numbers are ints.
-        high: the largest number.
-        step: distance of neighbouring numbers; None for a continuous range.
-        log: sample the logarithm uniformly.
-    """
-
-    key: str
-    choices: tuple[str, ...] = ()
-    low: float = 0
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-
-    @property
-    def outermost(self) -> tuple[str | float, ...]:
-        """All choices, or the two ends of the range."""
-        return self.choices or (self.low, self.high)
-
-
-def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:
-    """The overrides of every trial, and the parameters to search.
+def load_optuna() -> Any:
+    """The package optuna.
 
     Raises:
-        ConfigError: a range is empty or impossible.
+        ConfigError: it is not installed.
     """
-    fixed, space = [], []
-    for override in parse(overrides):
+    try:
+        optuna = import_module("optuna")
+    except ImportError:
+        raise ConfigError(package_needed("revzoo sweep needs", "optuna")) from None
+    # it logs each trial at INFO, as we do
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def split_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The overrides of every trial, and a distribution for each key to search.
+
+    Raises:
+        ConfigError: a range is empty or impossible, or optuna is not installed.
+    """
+    parsed = parse(overrides)
+    fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+    space: dict[str, Any] = {}
+    for override in parsed:
         if override.is_sweep_override():
-            space.append(_parameter(override))
-        else:
-            fixed.append(str(override.input_line))
+            # with + if it adds a key
+            key = str(override.input_line).partition("=")[0]
+            try:
+                space[key] = _distribution(override)
+            except ValueError as error:
+                raise ConfigError(f"{override.input_line}: {error}") from error
     return fixed, space
 
 
-def _parameter(override: Override) -> Parameter:
-    key = str(override.input_line).partition("=")[0]
-    sweep = override.value()
-    # Hydra expands a glob with the names of a group's files, which may change
-    if isinstance(sweep, Glob):
-        raise ConfigError(f"{override.input_line}: name the options, such as choice(a, b)")
-    assert isinstance(sweep, Sweep)
-    if sweep.tags - {"log"}:
-        raise ConfigError(f"{override.input_line}: the only tag is log, as in tag(log, ...)")
-    log = "log" in sweep.tags
-    if isinstance(sweep, ChoiceSweep):
-        if log:
-            raise ConfigError(f"{override.input_line}: tag(log, ...) goes with interval and range")
+def _distribution(override: Override) -> Any:
+    distributions, sweep = load_optuna().distributions, override.value()
+    tags: set[str] = getattr(sweep, "tags", set())
+    if tags - {"log"}:
+        raise ValueError("the only tag is log, as in tag(log, ...)")
+    options: dict[str, Any] = {"log": True} if tags else {}
+    if isinstance(sweep, ChoiceSweep) and not tags:
         # text: the values go into a command line again
-        return Parameter(key, choices=tuple(override.sweep_string_iterator()))
-    if isinstance(sweep, IntervalSweep):
-        assert sweep.start is not None
-        assert sweep.end is not None
-        parameter = Parameter(key, low=sweep.start, high=sweep.end, log=log)
-    else:
-        parameter = _stepped(key, sweep, log=log)
-    if not parameter.low < parameter.high or (log and parameter.low <= 0):
-        zero = "0 < " if log else ""
-        raise ConfigError(f"{override.input_line}: expected {zero}first number < last number")
-    return parameter
-
-
-def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
-    if log:
-        raise ConfigError(f"{key}: a range has steps: use tag(log, int(interval(1, 64)))")
-    # `parse` has limited the number of values
-    count = len(list(sweep.range()))
-    assert sweep.start is not None
-    last = sweep.start + sweep.step * max(0, count - 1)
-    # a falling range searches the same numbers
-    low, high = sorted((sweep.start, last))
-    return Parameter(key, low=low, high=high, step=abs(sweep.step))
+        return distributions.CategoricalDistribution(tuple(override.sweep_string_iterator()))
+    if isinstance(sweep, RangeSweep) and not tags:
+        # `parse` has limited their number; a falling range has the same numbers
+        values = sorted(sweep.range())
+        if len(values) < 2:
+            raise ValueError("expected two numbers or more")
+        low, high, options = values[0], values[-1], {"step": values[1] - values[0]}
+    elif isinstance(sweep, IntervalSweep):
+        low, high = sweep.start, sweep.end
+    else:  # Hydra expands a glob with the names of a group's files, which may change
+        raise ValueError("expected choice(a, b), range, interval or tag(log, interval(a, b))")
+    whole = isinstance(low, int) and isinstance(high, int)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(low, high, **options)
 
 
 def check_space(
-    fixed: Sequence[str], space: Sequence[Parameter], source: ConfigFiles = TRAIN
+    fixed: Sequence[str], space: Mapping[str, Any], source: ConfigFiles = TRAIN
 ) -> None:
-    """Check a configuration for each choice and each end of a range, one parameter at a time.
+    """Check a configuration for each choice and each end of a range, one key at a time.
 
     Raises:
         ValueError: no trial could run; names the key or the value.
     """
-    # one parameter at a time: all combinations would be too many
     composed = [to_plain(compose_checked([*fixed, *trial], source)) for trial in _samples(space)]
     # import torch after checking the keys
     with status_of("loading torch and Lightning"):
@@ -135,9 +108,10 @@ def check_space(
             )
 
 
-def _samples(space: Sequence[Parameter]) -> Iterator[list[str]]:
-    first = [f"{p.key}={p.outermost[0]}" for p in space]
-    yield first
-    for index, parameter in enumerate(space):
-        for value in parameter.outermost[1:]:
-            yield [*first[:index], f"{parameter.key}={value}", *first[index + 1 :]]
+def _samples(space: Mapping[str, Any]) -> Iterator[list[str]]:
+    # one key at a time: all combinations would be too many
+    values = {key: getattr(d, "choices", None) or (d.low, d.high) for key, d in space.items()}
+    first = {key: outermost[0] for key, outermost in values.items()}
+    for key, outermost in values.items():
+        for value in outermost:
+            yield [f"{name}={v}" for name, v in {**first, key: value}.items()]

@@ -21,11 +21,11 @@ from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from revzoo._checks import check_number
-from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved, was_saved
-from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.resume.graceful_stop import PATIENCE, stop_requested
+from revzoo.training.resume.resume_point import can_resume_here, is_last_chance
+from revzoo.training.resume.run_state import RunState
 from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class LastCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` after every epoch, when a signal stops the run, and every few minutes.
 
     It saves after every optimiser step if steps with accumulated gradients take longer than a stop
-    waits (:data:`~revzoo.training.callbacks.graceful_stop.PATIENCE`).
+    waits (:data:`~revzoo.training.resume.graceful_stop.PATIENCE`).
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/last.ckpt``.

@@ -23,9 +23,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from revzoo.training.callbacks.checkpoints import LastCheckpoint
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.resume.run_state import RunState
 
 log = logging.getLogger(__name__)
 

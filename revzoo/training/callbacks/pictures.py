@@ -1,16 +1,9 @@
-"""Pictures of a run for TensorBoard: sample predictions, and reconstructions of i-RevNets.
+"""Pictures of a run for TensorBoard and W&B: predictions, reconstructions, the confusion matrix.
 
 The callbacks reuse the batches of the validation and the logits that ``validation_step`` returns,
 from the validated weights (the moving average, if there is one). Samples are the same images in
-every validation, spread evenly over the split. The callbacks draw no random numbers, so a run has
-the same weights, bit for bit, with and without pictures. Sanity checks and ``fast_dev_run`` show no
-pictures.
-
-Any validation may be the last: a time limit, early stopping or a signal can end the run. So every
-validation keeps its few images and logits, which costs little. We compute inverses only for the
-pictures that are shown.
-
-Pillow and torchvision draw the pictures; the package needs both anyway.
+every validation, spread evenly over the split. A run has the same weights, bit for bit, with and
+without pictures. Sanity checks and ``fast_dev_run`` show none.
 
 Known limits: under data parallelism the samples come from the first process's part of the split.
 Only the first validation loader is shown, and only if its length is known.
@@ -18,152 +11,126 @@ Only the first validation loader is shown, and only if its length is known.
 
 from __future__ import annotations
 
-import math
+import csv
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from matplotlib.figure import Figure
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
-from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
+from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._checks import check_count
+from revzoo._files import replacing_table
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.core.fixedpoint.scale import DEFAULT_BITS
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
-from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.lightning_compat import data_of, is_fitting
-from revzoo.training.metrics import true_classes
+from revzoo.training.loggers import GROUP
+from revzoo.training.metrics import count_unrepeated, true_classes
+
+log = logging.getLogger(__name__)
 
 COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
-SIDE = 128  # small images are enlarged, by a whole factor, to at least this many pixels
-LINE = 22  # pixels of a line of text
-GROUP = "watch"  # TensorBoard's group of pictures: sorts after train and val
-GAP = 4  # pixels around an image with its caption
 NAMED = 30  # a matrix with more classes has no room for names and numbers
-CELL = 48  # pixels of a cell of a matrix with names
-COLOURS = ("red", "green")  # of wrong and of correct predictions
+
+
+Parts = tuple[Tensor, ...]
 
 
 class PictureCallback(pl.Callback, ABC):
-    """Gathers images in each validation; shows a picture every few epochs and at the end.
-
-    If a signal stops a run, it still shows its last picture; a run that fails does not.
+    """Gathers in each validation, as any may be the last; shows every few epochs and at the end.
 
     Args:
         every_n_epochs: epochs between two pictures.
+        count: number of images.
 
     Raises:
-        ValueError: ``every_n_epochs`` is not a positive whole number.
+        ValueError: an argument is not a positive whole number.
     """
 
-    def __init__(self, *, every_n_epochs: int) -> None:
+    tag: str
+
+    def __init__(self, *, every_n_epochs: int = 5, count: int = 16) -> None:
         check_count("every_n_epochs", every_n_epochs)
-        self.every_n_epochs = every_n_epochs
-        self._step: int | None = None  # of gathered images that are not shown yet
+        check_count("count", count)
+        self.every_n_epochs, self.count = every_n_epochs, count
+        self._seen: list[Parts] = []
+        self._step = 0
 
     @abstractmethod
-    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
-        """Keep the part of the ``i``-th batch ``(images, labels)`` and logits for the picture."""
-
-    def finish_validation(self, trainer: pl.Trainer, module: Any) -> None:
-        """Called at the end of a validation, in all processes."""
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
+        """What the picture needs of the ``i``-th batch ``(images, labels)``; may be empty."""
 
     @abstractmethod
-    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        """Show the picture of the last validation; called in process 0 only.
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+        """The picture of all that was gathered, in process 0."""
 
-        ``step`` is the last optimiser step before the validation, counted from 0 as in Lightning's
-        logs: a resumed run keeps the pictures from before the save.
-        """
-
-    def due(self, trainer: pl.Trainer) -> bool:
-        """Whether the validations of this epoch are shown."""
-        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        # a new validation replaces images that no epoch has shown
+        self._seen = []
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        if not _validates_training(trainer) or loader:
-            return
-        if not isinstance(outputs, Tensor):
-            raise ValueError(
-                f"{type(self).__name__} got {type(outputs).__name__} from validation_step of "
-                f"{type(pl_module).__name__}: expected the logits (B, classes); return them, or "
-                "remove the callback"
-            )
-        # a new validation replaces images that no epoch has shown
-        if i == 0:
-            self._step = None
-        self.gather(trainer, pl_module, outputs.detach(), batch, i)
+        writes = not (trainer.sanity_checking or trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if is_fitting(trainer) and writes and not loader:
+            if not isinstance(outputs, Tensor):
+                raise ValueError(
+                    f"{type(self).__name__} expected the logits (B, classes) of validation_step, "
+                    f"got {type(outputs).__name__}: return them, or remove the callback"
+                )
+            if found := self.gather(trainer, pl_module, outputs.detach(), batch, i):
+                self._seen.append(found)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _validates_training(trainer):
-            return
-        self.finish_validation(trainer, pl_module)
-        self._step = trainer.global_step - 1
-        if self.due(trainer):
-            self._show(trainer, pl_module)
+        self._step = trainer.global_step - 1  # counted from 0 as in Lightning's logs
+        if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self.on_train_end(trainer, pl_module)
 
-    # the last validation was perhaps not due
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show(trainer, pl_module)
+        """Show the last validation, if it was not due."""
+        seen, self._seen = self._seen, []
+        if seen and trainer.is_global_zero:
+            tensors = [torch.cat(parts).cpu() for parts in zip(*seen, strict=True)]
+            figure = self.draw(trainer, tensors, self._step)
+            add_figure(trainer, self.tag, figure, self._step)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        # the pictures of a failed run would be misleading
-        if isinstance(exception, RunStopped):
-            self._show(trainer, pl_module)
-
-    def _show(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if self._step is not None and trainer.is_global_zero:
-            self.show(trainer, module, self._step)
-        self._step = None
+    def chosen(self, trainer: pl.Trainer, images: int, batch: int) -> list[int]:
+        """The indices of a batch's images to show, so that ``count`` spread over all batches."""
+        batches = int(trainer.num_val_batches[0])
+        # differences of rounded multiples add up to `count` over all batches
+        share = self.count * (batch + 1) // batches - self.count * batch // batches
+        # evenly spread, since folders list images by class
+        return [images * j // share for j in range(share)] if share < images else [*range(images)]
 
 
 class Samples(PictureCallback):
-    """Images of the validation split with true class, predicted class and its probability.
+    """Images of the validation split with predicted class, its probability, and true class."""
 
-    Args:
-        count: number of images.
-        every_n_epochs: epochs between two pictures, tag ``samples``.
-    """
+    tag = "samples"
 
-    def __init__(self, *, count: int = 16, every_n_epochs: int = 5) -> None:
-        super().__init__(every_n_epochs=every_n_epochs)
-        check_count("count", count)
-        self.count = count
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
+        chosen = self.chosen(trainer, len(logits), i)
+        return batch[0][chosen], true_classes(batch[1])[chosen], logits[chosen]
 
-    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
-        if i == 0:
-            self._seen = []
-        chosen = chosen_images(trainer, self.count, len(logits), i)
-        if trainer.is_global_zero and chosen:
-            images, labels = batch
-            self._seen.append((images[chosen], true_classes(labels)[chosen], logits[chosen]))
-
-    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        if not self._seen:
-            return
-        kept, labels, logits = (torch.cat(tensors) for tensors in zip(*self._seen, strict=True))
-        images, probabilities = to_pixels(trainer, kept).cpu(), logits.softmax(1).cpu()
-        names = class_names(trainer, probabilities.shape[1])
-        captions = []
-        for label, row in zip(labels.tolist(), probabilities, strict=True):
-            guess = int(row.argmax())
-            text = f"{names[guess]} {float(row[guess]):.2f}"
-            colour = COLOURS[guess == label]
-            captions.append((TextLine(text, colour), TextLine(f"true: {names[label]}")))
-        add_image(trainer, "samples", captioned(images, captions, columns=COLUMNS), step)
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+        images, labels, logits = gathered
+        shares, guesses = logits.softmax(1).max(1)
+        names = class_names(trainer, logits.shape[1])
+        captions = [
+            f"{names[guess]} {share:.2f}\ntrue: {names[label]}"
+            for share, guess, label in zip(shares.tolist(), guesses, labels, strict=True)
+        ]
+        colours = ["green" if right else "red" for right in guesses == labels]
+        return images_figure(to_pixels(trainer, images), captions, colours=colours)
 
 
 class Reconstructions(PictureCallback):
@@ -174,81 +141,106 @@ class Reconstructions(PictureCallback):
     largest difference divided by the largest value of the images. The images are first rounded to
     multiples of 2**-23, which mode ``exact`` reconstructs bit for bit. Networks that lose
     information have no pictures.
-
-    If a run ends between two pictures, its last picture shows the network at that time. After a
-    signal, this is a few steps past the validation, without averaging. Otherwise it is the average
-    if ``AveragedWeights`` comes first (``ORDER`` in :mod:`revzoo.training.callbacks.registry`).
-
-    Args:
-        count: number of images.
-        every_n_epochs: epochs between two pictures, tag ``reconstructions``.
     """
 
-    def __init__(self, *, count: int = 8, every_n_epochs: int = 5) -> None:
-        super().__init__(every_n_epochs=every_n_epochs)
-        check_count("count", count)
-        self.count = count
-        self._seen: list[tuple[Tensor, Tensor | None]] = []
+    tag = "reconstructions"
 
-    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
-        if i == 0:
-            self._seen = []
-        network, chosen = module.model, chosen_images(trainer, self.count, len(logits), i)
-        invertible = isinstance(network, ImageNetwork) and network.invertible
-        if trainer.is_global_zero and chosen and invertible:
-            images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
-            # invert now: the network holds the moving average only during the validation
-            back = reconstruct(trainer, network, images) if self.due(trainer) else None
-            self._seen.append((images, back))
+    def __init__(self, *, every_n_epochs: int = 5, count: int = 8) -> None:
+        super().__init__(every_n_epochs=every_n_epochs, count=count)
 
-    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        if not self._seen:
-            return
-        images = torch.cat([images for images, _ in self._seen])
-        inverses = [back for _, back in self._seen if back is not None]
-        if inverses:
-            back = torch.cat(inverses)
-        else:
-            back, step = reconstruct(trainer, module.model, images), trainer.global_step - 1
-            # a resumed run drops all rows from its first step on, so this row goes with them
-            step += trainer.interrupted
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
+        network, chosen = module.model, self.chosen(trainer, len(logits), i)
+        if not (chosen and isinstance(network, ImageNetwork) and network.invertible):
+            return ()
+        images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
+        # the run's precision; in training mode the running statistics would move
+        with trainer.precision_plugin.val_step_context(), evaluation_mode(network), torch.no_grad():
+            return images, network.inverse(network.encode(images)).to(images.dtype)
+
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+        images, back = gathered
         difference = (back - images).abs()
         # relative, as normalised images have no fixed range
         errors = difference.flatten(1).amax(1) / images.abs().max()
         # `tiny` keeps a perfect reconstruction black, not NaN
         brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
-        rows = (to_pixels(trainer, images), to_pixels(trainer, back), brightened.float())
+        rows = torch.cat([to_pixels(trainer, images), to_pixels(trainer, back), brightened.float()])
         texts = ["image"] * len(images) + ["inverse"] * len(images)
         texts += [f"error {error:.1g}" for error in errors.tolist()]
-        captions = [[TextLine(text)] for text in texts]
-        picture = captioned(torch.cat(rows), captions, columns=len(images))
-        add_image(trainer, "reconstructions", picture, step)
         for logger in trainer.loggers:
             # not module.log: Lightning refuses it at the end of training
             logger.log_metrics({"reconstruction/error": float(errors.max())}, step=step)
+        return images_figure(rows, texts, columns=len(images))
 
 
-def reconstruct(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
-    """Encode and invert ``images``, in evaluation mode and in the run's precision."""
-    precision = trainer.precision_plugin
-    # evaluation mode: in training mode the running statistics would move
-    with evaluation_mode(network), torch.no_grad(), precision.val_step_context():
-        return network.inverse(network.encode(images)).to(images.dtype)
+class ConfusionMatrix(PictureCallback):
+    """Draws the confusion matrix, tag ``confusion``, and writes it as a CSV file.
+
+    Counts all processes' images; an image that a sampler repeats counts once. The file belongs to
+    the latest picture: a row per true class, a column per predicted class. The picture shows each
+    cell's share of its row, that is, of the true class, in percent.
+
+    Args:
+        path: the file.
+        every_n_epochs: epochs between two pictures.
+    """
+
+    tag = "confusion"
+
+    def __init__(self, path: str | Path, *, every_n_epochs: int = 5) -> None:
+        super().__init__(every_n_epochs=every_n_epochs)
+        self.path = Path(path)
+        self._metric: MulticlassConfusionMatrix | None = None
+
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
+        if i == 0:
+            # checks of values would make the host wait for the GPU at every batch
+            metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
+            self._metric = metric.to(logits.device)
+        assert self._metric is not None
+        count = count_unrepeated(trainer.val_dataloaders, i, len(logits))
+        self._metric.update(logits[:count], true_classes(batch[1])[:count])
+        return ()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._metric is not None:
+            # in all processes: compute() adds their counts
+            self._seen, self._metric = [(self._metric.compute(),)], None
+        super().on_validation_epoch_end(trainer, pl_module)
+
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+        (counts,) = gathered
+        names = class_names(trainer, len(counts))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing_table(self.path) as file:
+                rows = zip(names, counts.tolist(), strict=True)
+                csv.writer(file).writerows(
+                    [["true / predicted", *names], *([name, *row] for name, row in rows)]
+                )
+        except OSError as error:
+            log.error("cannot write %s (%s): the run continues", self.path, error.strerror)
+        return matrix(counts, names)
 
 
-def _validates_training(trainer: pl.Trainer) -> bool:
-    """Whether this validation is part of a training run that writes results."""
-    fitting = is_fitting(trainer)
-    return fitting and not trainer.sanity_checking and not trainer.fast_dev_run  # type: ignore[attr-defined]
-
-
-def chosen_images(trainer: pl.Trainer, count: int, images: int, batch: int) -> list[int]:
-    """The indices of the images of a batch to show, so that ``count`` spread over all batches."""
-    batches = trainer.num_val_batches[0]
-    # differences of rounded multiples add up to `count` over all batches
-    share = min(images, int(count * (batch + 1) // batches - count * batch // batches))
-    # evenly spread, since folders list images by class
-    return [images * j // share for j in range(share)]
+def matrix(counts: Tensor, names: list[str]) -> Figure:
+    """Counts (N, N) as blue cells: true classes from top to bottom, predicted classes across."""
+    named = len(names) <= NAMED
+    # inches: half a one for each class, and the names at two sides
+    longest = max(map(len, names))
+    side = 2 + 0.5 * len(names) + 0.07 * longest if named else 8.0
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.subplots()
+    percent = (100 * counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).round().int()
+    metric = MulticlassConfusionMatrix(len(names))
+    metric.plot(percent, ax=axes, add_text=named, labels=names, cmap="Blues")
+    axes.set_title("% of each true class")
+    # torchmetrics slants the names, and long ones leave the picture
+    axes.tick_params(axis="x", rotation=90 if longest > 3 else 0)
+    axes.tick_params(axis="y", rotation=0)
+    if not named:
+        axes.set(xticks=[], yticks=[])
+    return figure
 
 
 def to_pixels(trainer: pl.Trainer, images: Tensor) -> Tensor:
@@ -266,106 +258,28 @@ def class_names(trainer: pl.Trainer, count: int) -> list[str]:
     return data.classes if isinstance(data, ImageData) else [str(i) for i in range(count)]
 
 
-def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None:
-    """Log a picture (3, H, W) to the run's TensorBoard and W&B loggers."""
+def images_figure(
+    images: Tensor, captions: Sequence[str], *, columns: int = COLUMNS, colours: Sequence[str] = ()
+) -> Figure:
+    """Images (N, C, H, W) in [0, 1], C being 1 or 3, in rows of ``columns``, with captions."""
+    rows = -(-len(images) // columns)
+    # inches; letters of size 9 are 0.08 inches wide, so captions do not run into each other
+    width = max(1.5, 0.08 * max(len(line) for text in captions for line in text.splitlines()))
+    figure = Figure(figsize=(width * columns, 2 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    pixels = images.float().clamp(0, 1).cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
+    for panel in panels:
+        panel.axis("off")
+    for i, (panel, image, caption) in enumerate(zip(panels, pixels, captions, strict=False)):
+        panel.imshow(image.numpy())
+        panel.set_title(caption, fontsize=9, color=colours[i] if colours else "black")
+    return figure
+
+
+def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None:
+    """Log a figure to the run's TensorBoard and W&B loggers."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(f"{GROUP}/{tag}", picture, step)
+            logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
         elif isinstance(logger, WandbLogger):  # W&B does not sort by group
-            logger.log_image(tag, [to_pil_image(picture)], step=step)
-
-
-class TextLine(NamedTuple):
-    """A line of text and its colour."""
-
-    text: str
-    colour: str = "black"
-
-
-def captioned(images: Tensor, captions: Sequence[Sequence[TextLine]], *, columns: int) -> Tensor:
-    """Images in rows of ``columns``, each above its caption.
-
-    Args:
-        images: (N, C, H, W) in [0, 1], C being 1 or 3.
-        captions: the lines of each image, the same number for all.
-        columns: images in a row.
-    """
-    min_width = text_width([line.text for lines in captions for line in lines])
-    pairs = zip(images.cpu(), captions, strict=True)
-    tiles = [_tile(image, lines, min_width=min_width) for image, lines in pairs]
-    return make_grid([pil_to_tensor(t) for t in tiles], nrow=columns, padding=GAP, pad_value=255)
-
-
-def _tile(image: Tensor, lines: Sequence[TextLine], *, min_width: int) -> Image.Image:
-    """One image above its lines, at least ``min_width`` pixels wide to leave the lines uncut."""
-    picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
-    # rounded up: a whole factor keeps pixels square
-    factor = max(1, -(-SIDE // max(picture.size)))
-    width, height = picture.width * factor, picture.height * factor
-    tile = Image.new("RGB", (max(width, min_width), height + LINE * len(lines)), "white")
-    tile.paste(picture.resize((width, height), Image.Resampling.NEAREST))
-    pen = ImageDraw.Draw(tile)
-    for i, line in enumerate(lines):
-        pen.text((1, height + LINE * i), line.text, fill=line.colour, font=font())
-    return tile
-
-
-@cache
-def font() -> Any:
-    """Pillow's default font, in the size of a line."""
-    return ImageFont.load_default(size=LINE - 4)
-
-
-def text_width(texts: Sequence[str]) -> int:
-    """The width of the longest text in pixels, with a margin."""
-    return max((math.ceil(font().getlength(text)) + 4 for text in texts), default=0)
-
-
-def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
-    """Counts (N, N) as blue cells: true classes from top to bottom, predicted classes across.
-
-    The colour of a cell shows its share of the row, that is, of the true class. Shares of half a
-    percent and more are printed in percent. Above 30 classes there are no names and numbers.
-    """
-    count, named = len(names), len(names) <= NAMED
-    cell = CELL if named else max(2, NAMED * CELL // count)
-    # the corner holds three lines that explain the axes
-    margin = max(LINE * 8, text_width(names)) if named else LINE * 2
-    picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
-    shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
-    darkening = torch.tensor((225, 180, 0))[:, None, None]  # of red, green, blue at a share of 1
-    # white to dark blue
-    cells = to_pil_image((255 - darkening * shares).round().to(torch.uint8))
-    picture.paste(cells.resize((count * cell,) * 2, Image.Resampling.NEAREST), (margin, margin))
-    pen = ImageDraw.Draw(picture)
-    if named:
-        _number(pen, shares, margin)
-        picture.paste(_axis(names, margin, cell, right=True), (0, margin))
-        # names of columns read from bottom to top
-        upwards = _axis(names, margin, cell, right=False).transpose(Image.Transpose.ROTATE_90)
-        picture.paste(upwards, (margin, 0))
-    legend = "rows: true\ncolumns: predicted\ncells: % of the row"
-    pen.text((2, 2), legend, fill="black", font=font(), spacing=8)
-    return pil_to_tensor(picture)
-
-
-def _number(pen: ImageDraw.ImageDraw, shares: Tensor, margin: int) -> None:
-    """Frame each cell of ``shares`` (N, N), and write values of half a percent and more into it."""
-    for row, values in enumerate((100 * shares).round().int().tolist()):
-        for column, value in enumerate(values):
-            x, y = margin + column * CELL, margin + row * CELL
-            pen.rectangle((x, y, x + CELL, y + CELL), outline="lightgrey")
-            if value:
-                colour = "white" if value > 65 else "black"
-                middle = (x + CELL / 2, y + CELL / 2)
-                pen.text(middle, str(value), fill=colour, font=font(), anchor="mm")
-
-
-def _axis(names: Sequence[str], width: int, cell: int, *, right: bool) -> Image.Image:
-    """The names in rows of ``cell`` pixels, at the left or right edge."""
-    picture = Image.new("RGB", (width, cell * len(names)), "white")
-    pen = ImageDraw.Draw(picture)
-    x, anchor = (width - 3, "rm") if right else (3, "lm")
-    for i, name in enumerate(names):
-        pen.text((x, (i + 0.5) * cell), name, fill="black", font=font(), anchor=anchor)
-    return picture
+            logger.log_image(tag, [figure], step=step)

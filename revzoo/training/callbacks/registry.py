@@ -19,7 +19,6 @@ from revzoo._checks import check_count, check_registered, check_types, in_sectio
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compiled_branches import CompiledBranches
-from revzoo.training.callbacks.confusion import ConfusionMatrix
 from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
@@ -27,13 +26,13 @@ from revzoo.training.callbacks.epoch_log import EpochLog
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.options import check_options
-from revzoo.training.callbacks.pictures import Reconstructions, Samples
+from revzoo.training.callbacks.pictures import ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
+from revzoo.training.resume.graceful_stop import GracefulStop
 from revzoo.weights.run_files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -104,8 +103,6 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
 # (first, later, why): all constraints on the order of callbacks; a test checks them
 ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
     (Footprint, EpochLog, "the log line shows the figures that Footprint logs"),
-    (AveragedWeights, Samples, "the last pictures show the average, then in the module"),
-    (AveragedWeights, Reconstructions, "as for samples"),
     (GracefulStop, LastCheckpoint, "all processes agree on a stop before they save"),
     (FiniteLoss, LastCheckpoint, "a loss that is not finite ends the run before the save"),
     (Footprint, LastCheckpoint, "a checkpoint at the end of an epoch has the epoch's figures"),

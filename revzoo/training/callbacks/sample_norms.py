@@ -29,14 +29,7 @@ from revzoo._checks import check_count, check_number
 from revzoo.per_sample.clipping import SampleNorms
 from revzoo.per_sample.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit, is_nth_step
-from revzoo.training.callbacks.pictures import (
-    COLUMNS,
-    TextLine,
-    add_image,
-    captioned,
-    class_names,
-    to_pixels,
-)
+from revzoo.training.callbacks.pictures import add_figure, class_names, images_figure, to_pixels
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import true_classes
@@ -193,11 +186,10 @@ class HardSamples(ReadsNorms):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not self._top or not trainer.is_global_zero:
             return
-        images = torch.stack([image for _, image, _ in self._top])
+        images = to_pixels(trainer, torch.stack([image for _, image, _ in self._top]))
         names = class_names(trainer, pl_module.model.num_classes)
-        words = [
-            (TextLine(names[label]), TextLine(f"norm {norm:.3g}")) for norm, _, label in self._top
-        ]
-        picture = captioned(to_pixels(trainer, images), words, columns=COLUMNS)
+        captions = [f"{names[label]}\nnorm {norm:.3g}" for norm, _, label in self._top]
         # the last step, counted from 0 as in Lightning's logs
-        add_image(trainer, "hard_samples", picture, trainer.global_step - 1)
+        add_figure(
+            trainer, "hard_samples", images_figure(images, captions), trainer.global_step - 1
+        )

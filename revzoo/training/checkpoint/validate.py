@@ -6,7 +6,7 @@ the state with the state that a run of the same hyperparameters would save. For 
 model on torch's ``meta`` device, which has names and shapes but no values.
 
 A good checkpoint of another run (model, recipe, length, number of processes) passes here. Then
-``resume`` and :class:`~revzoo.training.callbacks.run_state.RunState` refuse it.
+``resume`` and :class:`~revzoo.training.resume.run_state.RunState` refuse it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from revzoo.data.state import faults_of
 from revzoo.training.callbacks.finetuning import Finetuning
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint.files import DamagedCheckpointError
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
+from revzoo.training.resume.run_state import RunState
 
 SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient scaler
 

@@ -22,7 +22,6 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +76,10 @@ class LRCurve:
         return rates[steepest] if slopes[steepest] < 0 else None
 
     def write(self, folder: Path) -> list[Path]:
-        """Write ``lr_finder.csv`` and, if matplotlib is installed, ``lr_finder.png``."""
+        """Write ``lr_finder.csv`` and ``lr_finder.png``."""
         table = folder / CURVE_FILE
         with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
-        if find_spec("matplotlib") is None:
-            return [table]
         axes = (figure := new_figure(figsize=(6, 4), layout="constrained")).subplots()
         axes.semilogx(self.rates, self.losses)
         if self.suggestion is not None:
@@ -118,7 +115,7 @@ def find_lr(
     check_rates(min_lr=min_lr, max_lr=max_lr, steps=steps)
     _check_that_lr_matters(module, min_lr, max_lr)
     sweep = _Sweep(module)
-    with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
+    with trial_trainer(trainer or {}, max_steps=steps) as runner:
         sweep_result = Tuner(runner).lr_find(
             sweep,
             datamodule=copy.copy(data),  # the same images, through separate loaders

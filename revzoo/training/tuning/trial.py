@@ -1,8 +1,4 @@
-"""Trials: short trainings of copies, which leave the run unchanged.
-
-Lightning's tuner saves the state of its trainer and restores most of it. We give it a temporary
-trainer, module and data module instead.
-"""
+"""Trials: short trainings of copies by Lightning's ``Tuner``, which leave the run unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +11,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from revzoo.training.callbacks.graceful_stop import GracefulStop
-from revzoo.training.callbacks.run_state import generator_states, set_generator_states
-from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
+from revzoo.training.resume.run_state import generator_states, set_generator_states
 
 # options of a run's trainer that affect a step or its device
 KEPT = (
@@ -50,32 +44,8 @@ class Trial(Classifier):
     def configure_callbacks(self) -> list[pl.Callback]:
         return []
 
-    def on_train_start(self) -> None:
-        """Handle signals in the module, because Lightning's finders remove all callbacks."""
-        if (stop := GracefulStop.active) is not None:
-            stop.on_train_start(self.trainer, self)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if (stop := GracefulStop.active) is not None:
-            # stops at once: a trial saves no state
-            stop.on_validation_batch_end(self.trainer, self)
-
-    def on_train_end(self) -> None:
-        if (stop := GracefulStop.active) is not None:
-            stop.on_train_end(self.trainer, self)
-
     def configure_optimizers(self) -> Any:
         return build_optimizer(self.model, self.optim)
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restore the random states afterwards."""
-    states = generator_states()
-    try:
-        yield
-    finally:
-        set_generator_states(states)
 
 
 @contextmanager
@@ -88,19 +58,23 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
         options: of the run's trainer; only the options in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
-    with random_states_kept(), tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
-        yield pl.Trainer(
-            **{name: options[name] for name in KEPT if name in options},
-            devices=1,
-            max_steps=max_steps,
-            # not limit_val_batches=0, which Lightning's finder overwrites
-            check_val_every_n_epoch=sys.maxsize,
-            num_sanity_val_steps=0,
-            # Lightning's tuner saves a checkpoint there and restores it
-            default_root_dir=folder,
-            plugins=[PlainCheckpointIO()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+    states = generator_states()
+    with tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
+        try:
+            yield pl.Trainer(
+                # as in configs/trainer/auto.yaml
+                **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
+                devices=1,
+                max_steps=max_steps,
+                # not limit_val_batches=0, which Lightning's finder overwrites
+                check_val_every_n_epoch=sys.maxsize,
+                num_sanity_val_steps=0,
+                # Lightning's tuner saves a checkpoint there and restores it
+                default_root_dir=folder,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+        finally:
+            set_generator_states(states)

@@ -26,10 +26,10 @@ from revzoo.cli.run.lock import locked
 from revzoo.cli.run.resume import check_same_run, resume
 from revzoo.cli.run.train import train
 from revzoo.layers.side_bits import SideBits
-from revzoo.training.callbacks import graceful_stop as stop_module
-from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
+from revzoo.training.resume import graceful_stop as stop_module
+from revzoo.training.resume.graceful_stop import GracefulStop
 from revzoo.weights.run_files import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
 from revzoo.cli.run import child_process as jobs
@@ -96,6 +98,22 @@ def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path: Path) -> None:
     assert search(tmp_path / "parts") == table(tmp_path / "parts")  # all trials are done
 
 
+@pytest.mark.parametrize("name", ["out/a=1 b", "x,y", "run(1)", "it's", "2026", "plain/é"])
+def test_the_printed_folder_of_a_sweep_is_read_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hydra reads many signs of a path in its own way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
+    with caplog.at_level("INFO"), pytest.raises(SystemExit):
+        main(["sweep", f"dir={quoted_if_needed(name)}", *SPACE])
+    assert (tmp_path / name / sweep.STUDY).exists()
+    printed = shlex.split(caplog.messages[-1].partition("to resume: ")[2])
+    with pytest.raises(SystemExit):
+        main(printed[printed.index("sweep") :])
+    assert [path.name for path in tmp_path.iterdir()] == [Path(name).parts[0]]
+
+
 def test_ctrl_c_between_two_trials_names_the_command_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,7 +177,7 @@ def test_it_gives_up_if_the_first_trials_all_fail(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metric", "meant"),
-    [("acc", "; did you mean 'val/acc'?"), ("f", ", expected one of val/acc, val/loss")],
+    [("acc", "; did you mean 'val/acc'?"), ("f", ", expected one of val/loss, val/acc")],
 )
 def test_a_missing_figure_ends_the_sweep(metric: str, meant: str, tmp_path: Path) -> None:
     """Every trial trained to its end, only to fail for the same reason."""

@@ -15,10 +15,10 @@ from revzoo.training.callbacks.checkpoints import (
     LastCheckpoint,
     best_checkpoint_path,
 )
-from revzoo.training.callbacks.run_state import RunState
 from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.resume.run_state import RunState
 
 NAN, INF = float("nan"), float("inf")
 

@@ -91,8 +91,8 @@ def test_the_picture_has_the_largest_gradients_of_the_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(sample_norms, "captioned", lambda *a, **k: shown.append(a))
-    monkeypatch.setattr(sample_norms, "add_image", lambda *a: None)
+    monkeypatch.setattr(sample_norms, "images_figure", lambda *a: shown.append(a))
+    monkeypatch.setattr(sample_norms, "add_figure", lambda *a: None)
     data = halves(32)
     norms = looped(module().model, *data.tensors).norm(dim=1)
     (callback,) = build_callbacks({"hard_samples": {"count": 4}}, run_dir=tmp_path)
@@ -100,14 +100,13 @@ def test_the_picture_has_the_largest_gradients_of_the_epoch(
     still = Classifier(NET, optim={"lr": 1e-9, "label_smoothing": 0.0, "weight_decay": 0.0})
     still.model.load_state_dict(module().model.state_dict())
     runner.fit(still, DataLoader(data, batch_size=16))
-    ((images, words),) = shown
+    ((images, captions),) = shown
+    words = [caption.split() for caption in captions]  # a class, "norm", a number
     assert len(images) == 4
     hardest = norms.topk(4)
-    assert [float(w[1].text.split()[1]) for w in words] == pytest.approx(
-        hardest.values.tolist(), rel=0.01
-    )
+    assert [float(norm) for _, _, norm in words] == pytest.approx(hardest.values.tolist(), rel=0.01)
     labels = data.tensors[1][hardest.indices]
-    assert [w[0].text for w in words] == [str(int(label)) for label in labels]
+    assert [name for name, _, _ in words] == [str(int(label)) for label in labels]
     assert not any(m._forward_hooks for m in still.model.modules())
 
 

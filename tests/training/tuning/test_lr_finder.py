@@ -111,7 +111,6 @@ def test_the_steepest_fall_is_suggested() -> None:
 
 
 def test_a_curve_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     table, picture = curve_of([2.0 - 0.1 * i for i in range(15)]).write(tmp_path)
     lines = table.read_text().splitlines()
     assert lines[:2] == ["lr,loss", "1.0,2.0"]

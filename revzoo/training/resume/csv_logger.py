@@ -117,10 +117,7 @@ class MetricsCSV(Logger):
 
     def _read(self) -> list[dict[str, str]]:
         with self.path.open(newline="", encoding="utf-8") as file:
-            try:
-                rows = list(csv.DictReader(file))
-            except csv.Error as error:  # a field of 131,072 letters
-                raise ValueError(f"{self.path} is damaged ({error}): move it away") from None
+            rows = list(csv.DictReader(file))
         # a kill may have cut off the last row
         return [r for r in rows if None not in r.values() and r.get("step", "").isdecimal()]
 

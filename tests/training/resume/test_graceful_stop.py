@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
-from revzoo.training.callbacks import graceful_stop as stop_module
-from revzoo.training.callbacks.graceful_stop import SIGNALS, GracefulStop, RunStopped
+from revzoo.training.resume import graceful_stop as stop_module
+from revzoo.training.resume.graceful_stop import SIGNALS, GracefulStop, RunStopped
 
 
 class SignalIn(pl.Callback):
@@ -124,7 +124,7 @@ def test_an_ignored_or_used_signal_is_left_alone(signum: int) -> None:
 
 BLOCKED = """
 from ctypes import CDLL
-from revzoo.training.callbacks import graceful_stop
+from revzoo.training.resume import graceful_stop
 graceful_stop.DEADLINE = 1.0
 stop = graceful_stop.GracefulStop()
 stop._in_loop =  True

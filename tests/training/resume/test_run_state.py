@@ -16,14 +16,14 @@ from small_task import TINY, trainer
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import checkpoints as keep_module
-from revzoo.training.callbacks import graceful_stop as stop_module
-from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.callbacks.run_state import RunState, generator_states, set_generator_states
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
+from revzoo.training.resume import graceful_stop as stop_module
+from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.resume.run_state import RunState, generator_states, set_generator_states
 from revzoo.weights.run_files import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}

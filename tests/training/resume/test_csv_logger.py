@@ -13,9 +13,9 @@ from small_task import trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, Reconstructions, build_callbacks
-from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
-from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.resume.csv_logger import MetricsCSV
+from revzoo.training.resume.graceful_stop import RunStopped
 from revzoo.weights.run_files import LAST
 
 
@@ -156,10 +156,3 @@ def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, (3, {"a": 1.0}), (None, {"b": 2.0}), (4, {"c": 3.0}))
     assert rows(path)[1] == {"step": "3", "b": "2.0"}
-
-
-def test_a_field_of_any_length_names_the_file(tmp_path: Path) -> None:
-    """The error of csv named no file."""
-    (tmp_path / "metrics.csv").write_text("step,a\n1," + "9" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.csv is damaged"):
-        write(tmp_path / "metrics.csv", (3, {"a": 1.0}), first_step=2)

@@ -11,7 +11,7 @@
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
   never see the signal.
 - Without a signal, a distributed process ends after as long without an answer of another one; see
-  :mod:`revzoo.training.heartbeat`.
+  :mod:`revzoo.training.resume.heartbeat`.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
@@ -29,15 +29,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 
-from revzoo.training.checkpoint.resume_point import can_resume_here
 from revzoo.training.distributed import is_first_process
-from revzoo.training.heartbeat import Heartbeat, start_heartbeat
 from revzoo.training.lightning_compat import callbacks_of, started_processes
+from revzoo.training.resume.heartbeat import Heartbeat, start_heartbeat
+from revzoo.training.resume.resume_point import can_resume_here
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +78,6 @@ class GracefulStop(pl.Callback):
             (saving, leaving a loop) depend only on this signal.
     """
 
-    active: ClassVar[GracefulStop | None] = None
-    """The instance that handles this process's signals, also in trials without callbacks."""
-
     def __init__(self) -> None:
         self.hint: Callable[[], str] | None = None
         self.requested: int | None = None
@@ -90,7 +87,7 @@ class GracefulStop(pl.Callback):
         self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
         self._heartbeat: Heartbeat | None = None  # of a distributed run
-        self._signals: list[signal.Signals] = []  # that this handles
+        self._signals: list[signal.Signals] = []  # that this handles now
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -103,17 +100,16 @@ class GracefulStop(pl.Callback):
         self._signals = stop_signals()
         before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
-        outer, GracefulStop.active = GracefulStop.active, self
         try:
             with watchdog(self._end_blocked, self._signals):
                 yield
         finally:
-            GracefulStop.active = outer
             if self._heartbeat is not None:
                 self._heartbeat.close()
                 self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            self._signals = []
 
     def _end_blocked(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -134,7 +130,7 @@ class GracefulStop(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
         # the test of a run uses the heartbeat of its training
-        if GracefulStop.active is self and self._heartbeat is None:
+        if self._signals and self._heartbeat is None:
             self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
 
     def _listen(self) -> None:

@@ -20,9 +20,9 @@ from revzoo.core.fixedpoint.scale import Growth
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
-from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import gathered, process_count
 from revzoo.training.lightning_compat import count_epochs, epoch_is_open, is_fitting, pending_row
+from revzoo.training.resume.csv_logger import MetricsCSV
 
 
 def generator_states() -> dict[str, Any]:

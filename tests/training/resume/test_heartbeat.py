@@ -12,8 +12,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from revzoo.training import heartbeat
-from revzoo.training.heartbeat import Heartbeat
+from revzoo.training.resume import heartbeat
+from revzoo.training.resume.heartbeat import Heartbeat
 
 INTERVAL, LIMIT = 0.05, 0.5
 
@@ -49,8 +49,8 @@ import os, signal, sys
 import torch
 from types import SimpleNamespace
 from torch import distributed
-from revzoo.training import heartbeat
-from revzoo.training.callbacks import graceful_stop
+from revzoo.training.resume import heartbeat
+from revzoo.training.resume import graceful_stop
 rank = int(sys.argv[1])
 graceful_stop.DEADLINE, heartbeat.INTERVAL = 1.0, 0.1
 distributed.init_process_group("gloo", rank=rank, world_size=2)
