@@ -195,6 +195,7 @@ def test_the_mode_is_that_of_the_forward_pass():
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*less than 1024 units")
 def test_a_stream_changed_in_place_is_no_longer_on_the_grid():
     net = linear_net().float()
     set_memory(net, "exact", grid=8)
@@ -1845,12 +1846,13 @@ def test_a_stored_run_of_side_bits_in_a_branch(outer, part):
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_inverses_of_values_that_are_not_finite(value):
-    """It could not convert NaN to an integer, or named a grid of -91 bits."""
+    """It could not convert NaN to an integer. The other row is right."""
     net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4))])
     y = torch.randn(2, 8)
     y[0, 0] = value
-    with pytest.raises(revzoo.RangeError, match=f"is {value}, expected finite values"):
-        net.inverse(y)
+    x = net.inverse(y)
+    assert x[0].isnan().all()
+    assert torch.equal(x[1:], net.inverse(y[1:]))
 
 
 def test_a_branch_without_its_extra_output():

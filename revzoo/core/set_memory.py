@@ -13,7 +13,7 @@ from revzoo.core.fixedpoint.words import Grid, check_grid
 from revzoo.core.invertible import Step, all_steps, is_container, kind_of, name_of, steps_in
 from revzoo.core.modes import MODES, Mode, mode_of, no_float_inverse_message
 
-_SETTINGS = ("memory", "grid")  # what set_memory sets on a step
+_SETTINGS = ("memory", "grid", "growth")  # what set_memory sets on a step
 
 
 def set_memory(
@@ -168,6 +168,7 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
     for step in steps:
         step.memory = mode
         step.channel_checks = Step.channel_checks
+        step.growth = None
         # a step without inverse is recomputed from its inputs, which need no grid
         step.grid = grid if step.invertible else None
 

@@ -143,7 +143,7 @@ def test_drift_is_noted_at_the_steps():
 
 def test_memory_does_not_grow_with_depth():
     def peak(depth, mode):
-        net, x = flow(depth=depth), images(channels=4, size=64)
+        net, x = flow(depth=depth), images(channels=4, size=128)
         set_memory(net, mode)
         with LiveMemory() as memory:
             likelihood(net, x.requires_grad_()).mean().backward()

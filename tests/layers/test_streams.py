@@ -130,7 +130,7 @@ def test_memory_does_not_grow_with_depth():
         )
         net = ReversibleSequence([copy.deepcopy(s) for _ in range(depth) for s in layers])
         set_memory(net, mode)
-        x = torch.randn(8, 8, 32, 32, requires_grad=True)
+        x = torch.randn(8, 8, 64, 64, requires_grad=True)
         with LiveMemory() as memory:
             net(x).square().mean().backward()
         return memory.peak / x.nbytes

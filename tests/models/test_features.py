@@ -136,7 +136,7 @@ def test_taps_keep_only_the_tapped_maps(mode):
 
 def test_memory_grows_with_depth_only_in_store():
     def growth(mode):
-        x = torch.randn(8, 3, 32, 32)
+        x = torch.randn(16, 3, 64, 64)
         found = []
         for units in ((2, 2, 2), (6, 6, 6)):
             net = FeatureNet(small(units=units, memory=mode))

@@ -60,19 +60,19 @@ class Growth:
         ratio: the largest value of a chain, relative to the sample's input.
         floor: the largest value that steps reach whatever comes in.
         seen: the grid of the first pass, once it is over.
+        failures: how often in a row a sample left its range.
     """
 
-    __slots__ = ("_failures", "floor", "ratio", "seen")
+    __slots__ = ("failures", "floor", "ratio", "seen")
 
     def __init__(self) -> None:
-        self._failures = 0
+        self.failures = 0
         self.ratio, self.floor = _FIRST_RATIO, _FIRST_FLOOR
         self.seen: int | str | None = None
 
     def units(self, sizes: Tensor) -> Tensor:
         """The value of one 32-bit unit for samples with these largest inputs, ``(B,)``."""
-        base = (sizes * self.ratio).clamp(self.floor, _LARGEST)
-        base += 0 * sizes  # NaN where the input is not finite
+        base = self.base(sizes) + 0 * sizes  # NaN where the input is not finite
         # frexp instead of log2, which may round to the wrong power of two
         mantissa, _ = torch.frexp(base)  # in [0.5, 1), so that the quotient is a power of two
         return (base / mantissa * (_RESERVE * 2.0**-30)).float()
@@ -85,8 +85,8 @@ class Growth:
             failed: whether a sample left its range. After the second time in a row we leave ample
                 room: behind a stream that left its range no value is known.
         """
-        self._failures = self._failures + 1 if failed else 0
-        margin = _AMPLE if self._failures > 1 else 1.0
+        self.failures = self.failures + 1 if failed else 0
+        margin = _AMPLE if self.failures > 1 else 1.0
         ratio, floor = self.ratio, self.floor
         for size, peak in reached:
             if not max(ratio * size, floor) < peak < math.inf:
@@ -96,16 +96,25 @@ class Growth:
             else:
                 self.floor = min(max(self.floor, margin * peak), _LARGEST)
 
-    def settle(self, reached: Sequence[tuple[float, float]]) -> bool:
+    def settle(self, measured: Sequence[Measured]) -> bool:
         """Lower ratio and floor if a first pass stayed far below; returns whether it did."""
-        known = [(size, peak) for size, peak in reached if 0 < peak < math.inf]
-        base = [max(self.ratio * size, self.floor) for size, _ in known]
-        if not known or any(p >= _FAR_BELOW * b for (_, p), b in zip(known, base, strict=True)):
-            return False
-        self.floor = max(min(self.floor, max(p for _, p in known)), _SMALLEST)
-        ratios = (p / s for s, p in known if s > 0)
-        self.ratio = max(min(self.ratio, max(ratios, default=1.0)), 1.0)
-        return True
+        top = ratio = 0.0
+        for m in measured:
+            known = (m.peaks > 0) & m.peaks.isfinite()
+            sizes, peaks = m.sizes[known], m.peaks[known]
+            if bool((peaks >= _FAR_BELOW * self.base(sizes)).any()):
+                return False
+            if len(peaks):
+                top = max(top, float(peaks.amax()))
+                ratio = max(ratio, float((peaks / sizes).nan_to_num(0, 0).amax()))
+        if top:
+            self.floor = max(min(self.floor, top), _SMALLEST)
+            self.ratio = max(min(self.ratio, ratio), 1.0)
+        return top > 0
+
+    def base(self, sizes: Tensor) -> Tensor:
+        """What samples with these largest inputs were seen to reach."""
+        return (sizes * self.ratio).clamp(self.floor, _LARGEST)
 
 
 class Measured(NamedTuple):

@@ -195,7 +195,6 @@ class Fixed:
         count = len(scale.down)
         added, after = magnitudes(summand(), count), magnitudes(total, count)
         left = ~((added < scale.end) & (after < scale.end))
-        self.down = torch.where(left, math.nan, self.down)
         # after a summand beyond the range, the sum means nothing
         peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
         scale.log.append(Measured(_running.step, peaks, scale.sizes, scale.down))
@@ -205,6 +204,7 @@ class Fixed:
             if len(inside) == count:
                 return None
         self.peaks = peaks
+        self.down = torch.where(left, math.nan, self.down)
         return left if host else None
 
 

@@ -30,8 +30,9 @@ from revzoo.core.fixedpoint.words import Fixed, fixed_of
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import has_values
 
+_ROWS = 2**13  # samples of several sums that are read together
 _FEWEST_UNITS = 1024  # a token or channel should span so many units of the grid
-_FEW = 0.01  # warn if so many of the tokens or channels have fewer
+_FEW = 0.1  # warn if so many of the tokens or channels have fewer
 
 
 class RangeError(RuntimeError):
@@ -68,13 +69,9 @@ def range_failure(scale: Scale) -> RangeError | None:
     if len(scale.log) > scale.read:
         new = scale.log[scale.read :]
         scale.read = len(scale.log)
-        figures = _figures(scale, new)
-        for m, (_, peaks, ends) in zip(new, figures, strict=True):
-            beyond = [(p, end) for p, end in zip(peaks, ends, strict=True) if end <= p < math.inf]
-            if beyond and scale.failure is None:
-                scale.failure = m, *max(beyond, key=lambda b: b[0] / b[1])
-        if scale.bits is None:
-            scale.growth.widen(_reached(figures), failed=scale.failure is not None)
+        some = max(_ROWS // max(len(scale.down), 1), 1)
+        for at in range(0, len(new), some):
+            _read(scale, new[at : at + some])
     if scale.failure is None:
         return None
     measured, value, end = scale.failure
@@ -83,21 +80,26 @@ def range_failure(scale: Scale) -> RangeError | None:
     return error
 
 
-def _figures(scale: Scale, measured: Sequence[Measured]) -> list[list[list[float]]]:
-    """Sizes, peaks and ends of the samples, for each sum: one transfer."""
-    if not measured:
-        return []
-    rows = [(m.sizes.double(), m.peaks.double(), m.down.double() * scale.limit) for m in measured]
-    flat = torch.cat([torch.stack(figures) for figures in rows], 1).tolist()
-    found, at = [], 0
-    for sizes, _, _ in rows:
-        found.append([figure[at : at + len(sizes)] for figure in flat])
-        at += len(sizes)
-    return found
-
-
-def _reached(figures: Iterable[Sequence[Sequence[float]]]) -> list[tuple[float, float]]:
-    return [pair for sizes, peaks, _ in figures for pair in zip(sizes, peaks, strict=True)]
+def _read(scale: Scale, measured: Sequence[Measured]) -> None:
+    """Note the first of these sums beyond its range; adapt the grid."""
+    sizes = torch.cat([m.sizes for m in measured])
+    peaks = torch.cat([m.peaks for m in measured])
+    ends = torch.cat([m.down for m in measured]) * scale.limit
+    # one value is read, unless something has grown
+    usual = ends if scale.bits is not None else scale.growth.base(sizes)
+    grown = (peaks >= usual) & peaks.isfinite()
+    if not bool(grown.any()):
+        scale.growth.failures = 0
+        return
+    steps = [m for m in measured for _ in range(len(m.peaks))]
+    rows: list[int] = grown.nonzero().flatten().tolist()
+    of_rows = torch.stack([sizes.double(), peaks.double(), ends.double()])[:, grown].T.tolist()
+    for row, (_, peak, end) in zip(rows, of_rows, strict=True):
+        if peak >= end and scale.failure is None:
+            scale.failure = steps[row], peak, end
+    if scale.bits is None:
+        reached = [(size, peak) for size, peak, _ in of_rows]
+        scale.growth.widen(reached, failed=scale.failure is not None)
 
 
 def _units(scale: Scale) -> Tensor:
@@ -135,12 +137,13 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
             continue
         if growth.seen != scale.grid:
             growth.seen = scale.grid
-            reached = _reached(_figures(scale, scale.log)) if scale.guarded else []
-            if scale.bits is None and growth.settle(reached):
-                again = RangeError("values are small: run the chain again, on a finer grid")
-            elif reached:
-                _warn_of_coarse_grids(scale, outputs, max(peak for _, peak in reached))
+            if scale.guarded:
+                if scale.bits is None and growth.settle(scale.log):
+                    again = RangeError("values are small: run the chain again, on a finer grid")
+                else:
+                    _warn_of_coarse_grids(scale, outputs)
         if not scale.guarded:
+            growth.failures = 0
             continue
         trained = any(t.requires_grad for t in outputs)
         if trained and not free_to_read(scale.down):
@@ -156,12 +159,13 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
     return again
 
 
-def _warn_of_coarse_grids(scale: Scale, outputs: State, largest: float) -> None:
+def _warn_of_coarse_grids(scale: Scale, outputs: State) -> None:
     """Warn if values have so few units that the grid rounds them.
 
-    Of a grid that adapts, tokens or channels; of one that the user chose, the ``largest`` value.
+    Of a grid that adapts, tokens or channels; of one that the user chose, the largest value.
     """
     if scale.bits is not None:
+        largest = max(float(m.peaks.amax()) for m in scale.log)
         if 0 < largest < _FEWEST_UNITS * float(scale.down[0]):
             _warn_of_rounding(scale, "all values")
         return
