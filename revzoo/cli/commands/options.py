@@ -4,7 +4,8 @@
   revzoo options callbacks     every option of every choice of a group
   revzoo options data/cifar10  one choice
 
-Prints the configuration files themselves. Set values as GROUP.OPTION=VALUE.
+Each option has its default, or the choice's value, its meaning and its range. Set values as
+GROUP.OPTION=VALUE.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import argparse
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from revzoo._checks import check_choice
 from revzoo.cli.commands._yaml_comments import wrapped
-from revzoo.cli.config.signatures import with_bases
+from revzoo.cli.config.check import chosen
+from revzoo.cli.config.schema import RUN, Chosen, Option, Section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,9 +77,7 @@ def groups(folder: Path, *, margin: int = 0) -> list[str]:
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings.
-
-    The files that they inherit from come first: most options of a model stand there.
+    """The options of ``GROUP``, then its files; or those of ``GROUP/CHOICE``, with its values.
 
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.
@@ -84,12 +88,66 @@ def texts(folder: Path, name: str) -> list[str]:
     check_choice("group", group, known)
     if choice:
         check_choice(group, choice, known[group])
-    chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
-    bases = dict.fromkeys(base for path in chosen for base in with_bases(path)[:-1])
-    paths = [*bases, *chosen]
-    return [
-        f"== {path.relative_to(folder).with_suffix('')}\n"
-        # a directive of Hydra, not a comment for readers
-        + path.read_text().replace("# @package _global_\n", "")
-        for path in paths
+    own = {
+        stem: (folder / group / f"{stem}.yaml").read_text().replace("# @package _global_\n", "")
+        for stem in ([choice] if choice else known[group])
+    }
+    if choice and group in RUN.options:
+        from revzoo.cli.config.config import compose
+
+        values = compose([f"{group}={choice}"], complete=False).config[group]
+        about = [line for line in own[choice].splitlines() if line.startswith("#")]
+        known_here = chosen(group, RUN.parts[group], values)
+        return ["\n".join([f"== {group}/{choice}", *about, *listing(known_here, values), ""])]
+    listed = [
+        "\n".join([f"== {title}", *listing(part), ""]) for title, part in sections(group).items()
     ]
+    return listed + [f"== {group}/{stem}\n{text}" for stem, text in own.items()]
+
+
+def sections(group: str) -> dict[str, Section]:
+    """The options of a group: one section, or several with the values that choose them."""
+    part = RUN.parts.get(group)
+    if part is None:  # experiment, debug: their files set options of all groups
+        return {}
+    if isinstance(part, Section):
+        return {f"{group}, all options": part}
+    names = {
+        id(known): [str(name) for name, other in part.sections.items() if other is known]
+        for known in part.sections.values()
+    }
+    dots = "..." if group == "model" else ""
+    return {
+        f"{group}, all options with {part.by}: {', '.join(f'{n}{dots}' for n in names[id(s)])}": s
+        for s in part.sections.values()
+    }
+
+
+def listing(section: Section, values: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """The options as lines of YAML, with these values or their defaults, and with comments."""
+    for name, option in section.options.items():
+        value = option.default if values is None else values.get(name, option.default)
+        part = section.parts.get(name)
+        about = comment(option)
+        if isinstance(part, Chosen) and values is None:
+            yield f"{name}:  # {about}"
+            for chooser, known in part.sections.items():
+                yield f"  # with {part.by}: {chooser}"
+                yield from (f"  {line}" for line in listing(known))
+        elif part is not None and (values is None or isinstance(value, Mapping)):
+            known = part if isinstance(part, Section) else chosen(name, part, value)
+            yield f"{name}:{'' if known.options else ' {}'}  # {about}"
+            yield from (f"  {line}" for line in listing(known, value if values else None))
+        else:
+            text = yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]
+            yield f"{name}: {text}  # {about}"
+
+
+def comment(option: Option) -> str:
+    """The meaning of an option, and its valid values."""
+    words = [option.about]
+    if option.choices:
+        words.append("one of " + ", ".join("null" if c is None else str(c) for c in option.choices))
+    elif option.range:
+        words.append(option.within)
+    return "; ".join(words)

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     # before optuna and torch are imported: most mistakes are in the ranges
     check_space(spec.fixed, spec.space, spec.source)
     load_optuna()
-    from revzoo.cli.config.overrides import quoted_if_needed
+    from revzoo.cli.config.config import quoted_if_needed
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
     from revzoo.cli.sweep.search import Search, log_best

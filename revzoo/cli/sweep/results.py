@@ -11,9 +11,9 @@ from typing import Any
 
 from revzoo._checks import did_you_mean
 from revzoo._files import replacing_table
-from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
 from revzoo.cli.invocation import command_line
+from revzoo.cli.run.build import METRICS_FILE
 from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
 from revzoo.cli.sweep.spec import SweepSpec
 

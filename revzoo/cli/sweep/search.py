@@ -13,8 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from revzoo.cli.config.config import quoted
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import quoted
 from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.invocation import train_words
 from revzoo.cli.run.child_process import run_program

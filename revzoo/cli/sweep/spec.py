@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._checks import check_choice, check_count, nearest, package_needed
-from revzoo.cli.config.compose import ConfigFiles
+from revzoo.cli.config.config import ConfigFiles, parse
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import parse
 from revzoo.cli.config.yaml_files import CONFIG_FILE, read_yaml, write_yaml
 from revzoo.cli.sweep.space import Parameter, split_space
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 from small_images import image_folder
 
-from revzoo.cli.config import checks
+from revzoo.cli.config import schema
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun
 from revzoo.cli.run import train as train_module
@@ -102,7 +102,7 @@ def test_the_best_checkpoint_is_tested(
 ) -> None:
     differ = []
     for mode in ("min", "max"):  # the last epoch cannot be both the minimum and the maximum
-        monkeypatch.setitem(checks.MONITORED, "val/loss", mode)
+        monkeypatch.setitem(schema.MONITORED, "val/loss", mode)
         monitor = (
             "callbacks.best_checkpoint.monitor=val/loss",
             f"callbacks.best_checkpoint.mode={mode}",

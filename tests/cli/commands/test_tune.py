@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.build import check_parts
 from revzoo.cli.run.train import train
 from revzoo.cli.run.tune import KINDS, tune
 
@@ -129,4 +129,4 @@ def test_a_search_trains_the_parts_that_the_run_trains(
 )
 def test_wrong_searches_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_config(compose("trainer=cpu", *overrides))
+        check_parts(compose("trainer=cpu", *overrides))

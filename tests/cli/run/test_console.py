@@ -17,8 +17,7 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.config.compose import ConfigFiles, compose_checked
-from revzoo.cli.config.overrides import quoted_if_needed
+from revzoo.cli.config.config import ConfigFiles, compose, quoted_if_needed
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import (
@@ -319,7 +318,7 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
 def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
-    assert compose_checked([override], ConfigFiles("eval")).ckpt == path
+    assert compose([override], ConfigFiles("eval")).cfg.ckpt == path
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.config.config import quoted_if_needed
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.sweep.space import Parameter, check_space, split_space
 from revzoo.cli.sweep.spec import read_spec
 

@@ -1,0 +1,365 @@
+"""Compares a composed configuration with the schema, without importing torch.
+
+A wrong name is answered with the option that the user probably means, a wrong value with the range.
+What depends on the machine, the model or the data is checked where these are built
+(:mod:`revzoo.cli.run.build`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from revzoo._checks import (
+    check_choice,
+    did_you_mean,
+    expected_type,
+    is_number,
+    nearest,
+    shortened,
+)
+from revzoo._libraries import check_library_name, library_hint
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.schema import (
+    CALLBACKS,
+    DIGITS,
+    FAMILIES,
+    FITTED,
+    MODEL,
+    MONITORED,
+    OPTIMIZERS,
+    PLANS,
+    RUN,
+    Chosen,
+    Option,
+    Section,
+    of_plugin,
+    registered,
+    section,
+)
+from revzoo.cli.config.spellings import our_spelling
+from revzoo.profiling.units import bytes_from
+
+Config = Mapping[str, Any]
+OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
+REASONS = {
+    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets and RevViTs are "
+    "reversible without it",
+}
+
+
+def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None:
+    """Check the names and values of all options.
+
+    Args:
+        config: plain containers.
+        root: the schema.
+        complete: whether options that must be given are needed, as for a run.
+
+    Raises:
+        ValueError: naming the value, the expected ones and the remedy.
+    """
+    _Checker(config, root, complete).check("", config, root)
+    if root is RUN:
+        for rule in RULES:
+            rule(config)
+    precision = config["precision"].get("trainer")
+    if precision == "16-mixed" and config["trainer"].get("accelerator") == "cpu":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
+
+
+class _Checker:
+    def __init__(self, config: Config, root: Section, complete: bool) -> None:
+        self.config, self.root, self.complete = config, root, complete
+
+    def check(self, path: str, values: Config, known: Section) -> None:
+        where = f"{path}." if path else ""
+        for key in values:
+            if key not in known.options:
+                raise unknown(f"{where}{key}", values[key], self.config, self.root)
+        for key, option in known.options.items():
+            name, value = f"{where}{key}", values.get(key, option.default)
+            if value == MISSING:
+                if self.complete:
+                    remedy = f": {option.remedy}" if option.remedy else ""
+                    missing = "is needed" if key in values else "is missing from the configuration"
+                    raise ConfigError(f"{name} {missing}{remedy}")
+                continue
+            if key not in values:
+                continue
+            part = known.parts.get(key)
+            if part is not None and not isinstance(value, Mapping | None):
+                raise ConfigError(f"{name}={typed(value)}: {_in_braces(name, value, part)}")
+            check_value(name, value, option)
+            if part is not None and value is not None:
+                self.check(name, value, chosen(name, part, value))
+
+
+def check_value(name: str, value: Any, option: Option) -> None:
+    """Check the type and the range of a value.
+
+    Raises:
+        ValueError: naming the expected values.
+    """
+    remedy = f"; {option.remedy}" if option.remedy else ""
+    if option.choices and value is not None:
+        check_choice(name, value, option.choices)
+    if expected := expected_type(value, option.type):
+        raise ConfigError(f"{name}={typed(value)}: expected {expected}{remedy}")
+    if not option.range or not is_number(value) or value in option.also:
+        return
+    low, high = map(float, option.range[1:-1].split(","))
+    above = low < value if option.range[0] == "(" else low <= value
+    below = value < high if option.range[-1] == ")" else value <= high
+    if not (above and below):
+        kind = "a number" if "float" in str(option.type) else "a whole number"
+        others = "".join(f", or {other}" for other in option.also)
+        raise ConfigError(f"{name}={value}: expected {kind} {option.within}{others}{remedy}")
+
+
+def _in_braces(name: str, value: Any, part: Section | Chosen) -> str:
+    if isinstance(part, Chosen):
+        return f"expected options; the name is {name}.{part.by}={value}"
+    return (
+        f"expected options in braces and quotes, '{name}={{OPTION: VALUE}}'; {{}} uses the "
+        "defaults, null leaves it out"
+    )
+
+
+def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
+    """The section that describes ``values``.
+
+    Raises:
+        ValueError: ``values`` choose none of several.
+    """
+    if isinstance(part, Section):
+        added = registered("callbacks") if path == "callbacks" else {}
+        own = {name: of_plugin(added[name]) for name in added if name not in part.options}
+        return section("", part, parts=own) if own else part
+    value = values.get(part.by)
+    name = f"{path}.{part.by}"
+    if path == "model":
+        return _model(name, value)
+    if isinstance(value, str | None) and value in part.sections:
+        return part.sections[value]
+    own = registered(path) if path == "data" else {}
+    if isinstance(value, str) and value in own:
+        return of_plugin(own[value], DIGITS)
+    if path == "data" and value is None and values:  # data.image_size=64 without data
+        key = next(iter(values))
+        raise ConfigError(
+            f"{path}.{key}={values[key]}: there is no {path}.{key}, as {path} is null; add "
+            + _having(path, part, key)
+        )
+    check_choice(name, value, [*part.sections, *own])
+    raise AssertionError(name)
+
+
+def _model(name: str, value: Any) -> Section:
+    """The keywords of a model. A name of weights, a folder or a repository has any."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value}: expected the name of a model")
+    architecture = value.partition(".")[0]
+    packaged, own = model_names(), registered("model")
+    family = re.match(r"[a-z]*:?", architecture)
+    if architecture in own and architecture not in packaged:  # of a plugin, or of a library
+        keywords = {key: Option(Any, None, "") for key in own[architecture].keywords}
+        return section("", MODEL, **keywords)
+    if value.startswith(("torchvision:", "timm:")):
+        check_library_name(value)
+    elif re.fullmatch(r"[\w.]+", value) and not Path(value).exists():
+        if architecture not in packaged:
+            hint = library_hint(value) or did_you_mean(value, packaged, n=3)
+            hint = hint or "; --import MODULE adds yours"
+            raise ConfigError(f"{name}={value}: there is no model of this name{hint}")
+    else:
+        every = {key: o for known in FAMILIES.values() for key, o in known.options.items()}
+        return Section("", every)
+    return FAMILIES[family[0]]  # type: ignore[index]
+
+
+def model_names() -> list[str]:
+    """The models of the zoo: each has a configuration file. The registry would import torch."""
+    folder = files("revzoo.configs") / "model"
+    names = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.is_file()}
+    return sorted(names - {"torchvision", "timm"})
+
+
+def names_in(part: Section | Chosen | None, values: Any, path: str = "") -> Iterator[str]:
+    """All dotted names that a configuration may have."""
+    values = values if isinstance(values, Mapping) else {}
+    try:
+        part = None if part is None else chosen(path, part, values)
+    except ValueError:
+        return
+    if part is not None:
+        for key in part.options:
+            name = f"{path}.{key}" if path else key
+            yield name
+            yield from names_in(part.parts.get(key), values.get(key), name)
+
+
+def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> ConfigError:
+    """The error for an option that does not exist, with the one that the user probably means."""
+    while isinstance(value, Mapping) and len(value) == 1:  # logger.wandb.project=mine
+        ((key, value),) = value.items()
+        name = f"{name}.{key}"
+    path, _, leaf = name.rpartition(".")
+    text = typed(value)
+    start = f"{name}={text}: there is no option {name!r}"
+    if path == "model" and leaf in FITTED:
+        return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
+    if name == "resume":
+        return ConfigError(f"{start}; to continue a run: --resume {text}")
+    known = list(names_in(root, config))
+    sections = ["hydra", "debug", *root.options]
+    hint = our_spelling(name, text, sections)
+    if not hint and path != "trainer":  # whose other options are Lightning's
+        hint = our_spelling(leaf, text, sections)
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == path]
+    part: Any = root
+    for key in path.split("."):
+        part = part.parts.get(key) if isinstance(part, Section) else None
+    if not hint and isinstance(part, Chosen) and (having := _having(path, part, leaf)):
+        hint = f"; {having} {'have' if ',' in having else 'has'} it{REASONS.get(leaf, '')}"
+    if not hint and path:
+        longer = [k for k in siblings if k.endswith(f"_{leaf}")]
+        if near := longer or nearest(leaf, siblings, cutoff=0.6):
+            hint = f"; did you mean '{path}.{near[0]}'?"
+    hint = hint or _meant(name, known, by_leaf_only=bool(path and siblings))
+    if not hint and path and siblings:
+        hint = f" (there is {', '.join(siblings)})"
+    return ConfigError(f"{start}{hint}")
+
+
+def typed(value: Any) -> str:
+    """A value as users type it."""
+    words = {None: "null", True: "true", False: "false", "": "''"}
+    return (
+        words[value]
+        if isinstance(value, str | bool | None) and value in words
+        else f"{value!s:.80}"
+    )
+
+
+def _having(path: str, part: Chosen, key: str) -> str:
+    """The choices that have an option, as a user chooses them."""
+    found = [value for value, known in part.sections.items() if key in known.options]
+    if path == "data":
+        found = [f"data={value.rpartition('.')[2].lower()}" for value in found]
+    elif path == "model":
+        found = [f"model={value}..." for value in found]
+    else:
+        found = [f"{path}.{part.by}={value}" for value in found]
+    return shortened(found) if found else ""
+
+
+def _meant(name: str, known: Sequence[str], *, by_leaf_only: bool) -> str:
+    """The nearest known name; a bare last part (``lr``) finds its place (``optim.lr``)."""
+    same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = same_leaf[:1] or ([] if by_leaf_only else nearest(name, known, cutoff=0.6))
+    if not near and not by_leaf_only:
+        # a bare, misspelt last part: `lrr`
+        leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
+        near = [leaves[leaf] for leaf in nearest(name, leaves, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+# --- rules of several options ---
+
+
+def _ends(config: Config) -> None:
+    trainer = config["trainer"]
+    # without max_epochs, Lightning's default of 1000 ends the run
+    ends = trainer.get("max_epochs") != -1 or trainer.get("max_steps", -1) != -1
+    if not ends and trainer.get("max_time") is None:
+        raise ConfigError(
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
+        )
+
+
+def _optimizer(config: Config) -> None:
+    name = config["optim"].get("name")
+    check_choice("optim.name", name, dict.fromkeys([*OPTIMIZERS, *registered("optim")]))
+
+
+def _tf32(config: Config) -> None:
+    precision = config["precision"]
+    if precision.get("tf32") and precision.get("trainer") != "32-true":
+        raise ConfigError(
+            f"precision.tf32=true changes float32 only, but precision.trainer="
+            f"{precision.get('trainer')}: use precision=tf32 only"
+        )
+
+
+def _memory(config: Config) -> None:
+    memory = config["memory"]
+    mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
+    if mode == "budget":
+        if budget is None:
+            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+        if budget != MISSING:
+            bytes_from(budget, name="memory.bytes")
+    elif budget is not None:
+        raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if inverting is not None and mode not in PLANS:
+        raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+
+
+def _callbacks(config: Config) -> None:
+    used = {name: options for name, options in config["callbacks"].items() if options is not None}
+    model, trainer = config["model"], config["trainer"]
+    if "finetuning" in used and not (model.get("pretrained") or model.get("checkpoint_path")):
+        raise ConfigError(
+            "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
+            "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
+        )
+    if "compiled_branches" in used and (others := [name for name in OF_SAMPLES if name in used]):
+        raise ConfigError(
+            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes per-sample "
+            "gradients at each layer: a compiled part does not call its layers. Set one of the two "
+            "to null"
+        )
+    if "private" in used and config["optim"].get("class_weights") == "balanced":
+        raise ConfigError(
+            "callbacks.private with optim.class_weights=balanced: one image would change the "
+            "weights of all others. Give a list of numbers, which do not come from the data"
+        )
+    for name, options in used.items():
+        if name not in CALLBACKS or "monitor" not in CALLBACKS[name].options:
+            continue
+        figure, mode = options.get("monitor", "val/acc"), options.get("mode")
+        no_validation = trainer.get("limit_val_batches") == 0
+        if name == "early_stopping" and figure.startswith("val/") and no_validation:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={figure}, but with trainer.limit_val_batches=0 the run "
+                f"does not validate: set callbacks.{name}.monitor=train/loss, or "
+                f"callbacks.{name}=null"
+            )
+        if mode not in (None, better := MONITORED[figure]):
+            raise ConfigError(
+                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
+                f"callbacks.{name}.mode={better}"
+            )
+
+
+def _tuner(config: Config) -> None:
+    tuner, trainer = config.get("tuner") or {}, config["trainer"]
+    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+        raise ConfigError(
+            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
+            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
+            "process)"
+        )
+    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
+        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+
+
+RULES: Sequence[Callable[[Config], None]] = (
+    _ends, _optimizer, _tf32, _memory, _callbacks, _tuner,
+)  # fmt: skip
