@@ -78,7 +78,7 @@ def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     unknown = page == OWN or getattr(args, "imports", []) or getattr(args, "resume", None)
     if words[0] in PRIMARY and not unknown:
         overrides = with_key(args.overrides) if words[0] == "eval" else args.overrides
-        compose(overrides, ConfigFiles(PRIMARY[words[0]])).cfg
+        compose(overrides, ConfigFiles(PRIMARY[words[0]]))
 
 
 def test_make_has_the_targets_that_pages_name() -> None:

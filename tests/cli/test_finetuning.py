@@ -87,6 +87,9 @@ def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
     check_parts(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
 
 
+PRETRAINED = ("model.checkpoint_path=a.safetensors",)
+
+
 @pytest.mark.parametrize(
     ("trainer", "unused"),
     [(("trainer=cpu",), None), (("trainer=ddp",), True), (("trainer.devices=2",), True)],
@@ -94,7 +97,7 @@ def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
 def test_frozen_parameters_may_be_unused_in_several_processes(
     compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
 ) -> None:
-    config = compose("experiment=finetune", *trainer, "trainer.accelerator=cpu")
+    config = compose("experiment=finetune", *trainer, *PRETRAINED, "trainer.accelerator=cpu")
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
     assert kept is unused

@@ -14,17 +14,11 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from revzoo._checks import check_choice
 from revzoo.cli.commands._yaml_comments import wrapped
-from revzoo.cli.config.check import chosen
-from revzoo.cli.config.schema import RUN, Chosen, Option, Section
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +76,11 @@ def texts(folder: Path, name: str) -> list[str]:
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.
     """
+    # here: the help of revzoo train imports this module
+    from revzoo.cli.commands._schema_text import listing, sections
+    from revzoo.cli.config.check import chosen
+    from revzoo.cli.config.schema import RUN
+
     known = choices(folder)
     # users write data=cifar10 elsewhere
     group, _, choice = name.replace("=", "/").partition("/")
@@ -103,51 +102,3 @@ def texts(folder: Path, name: str) -> list[str]:
         "\n".join([f"== {title}", *listing(part), ""]) for title, part in sections(group).items()
     ]
     return listed + [f"== {group}/{stem}\n{text}" for stem, text in own.items()]
-
-
-def sections(group: str) -> dict[str, Section]:
-    """The options of a group: one section, or several with the values that choose them."""
-    part = RUN.parts.get(group)
-    if part is None:  # experiment, debug: their files set options of all groups
-        return {}
-    if isinstance(part, Section):
-        return {f"{group}, all options": part}
-    names = {
-        id(known): [str(name) for name, other in part.sections.items() if other is known]
-        for known in part.sections.values()
-    }
-    dots = "..." if group == "model" else ""
-    return {
-        f"{group}, all options with {part.by}: {', '.join(f'{n}{dots}' for n in names[id(s)])}": s
-        for s in part.sections.values()
-    }
-
-
-def listing(section: Section, values: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """The options as lines of YAML, with these values or their defaults, and with comments."""
-    for name, option in section.options.items():
-        value = option.default if values is None else values.get(name, option.default)
-        part = section.parts.get(name)
-        about = comment(option)
-        if isinstance(part, Chosen) and values is None:
-            yield f"{name}:  # {about}"
-            for chooser, known in part.sections.items():
-                yield f"  # with {part.by}: {chooser}"
-                yield from (f"  {line}" for line in listing(known))
-        elif part is not None and (values is None or isinstance(value, Mapping)):
-            known = part if isinstance(part, Section) else chosen(name, part, value)
-            yield f"{name}:{'' if known.options else ' {}'}  # {about}"
-            yield from (f"  {line}" for line in listing(known, value if values else None))
-        else:
-            text = yaml.safe_dump([value], default_flow_style=True, width=10**6).strip()[1:-1]
-            yield f"{name}: {text}  # {about}"
-
-
-def comment(option: Option) -> str:
-    """The meaning of an option, and its valid values."""
-    words = [option.about]
-    if option.choices:
-        words.append("one of " + ", ".join("null" if c is None else str(c) for c in option.choices))
-    elif option.range:
-        words.append(option.within)
-    return "; ".join(words)

@@ -114,11 +114,7 @@ DIGITS = section(
     batch_size=Option(int, 128, "training images per step and process", COUNT),
     eval_batch_size=Option(int, 512, "images per step of validation and test", COUNT),
     num_workers=Option(
-        int | None,
-        None,
-        "loader processes of a training process; null: 0 for data in memory, "
-        "else its share of the CPUs minus one, at most 8",
-        LEAST_0,
+        int | None, None, "loader processes; null: 0 in memory, else the CPUs minus 1", LEAST_0
     ),
     val_fraction=Option(float, 0.1, "of the training images, if there is no val/", "(0, 1)"),
     split_seed=Option(int, 0, "chooses the images held back for validation"),
@@ -136,16 +132,10 @@ FOLDER = section(
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
     image_size=Option(
-        int | None,
-        None,
-        "pixels; null: the size of the images, if all are equal; in an "
-        "evaluation, the size in the checkpoint",
-        COUNT,
+        int | None, None, "pixels; null: those of the images, or of the checkpoint", COUNT
     ),
     in_chans=Option(int, 3, "1: converted to grey", choices=(1, 3)),
-    cache_bytes=Option(
-        int, 2**32, "workers read sets whose decoded images take more from their files", LEAST_0
-    ),
+    cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
     max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),
 )
@@ -163,8 +153,7 @@ CONVERTIBLE = section(
     reversible_bits=Option(
         int | None,
         None,
-        "1 to 8: make runs of blocks reversible with this many bits kept per "
-        "value; 4 is a good choice",
+        "1 to 8: bits per value with which blocks become reversible; try 4",
         "[1, 8]",
     ),
 )
@@ -179,12 +168,7 @@ NETWORK = section(
     MODEL,
     drop_rate=Option(float, 0.0, "dropout of pooled features, before the classifier", PART),
     dropout=Option(float, 0.0, "dropout inside every residual function", PART),
-    drop_path_rate=Option(
-        float,
-        0.0,
-        "stochastic depth: probability of dropping the last branch; rises linearly from 0",
-        PART,
-    ),
+    drop_path_rate=Option(float, 0.0, "stochastic depth: of the last branch; rises from 0", PART),
     activation=Option(str, "relu", "of the residual functions", choices=ACTIVATIONS),
     global_pool=Option(str, "avg", "pooling", choices=("avg", "max", "avgmax", "catavgmax")),
 )
@@ -260,13 +244,9 @@ OPTIM = section(
     decay_all=Option(bool, False, "decay norms and biases, too; not with muon"),
     label_smoothing=Option(float, 0.0, "of the training loss", PART),
     class_weights=Option(
-        str | Sequence | None,
-        None,
-        "of the training loss: balanced, or one number per class, as in [1, 3]",
+        str | Sequence | None, None, "balanced, or one number per class, as in [1, 3]"
     ),
-    layer_decay=Option(
-        float, 1.0, "factor of the rate per stage, from the classifier to the stem", "(0, 1]"
-    ),
+    layer_decay=Option(float, 1.0, "factor of the rate per stage, down to the stem", "(0, 1]"),
     schedule=Option(Mapping, {"name": "step"}, "the learning rate over the run"),
 )
 MEMORY = section(
@@ -275,7 +255,7 @@ MEMORY = section(
     bytes=Option(
         int | float | str | None,
         None,
-        "the budget: the peak of all tensors in a training step",
+        "budget: the peak of a step",
         remedy="give memory.bytes=4GiB, say",
     ),
     inverting=Option(
@@ -287,10 +267,7 @@ MEMORY = section(
 PRECISION = section(
     "Number formats.",
     trainer=Option(
-        str,
-        MISSING,
-        "see precision=NAME",
-        choices=("32-true", "64-true", "16-mixed", "bf16-mixed"),
+        str, MISSING, "see precision=NAME", choices=("32-true", "64-true", "16-mixed", "bf16-mixed")
     ),
     tf32=Option(bool, MISSING, "TensorFloat-32 in matrix products and convolutions"),
     channels_last=Option(bool, MISSING, "order of images in memory; often faster"),
@@ -312,18 +289,12 @@ TRAINER = section(
     max_time=Option(str | Mapping | None, None, "DAYS:HOURS:MINUTES:SECONDS"),
     accumulate_grad_batches=Option(int, 1, "batches of an optimiser step", COUNT),
     gradient_clip_val=Option(
-        float | None,
-        None,
-        "largest norm (or value) of a step's gradients; null: no clipping",
-        LEAST_0,
+        float | None, None, "largest norm of gradients; null: no clipping", LEAST_0
     ),
     gradient_clip_algorithm=Option(str | None, None, "norm or value"),
     check_val_every_n_epoch=Option(int | None, 1, "epochs between two validations", COUNT),
     val_check_interval=Option(
-        int | float | str | Mapping | None,
-        None,
-        "batches between two validations, or a fraction of an epoch",
-        RATE,
+        int | float | str | Mapping | None, None, "batches, or a fraction of the epoch", RATE
     ),
     num_sanity_val_steps=Option(int | None, None, "batches to validate before training"),
     limit_train_batches=Option(NUMBER, None, "number or fraction of the batches", RATE),
@@ -334,16 +305,9 @@ TRAINER = section(
     overfit_batches=Option(int | float, 0.0, "number or fraction to overfit; 0.0: off", LEAST_0),
     log_every_n_steps=Option(int | None, None, "steps between two logged figures", LEAST_0),
     profiler=Option(
-        str | None,
-        None,
-        "writes a time profile to the run's folder",
-        choices=("simple", "advanced", "pytorch"),
+        str | None, None, "writes a time profile", choices=("simple", "advanced", "pytorch")
     ),
-    deterministic=Option(
-        bool | str | None,
-        None,
-        "the same bits in each run, also on GPUs; operations without a deterministic kernel raise",
-    ),
+    deterministic=Option(bool | str | None, None, "the same bits in each run, also on GPUs"),
     benchmark=Option(bool | None, None, "let cuDNN try its kernels and choose the fastest"),
     detect_anomaly=Option(bool, False, "find the operation that makes a NaN; slow"),
     sync_batchnorm=Option(bool, False, "statistics over all processes"),
@@ -401,12 +365,7 @@ CALLBACKS = {
         "running statistics",
         momentum=Option(float | None, None, "null: the models' 0.01", "(0, 1]"),
         warmup=Option(bool, True, "larger in the first 890 batches; not in compiled parts"),
-        recalibrate=Option(
-            int,
-            0,
-            "batches of training images that replace the statistics before the first step",
-            LEAST_0,
-        ),
+        recalibrate=Option(int, 0, "training batches that replace the first statistics", LEAST_0),
     ),
     "side_bits": section(
         "raise the bits of reversible blocks over the last epochs",
@@ -418,8 +377,7 @@ CALLBACKS = {
         unfreeze=Option(
             Mapping | Sequence | None,
             None,
-            "epochs, or fractions of them, that each unfreeze one "
-            "more part; null: train only the classifier",
+            "epochs, or fractions, that each unfreeze one more part; null: none",
         ),
     ),
     "compiled_branches": section(
@@ -440,8 +398,7 @@ CALLBACKS = {
         decay=Option(float, 0.9, "of the moving average", PART),
     ),
     "hard_samples": section(
-        "TensorBoard: the training images of an epoch with the largest gradients; needs "
-        "model.norm=group",
+        "TensorBoard: the training images of an epoch with the largest gradients; needs model.norm=group",
         count=Option(int, 16, "images", COUNT),
         every_n_steps=Option(int, 1, "optimiser steps", COUNT),
     ),
@@ -462,22 +419,14 @@ LOGGERS = {
         LOGGER,
         experiment=Option(str, "revzoo", "the experiment"),
         tracking_uri=Option(
-            str | None,
-            None,
-            "such as sqlite:///mlflow.db or http://host:5000; null: the "
-            "environment's MLFLOW_TRACKING_URI",
+            str | None, None, "such as sqlite:///mlflow.db; null: of the environment"
         ),
     ),
 }
 TUNER = section(
     "",
     kind=Option(str, MISSING, "the value to search for"),
-    then=Option(
-        str,
-        MISSING,
-        "train: as configured; use: with the suggested value",
-        choices=("stop", "train", "use"),
-    ),
+    then=Option(str, MISSING, "use: train with the value", choices=("stop", "train", "use")),
 )
 TUNERS = {
     "lr": section(
@@ -485,17 +434,12 @@ TUNERS = {
         TUNER,
         min_lr=Option(float, MISSING, "the first rate", RATE),
         max_lr=Option(float, MISSING, "the last rate", RATE),
-        steps=Option(int, MISSING, "batches between min_lr and max_lr", "[10, inf)"),
+        steps=Option(int, MISSING, "batches between min_lr and max_lr", "[15, inf)"),
     ),
     "batch_size": section(
         "The largest batch that fits into memory.",
         TUNER,
-        max_bytes=Option(
-            float | None,
-            MISSING,
-            "limit for the process (on a GPU: for its tensors); null: 4/5 of the free memory",
-            RATE,
-        ),
+        max_bytes=Option(float | None, MISSING, "null: 4/5 of the free memory", RATE),
         max_size=Option(float, MISSING, "largest batch to try", "[2, inf)"),
     ),
 }

@@ -31,7 +31,7 @@ def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not() -> No
             continue
         command = ours.partition(",")[0].partition(" for ")[0].replace("'", "")
         words = [command] if "{" in command else command.split()
-        fitting = {"callbacks.ema={decay: @}": "0.9", "optim.label_smoothing=@": "0.1"} | VALUES
+        fitting = {"callbacks.ema.decay=@": "0.9", "optim.label_smoothing=@": "0.1"} | VALUES
         fitting |= dict.fromkeys(("model.drop_rate=@", "model.drop_path_rate=@"), "0.1")
         words = [word.replace("@", fitting.get(word, "3")) for word in words]
         words = [word.replace("accelerator=3", "accelerator=cpu") for word in words]
@@ -49,7 +49,7 @@ ANSWERS = {
     "train optim=sgd": "use optim=onecycle, cosine or step",
     "train --lr 0.1": "did you mean 'optim.lr'",
     "train --weight-decay=0.1 seed=1": "did you mean 'optim.weight_decay'",
-    "train ckpt_path=a.ckpt": "use +model.checkpoint_path=a.ckpt for its weights; train --resume",
+    "train ckpt_path=a.ckpt": "use model.checkpoint_path=a.ckpt for its weights; train --resume",
     "train --amp model=revnet56": "amp=true: there is no option 'amp'; use precision=bf16",
     "train model = revnet38": "model: expected KEY=VALUE without spaces",
     "train revnet56": "did you mean model=revnet56?",
