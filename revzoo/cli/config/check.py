@@ -23,7 +23,7 @@ from revzoo._checks import (
     nearest,
     shortened,
 )
-from revzoo._libraries import check_library_name, library_hint
+from revzoo._libraries import LIBRARIES, check_library_name, library_hint
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.schema import (
     CALLBACKS,
@@ -46,6 +46,7 @@ from revzoo.cli.config.spellings import our_spelling
 from revzoo.profiling.units import bytes_from
 
 Config = Mapping[str, Any]
+ANY = Option(Any, None, "of the plugin")
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets and RevViTs are "
@@ -107,8 +108,11 @@ def check_value(name: str, value: Any, option: Option) -> None:
         ValueError: naming the expected values.
     """
     remedy = f"; {option.remedy}" if option.remedy else ""
-    if option.choices and value is not None:
-        check_choice(name, value, option.choices)
+    if option.choices and value is not None and value not in option.choices:
+        null = "" if expected_type(None, option.type) else ", null"
+        listed = ", ".join(map(str, option.choices)) + null
+        hint = did_you_mean(value, option.choices)
+        raise ConfigError(f"{name}={typed(value)}: expected one of {listed}{hint}")
     if expected := expected_type(value, option.type):
         raise ConfigError(f"{name}={typed(value)}: expected {expected}{remedy}")
     if not option.range or not is_number(value) or value in option.also:
@@ -137,71 +141,61 @@ def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
     Raises:
         ValueError: ``values`` choose none of several.
     """
-    if isinstance(part, Section):
-        added = registered("callbacks") if path == "callbacks" else {}
-        own = {name: of_plugin(added[name]) for name in added if name not in part.options}
-        return section("", part, parts=own) if own else part
+    own = registered(path) if path in ("callbacks", "data") else {}
+    if isinstance(part, Section):  # of the callbacks, also those of plugins
+        added = {name: of_plugin(own[name]) for name in own if name not in part.options}
+        return section("", part, parts=added) if added else part
     value = values.get(part.by)
-    name = f"{path}.{part.by}"
     if path == "model":
-        return _model(name, value)
+        return _model(value)
     if isinstance(value, str | None) and value in part.sections:
         return part.sections[value]
-    own = registered(path) if path == "data" else {}
     if isinstance(value, str) and value in own:
         return of_plugin(own[value], DIGITS)
     if path == "data" and value is None and values:  # data.image_size=64 without data
         key = next(iter(values))
-        raise ConfigError(
-            f"{path}.{key}={values[key]}: there is no {path}.{key}, as {path} is null; add "
-            + _having(path, part, key)
-        )
-    check_choice(name, value, [*part.sections, *own])
-    raise AssertionError(name)
+        having = _having(path, part, key)
+        raise ConfigError(f"data.{key}={values[key]}, but data is null: add {having}")
+    check_choice(f"{path}.{part.by}", value, [*part.sections, *own])
+    raise AssertionError(path)
 
 
-def _model(name: str, value: Any) -> Section:
-    """The keywords of a model. A name of weights, a folder or a repository has any."""
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name}={value}: expected the name of a model")
-    architecture = value.partition(".")[0]
-    packaged, own = model_names(), registered("model")
-    family = re.match(r"[a-z]*:?", architecture)
-    if architecture in own and architecture not in packaged:  # of a plugin, or of a library
-        keywords = {key: Option(Any, None, "") for key in own[architecture].keywords}
-        return section("", MODEL, **keywords)
-    if value.startswith(("torchvision:", "timm:")):
-        check_library_name(value)
-    elif re.fullmatch(r"[\w.]+", value) and not Path(value).exists():
-        if architecture not in packaged:
-            hint = library_hint(value) or did_you_mean(value, packaged, n=3)
-            hint = hint or "; --import MODULE adds yours"
-            raise ConfigError(f"{name}={value}: there is no model of this name{hint}")
-    else:
-        every = {key: o for known in FAMILIES.values() for key, o in known.options.items()}
-        return Section("", every)
-    return FAMILIES[family[0]]  # type: ignore[index]
+def _model(name: Any) -> Section:
+    """The keywords of a model: of its family, or all for a file, a folder or a repository."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model.name={name}: expected the name of a model")
+    architecture, packaged, own = name.partition(".")[0], model_names(), registered("model")
+    if name.startswith(LIBRARIES):
+        check_library_name(name)
+    elif architecture in own and architecture not in packaged:
+        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, ANY))
+    elif not re.fullmatch(r"[\w.]+", name) or Path(name).exists():
+        return section("", *FAMILIES.values())
+    elif architecture not in packaged:
+        hint = library_hint(name) or did_you_mean(name, packaged, n=3)
+        hint = hint or "; --import MODULE adds yours"
+        raise ConfigError(f"model.name={name}: there is no model of this name{hint}")
+    return next(known for start, known in FAMILIES.items() if architecture.startswith(start))
 
 
 def model_names() -> list[str]:
     """The models of the zoo: each has a configuration file. The registry would import torch."""
     folder = files("revzoo.configs") / "model"
     names = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.is_file()}
-    return sorted(names - {"torchvision", "timm"})
+    return sorted(names - {*LIBRARIES})
 
 
 def names_in(part: Section | Chosen | None, values: Any, path: str = "") -> Iterator[str]:
     """All dotted names that a configuration may have."""
     values = values if isinstance(values, Mapping) else {}
     try:
-        part = None if part is None else chosen(path, part, values)
+        known = section("") if part is None else chosen(path, part, values)
     except ValueError:
         return
-    if part is not None:
-        for key in part.options:
-            name = f"{path}.{key}" if path else key
-            yield name
-            yield from names_in(part.parts.get(key), values.get(key), name)
+    for key in known.options:
+        name = f"{path}.{key}" if path else key
+        yield name
+        yield from names_in(known.parts.get(key), values.get(key), name)
 
 
 def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> ConfigError:

@@ -141,7 +141,8 @@ def compose(
         parsed = parse(with_libraries(overrides), hydra.config_loader)
         words = [_checked(override, source, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
-    check_references(OmegaConf.to_container(whole))  # those of one file may lead to another's
+    everything: Any = OmegaConf.to_container(whole)
+    check_references(everything)  # those of one file may lead to those of another
     _check_hydra_section(whole)
     _drop_options_of_other_schedules(whole, parsed)
     cfg = whole.copy()

@@ -296,6 +296,9 @@ TRAINER = section(
     val_check_interval=Option(
         int | float | str | Mapping | None, None, "batches, or a fraction of the epoch", RATE
     ),
+    inference_mode=Option(bool, True, "of validation and test: false for no_grad"),
+    fast_dev_run=Option(int | bool, False, "Lightning's trial of one batch, or of some"),
+    limit_predict_batches=Option(NUMBER, None, "number or fraction", LEAST_0),
     num_sanity_val_steps=Option(int | None, None, "batches to validate before training"),
     limit_train_batches=Option(NUMBER, None, "number or fraction of the batches", RATE),
     limit_val_batches=Option(NUMBER, None, "0: no validation, and so no best.ckpt", LEAST_0),
@@ -398,7 +401,7 @@ CALLBACKS = {
         decay=Option(float, 0.9, "of the moving average", PART),
     ),
     "hard_samples": section(
-        "TensorBoard: the training images of an epoch with the largest gradients; needs model.norm=group",
+        "TensorBoard: the images of an epoch with the largest gradients; needs model.norm=group",
         count=Option(int, 16, "images", COUNT),
         every_n_steps=Option(int, 1, "optimiser steps", COUNT),
     ),
@@ -450,8 +453,8 @@ FAMILIES = {
     "irevnet": IREVNET,
     "revvit": REVVIT,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
-    "torchvision:": LIBRARY,
-    "timm:": LIBRARY,
+    "torchvision": LIBRARY,
+    "timm": LIBRARY,
 }  # by the start of a model's name
 DATA = {
     "revzoo.data.Digits": DIGITS,
@@ -510,7 +513,7 @@ EVALUATION = section(
 
 def registered(group: str) -> Mapping[str, Any]:
     """What plugins and the package have registered; empty until the table is imported."""
-    module, _, table = REGISTRIES[group].partition(":")
+    module, _, table = REGISTRIES.get(group, ":").partition(":")
     return getattr(sys.modules.get(module), table, {})
 
 

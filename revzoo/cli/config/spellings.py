@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-# what to write -> words of other programs, KEY or KEY=VALUE; @ is the value. Keys whose last part is
-# ours, such as lr, need no row: the nearest key is suggested anyway.
+# what to write -> words of other programs, KEY or KEY=VALUE; @ is the value. Keys whose last part
+# is ours, such as lr, need no row: the nearest key is suggested anyway.
 _OURS = {
     "callbacks.best_checkpoint.monitor=val/acc": "callbacks=model_checkpoint eval_metric",
     "callbacks.best_checkpoint=null callbacks.last_checkpoint=null": "trainer.enable_checkpointing",

@@ -19,21 +19,21 @@ from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from torch import nn
 
 from revzoo._checks import in_section, package_needed
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.run.sizes import try_image
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
-from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
 from revzoo.profiling.plan import PLANNED
-from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.graceful_stop import GracefulStop
-from revzoo.training.callbacks.registry import CALLBACKS
+from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
+from revzoo.training.classifier import Classifier
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import is_first_process
 from revzoo.training.loggers import EXTRAS, LOGGERS
@@ -97,13 +97,16 @@ def build_module(
     return module.train()
 
 
-def check_network(callbacks: Sequence[pl.Callback], network: ImageNetwork) -> None:
+def check_network(
+    config: Mapping[str, Any], callbacks: Sequence[pl.Callback], network: nn.Module
+) -> None:
     """Check that the network meets the requirements of the callbacks.
 
     Raises:
         ValueError: naming the callback.
     """
-    names = {factory: name for name, factory in CALLBACKS.items()}
+    used = [name for name, options in config["callbacks"].items() if options is not None]
+    names = {CALLBACKS[name]: name for name in used}
     for callback in callbacks:
         try:
             if isinstance(callback, ChecksModel):
@@ -131,7 +134,7 @@ def check_parts(config: Mapping[str, Any]) -> None:
         if start.get("pretrained") and not start.get("checkpoint_path"):
             # check that the weights exist; the run downloads them later
             find_model(config["model"]["name"], known=MODELS, pretrained=True)
-        check_network(callbacks, model)
+        check_network(config, callbacks, model)
 
 
 @contextmanager

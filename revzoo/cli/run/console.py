@@ -25,11 +25,10 @@ from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.library import weights_name
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.plan import count_modes
-from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_figures
-from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
-from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
+from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import epochs_of_run
 from revzoo.training.metrics import in_order
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
@@ -130,7 +129,11 @@ def log_opening(
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         *(("", note) for note in data.notes),
-        *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
+        *(
+            ("", note)
+            for note in (_left_out(config, trainer, data), _few_to_validate(data))
+            if note
+        ),
         ("memory", _modes(config, module)),
         ("device", ", ".join(_device(config, trainer))),
         ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
@@ -182,10 +185,10 @@ def _step(trainer: pl.Trainer, data: ImageData) -> str:
     return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
 
-def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
+def _left_out(config: Mapping[str, Any], trainer: pl.Trainer, data: ImageData) -> str:
     """How many images each epoch leaves out, if they are many."""
     # Poisson batches leave out no images
-    if callbacks_of(trainer, PrivateTraining):
+    if config["callbacks"].get("private") is not None:
         return ""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)
     if count <= LEFT_OUT_SHARE * data.train_count:

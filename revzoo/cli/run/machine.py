@@ -1,11 +1,11 @@
-"""Checks that depend on this machine: its devices, and the folder of images.
+"""Checks that depend on this machine: its devices, the folder of images, how it started us.
 
 They do not import Lightning, which takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +72,30 @@ def device_kind(accelerator: str) -> str:
         f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
         "trainer.accelerator=cpu or auto"
     )
+
+
+def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
+    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
+
+    Args:
+        overrides: the command line.
+        several: whether it starts several runs (``-m``, ``revzoo sweep``).
+
+    Raises:
+        ConfigError: naming the option to add.
+    """
+    from revzoo.training.distributed import started_together
+
+    count = started_together()
+    if count == 1:
+        return
+    if several:
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, and each would start all runs: start "
+            "several runs without torchrun and srun"
+        )
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, which need one folder: add "
+            "hydra.run.dir=outputs/NAME, with a new name"
+        )

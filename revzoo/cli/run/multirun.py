@@ -32,6 +32,7 @@ from revzoo.cli.config.config import (
 )
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.invocation import train_words
+from revzoo.cli.run.machine import check_machine, check_started_together
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
 
@@ -113,7 +114,6 @@ def check_jobs(
     _check_some(composed)  # a typo is answered before torch is imported
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.build import check_parts
-        from revzoo.cli.run.machine import check_machine
     runs = [job if isinstance(job, Exception) else _attempt(check_job, job) for job in composed]
     _check_some(runs)
     return runs
@@ -161,30 +161,3 @@ def source_arguments(source: ConfigFiles) -> list[str]:
         "--config-dir": source.extra,
     }
     return [str(part) for option, value in options.items() if value for part in (option, value)]
-
-
-def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
-    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
-
-    Args:
-        overrides: the command line.
-        several: whether it starts several runs (``-m``, ``revzoo sweep``).
-
-    Raises:
-        ConfigError: naming the option to add.
-    """
-    from revzoo.training.distributed import started_together
-
-    count = started_together()
-    if count == 1:
-        return
-    if several:
-        raise ConfigError(
-            f"torchrun or srun has started {count} processes, and each would start all runs: start "
-            "several runs without torchrun and srun"
-        )
-    if not any(override.startswith("hydra.run.dir=") for override in overrides):
-        raise ConfigError(
-            f"torchrun or srun has started {count} processes, which need one folder: add "
-            "hydra.run.dir=outputs/NAME, with a new name"
-        )

@@ -58,16 +58,14 @@ from revzoo.cli.run.folder import (
     write_summary,
 )
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.machine import check_started_together
 from revzoo.cli.run.memory_plan import with_plan
-from revzoo.cli.run.multirun import check_started_together
-from revzoo.cli.run.tune import tune
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
-from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import (
     best_checkpoint_path,
     check_saved,
@@ -80,6 +78,7 @@ from revzoo.training.checkpoint.files import (
     UnwritableCheckpointError,
     read_checkpoint,
 )
+from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.quiet_lightning import quiet
@@ -234,6 +233,8 @@ def train(
 
 def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the search of ``config["tuner"]``; return the configuration of the run that follows."""
+    from revzoo.cli.run.tune import tune  # few runs search
+
     with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
         prepare_process(config)
         following = tune(config, run_dir)
@@ -283,7 +284,7 @@ def prepare(
         # the checkpoint replaces the weights that the run started from: say nothing of these
         with nullcontext() if resume is None else unlogged(pretrained.log):
             module = build_module(config, **shape)
-        check_network(all_callbacks(trainer), module.model)
+        check_network(config, all_callbacks(trainer), module.model)
         return module
 
     # before all images are read, which may take minutes

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     load_optuna()
     from revzoo.cli.config.config import quoted_if_needed
     from revzoo.cli.run.lock import locked
-    from revzoo.cli.run.multirun import check_started_together
+    from revzoo.cli.run.machine import check_started_together
     from revzoo.cli.sweep.search import Search, log_best
     from revzoo.training.callbacks.graceful_stop import RunStopped
 

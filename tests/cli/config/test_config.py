@@ -160,7 +160,7 @@ def test_bad_overrides_are_refused(override: str, message: str) -> None:
 
 
 def test_an_option_of_a_group_without_a_choice_names_the_choices() -> None:
-    message = "as data is null; add data=cifar10, .*data=imagefolder$"
+    message = "data.root=DIR, but data is null: add data=cifar10, .*data=imagefolder$"
     with pytest.raises(ConfigError, match=message):
         compose(["ckpt=RUN", "data.root=DIR"], EVAL)
 

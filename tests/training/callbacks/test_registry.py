@@ -169,7 +169,7 @@ def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         runner.fit(Seen({**TINY, "units": [1, 1, 1]}), loader())
-    kinds = [type(callback) for callback in seen]
+    kinds = [type(callback).__name__ for callback in seen]
     for first, later, why in ORDER:
         assert kinds.index(first) < kinds.index(later), why
     assert len(ORDER) >= 7
