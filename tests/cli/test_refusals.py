@@ -17,7 +17,6 @@ WITHOUT_TORCH = {
     "train model.name=revnt38": "did you mean 'revnet38'",
     "train memory.mode=invrt": "did you mean 'invert'",
     "train -m optim.lrr=1 seed=1,2": "did you mean 'optim.lr'",
-    "train precision=fp16 trainer=cpu": "needs a GPU",
     "train model=resnet18": "torchvision's is 'torchvision:resnet18'",
     "train model=torchvision:resnt50": "did you mean 'torchvision:resnet50'",
     "train optim=sdg": "no such option",
@@ -63,6 +62,7 @@ WITHOUT_TORCH = {
     "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
 }
 WITHOUT_LIGHTNING = {
+    "train precision=fp16 trainer=cpu": "needs a GPU",
     "audit torchvision:resnt50": "did you mean 'torchvision:resnet50'",
 }
 

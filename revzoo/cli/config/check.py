@@ -32,6 +32,7 @@ from revzoo.cli.config.schema import (
     FITTED,
     MODEL,
     MONITORED,
+    OF_PLUGIN,
     OPTIMIZERS,
     PLANS,
     RUN,
@@ -46,7 +47,6 @@ from revzoo.cli.config.spellings import our_spelling
 from revzoo.profiling.units import bytes_from
 
 Config = Mapping[str, Any]
-ANY = Option(Any, None, "of the plugin")
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets and RevViTs are "
@@ -65,40 +65,29 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
     Raises:
         ValueError: naming the value, the expected ones and the remedy.
     """
-    _Checker(config, root, complete).check("", config, root)
-    if root is RUN:
-        for rule in RULES:
-            rule(config)
-    precision = config["precision"].get("trainer")
-    if precision == "16-mixed" and config["trainer"].get("accelerator") == "cpu":
-        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
 
-
-class _Checker:
-    def __init__(self, config: Config, root: Section, complete: bool) -> None:
-        self.config, self.root, self.complete = config, root, complete
-
-    def check(self, path: str, values: Config, known: Section) -> None:
-        where = f"{path}." if path else ""
+    def check_section(path: str, values: Config, known: Section) -> None:
         for key in values:
             if key not in known.options:
-                raise unknown(f"{where}{key}", values[key], self.config, self.root)
+                raise unknown(f"{path}{key}", values[key], config, root)
         for key, option in known.options.items():
-            name, value = f"{where}{key}", values.get(key, option.default)
-            if value == MISSING:
-                if self.complete:
-                    remedy = f": {option.remedy}" if option.remedy else ""
-                    missing = "is needed" if key in values else "is missing from the configuration"
-                    raise ConfigError(f"{name} {missing}{remedy}")
-                continue
-            if key not in values:
+            name, value = f"{path}{key}", values.get(key, option.default)
+            if value == MISSING and complete:
+                missing = "is needed" if key in values else "is missing from the configuration"
+                raise ConfigError(f"{name} {missing}{': ' * bool(option.remedy)}{option.remedy}")
+            if key not in values or value == MISSING:
                 continue
             part = known.parts.get(key)
             if part is not None and not isinstance(value, Mapping | None):
                 raise ConfigError(f"{name}={typed(value)}: {_in_braces(name, value, part)}")
             check_value(name, value, option)
             if part is not None and value is not None:
-                self.check(name, value, chosen(name, part, value))
+                check_section(f"{name}.", value, chosen(name, part, value))
+
+    check_section("", config, root)
+    if root is RUN:
+        for rule in RULES:
+            rule(config)
 
 
 def check_value(name: str, value: Any, option: Option) -> None:
@@ -144,7 +133,7 @@ def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
     own = registered(path) if path in ("callbacks", "data") else {}
     if isinstance(part, Section):  # of the callbacks, also those of plugins
         added = {name: of_plugin(own[name]) for name in own if name not in part.options}
-        return section("", part, parts=added) if added else part
+        return section("", part, **added) if added else part
     value = values.get(part.by)
     if path == "model":
         return _model(value)
@@ -168,7 +157,7 @@ def _model(name: Any) -> Section:
     if name.startswith(LIBRARIES):
         check_library_name(name)
     elif architecture in own and architecture not in packaged:
-        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, ANY))
+        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, OF_PLUGIN))
     elif not re.fullmatch(r"[\w.]+", name) or Path(name).exists():
         return section("", *FAMILIES.values())
     elif architecture not in packaged:
@@ -204,64 +193,57 @@ def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> Confi
         ((key, value),) = value.items()
         name = f"{name}.{key}"
     path, _, leaf = name.rpartition(".")
-    text = typed(value)
-    start = f"{name}={text}: there is no option {name!r}"
     if path == "model" and leaf in FITTED:
         return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
-    if name == "resume":
-        return ConfigError(f"{start}; to continue a run: --resume {text}")
-    known = list(names_in(root, config))
+    hint = f"; to continue a run: --resume {typed(value)}" if name == "resume" else ""
+    if name.startswith(("experiment", "debug")):  # Hydra puts the file's keys below the group
+        hint = "; the first line of its file must be '# @package _global_'"
     sections = ["hydra", "debug", *root.options]
-    hint = our_spelling(name, text, sections)
-    if not hint and path != "trainer":  # whose other options are Lightning's
-        hint = our_spelling(leaf, text, sections)
-    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == path]
+    # the other options of the trainer are Lightning's
+    for spelling in (name, leaf) if path != "trainer" else (name,):
+        hint = hint or our_spelling(spelling, typed(value), sections)
     part: Any = root
     for key in path.split("."):
         part = part.parts.get(key) if isinstance(part, Section) else None
-    if not hint and isinstance(part, Chosen) and (having := _having(path, part, leaf)):
-        hint = f"; {having} {'have' if ',' in having else 'has'} it{REASONS.get(leaf, '')}"
-    if not hint and path:
-        longer = [k for k in siblings if k.endswith(f"_{leaf}")]
-        if near := longer or nearest(leaf, siblings, cutoff=0.6):
-            hint = f"; did you mean '{path}.{near[0]}'?"
-    hint = hint or _meant(name, known, by_leaf_only=bool(path and siblings))
-    if not hint and path and siblings:
-        hint = f" (there is {', '.join(siblings)})"
-    return ConfigError(f"{start}{hint}")
-
-
-def typed(value: Any) -> str:
-    """A value as users type it."""
-    words = {None: "null", True: "true", False: "false", "": "''"}
-    return (
-        words[value]
-        if isinstance(value, str | bool | None) and value in words
-        else f"{value!s:.80}"
-    )
+    if isinstance(part, Chosen) and (having := _having(path, part, leaf)):
+        has = "have" if "," in having else "has"
+        hint = hint or f"; {having} {has} it{REASONS.get(leaf, '')}"
+    hint = hint or _meant(path, leaf, list(names_in(root, config)))
+    return ConfigError(f"{name}={typed(value)}: there is no option {name!r}{hint}")
 
 
 def _having(path: str, part: Chosen, key: str) -> str:
     """The choices that have an option, as a user chooses them."""
     found = [value for value, known in part.sections.items() if key in known.options]
     if path == "data":
-        found = [f"data={value.rpartition('.')[2].lower()}" for value in found]
-    elif path == "model":
-        found = [f"model={value}..." for value in found]
-    else:
-        found = [f"{path}.{part.by}={value}" for value in found]
-    return shortened(found) if found else ""
+        return shortened(f"data={value.rpartition('.')[2].lower()}" for value in found) * bool(
+            found
+        )
+    dots = "model={}..." if path == "model" else f"{path}.{part.by}={{}}"
+    return shortened(map(dots.format, found)) * bool(found)
 
 
-def _meant(name: str, known: Sequence[str], *, by_leaf_only: bool) -> str:
-    """The nearest known name; a bare last part (``lr``) finds its place (``optim.lr``)."""
-    same_leaf = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = same_leaf[:1] or ([] if by_leaf_only else nearest(name, known, cutoff=0.6))
-    if not near and not by_leaf_only:
-        # a bare, misspelt last part: `lrr`
-        leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
-        near = [leaves[leaf] for leaf in nearest(name, leaves, cutoff=0.6)]
+def _meant(path: str, leaf: str, known: Sequence[str]) -> str:
+    """The nearest option of the section; a bare last part (``lr``) finds its place."""
+    by_leaf: dict[str, str] = {}  # the first of each
+    for other in known:
+        by_leaf.setdefault(other.rpartition(".")[2], other)
+    siblings = [other for other in known if path and other.rpartition(".")[0] == path]
+    longer = [other for other in siblings if other.endswith(f"_{leaf}")]
+    near = longer or nearest(f"{path}.{leaf}", siblings, cutoff=0.8)
+    near = near or ([by_leaf[leaf]] if leaf in by_leaf else [])
+    if siblings and not near:
+        return f" (there is {shortened((o.rpartition('.')[2] for o in siblings), 12)})"
+    near = near or nearest(f"{path}.{leaf}".lstrip("."), known, cutoff=0.6)
+    # a bare, misspelt last part: `lrr`
+    near = near or [by_leaf[found] for found in nearest(leaf, by_leaf, cutoff=0.6)]
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def typed(value: Any) -> str:
+    """A value as users type it."""
+    words = {"None": "null", "True": "true", "False": "false", "": "''"}
+    return words.get(str(value), f"{value!s:.80}")
 
 
 # --- rules of several options ---

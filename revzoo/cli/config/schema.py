@@ -12,16 +12,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import MISSING
 
+NUMBER = int | float | None
 COUNT, RATE, PART, LEAST_0 = "[1, inf)", "(0, inf)", "[0, 1)", "[0, inf)"
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh")
 MODES = ("store", "offload", "recompute", "invert", "exact")
+ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+PROFILERS = ("simple", "advanced", "pytorch")
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 PLANS = ("auto", "budget")
 OPTIMIZERS = ("sgd", "adamw", "muon")
+BITS = ("saved", *range(1, 9))
 MONITORED = dict.fromkeys(("val/acc", "val/balanced_acc", "val/acc5", "train/acc"), "max") | {
     "val/loss": "min",
     "train/loss": "min",
@@ -64,42 +69,47 @@ class Section:
 
     Attributes:
         about: its meaning, one line.
-        options: by name.
-        parts: the sections among the options; or several, of which one of their options chooses.
+        options: by name, those that are mappings included.
+        parts: these mappings.
+        default: ``???`` if the section must be given.
     """
 
-    about: str = ""
-    options: Mapping[str, Option] = field(default_factory=dict)
-    parts: Mapping[str, Section | Chosen] = field(default_factory=dict)
+    about: str
+    options: Mapping[str, Option]
+    parts: Mapping[str, Section | Chosen]
+    default: Any = None
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Several sections, of which an option chooses one.
-
-    Attributes:
-        by: the option.
-        sections: by its value.
-    """
+    """Several sections, of which the option ``by`` chooses one."""
 
     by: str
     sections: Mapping[Any, Section]
     about: str = ""
+    default: Any = None
 
 
-def section(about: str, *bases: Section, parts: Any = None, **options: Option) -> Section:
+def section(
+    about: str, *bases: Section, default: Any = None, **own: Option | Section | Chosen
+) -> Section:
     """A section with the options of its bases, and its own."""
-    inherited: dict[str, Option] = {}
+    options: dict[str, Option] = {}
+    parts: dict[str, Section | Chosen] = {}
     for base in bases:
-        inherited |= base.options
-    parts = {name: part for base in bases for name, part in base.parts.items()} | (parts or {})
-    every = inherited | options
-    rest = {n: Option(Mapping | None, None, part.about) for n, part in parts.items()}
-    return Section(about, every | {n: o for n, o in rest.items() if n not in every}, parts)
+        options |= base.options
+        parts |= base.parts
+    for name, entry in own.items():
+        if not isinstance(entry, Option):
+            parts[name] = entry
+            kind = Mapping | None if entry.default is None else Mapping
+            entry = Option(kind, entry.default, entry.about)
+        options[name] = entry
+    return Section(about, options, parts, default)
 
 
 AUGMENT = section(
-    "Random changes of the training images.",
+    "random changes of the training images",
     crop_padding=Option(int | None, None, "pixels around the crop; null: 1/8 of the side", LEAST_0),
     crop_scale=Option(float, 0.08, "least share of the area in crops of files", "(0, 1]"),
     flip=Option(bool, True, "mirror left and right, half of the time"),
@@ -109,16 +119,13 @@ AUGMENT = section(
 )
 DIGITS = section(
     "Images of the package.",
-    parts={"augment": AUGMENT},
     _target_=Option(str, MISSING, "the data set"),
     batch_size=Option(int, 128, "training images per step and process", COUNT),
     eval_batch_size=Option(int, 512, "images per step of validation and test", COUNT),
-    num_workers=Option(
-        int | None, None, "loader processes; null: 0 in memory, else the CPUs minus 1", LEAST_0
-    ),
+    num_workers=Option(int | None, None, "loader processes; null: as the data need", LEAST_0),
     val_fraction=Option(float, 0.1, "of the training images, if there is no val/", "(0, 1)"),
     split_seed=Option(int, 0, "chooses the images held back for validation"),
-    augment=Option(Mapping | None, None, "random changes of the training images"),
+    augment=AUGMENT,
 )
 CIFAR = section(
     "CIFAR-10 or CIFAR-100.",
@@ -131,9 +138,7 @@ FOLDER = section(
     "A folder of images.",
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
-    image_size=Option(
-        int | None, None, "pixels; null: those of the images, or of the checkpoint", COUNT
-    ),
+    image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
     in_chans=Option(int, 3, "1: converted to grey", choices=(1, 3)),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
@@ -151,10 +156,7 @@ MODEL = section(
 CONVERTIBLE = section(
     "",
     reversible_bits=Option(
-        int | None,
-        None,
-        "1 to 8: bits per value with which blocks become reversible; try 4",
-        "[1, 8]",
+        int | None, None, "make blocks reversible; 4 is a good choice", "[1, 8]"
     ),
 )
 LIBRARY = section(
@@ -233,8 +235,8 @@ SCHEDULES = {
     ),
 }
 OPTIM = section(
-    "The optimiser, and the options of the training loss.",
-    parts={"schedule": Chosen("name", SCHEDULES)},
+    "optimiser, schedule and loss",
+    default=MISSING,
     name=Option(str, MISSING, "sgd, adamw, muon or a registered optimiser"),
     lr=Option(float, MISSING, "peak rate; with muon, of the hidden weights", RATE),
     sgd_lr=Option(float | None, None, "with muon: rate of norms, biases, the classifier", RATE),
@@ -243,42 +245,34 @@ OPTIM = section(
     weight_decay=Option(float, MISSING, "with sgd coupled: added to the gradient", LEAST_0),
     decay_all=Option(bool, False, "decay norms and biases, too; not with muon"),
     label_smoothing=Option(float, 0.0, "of the training loss", PART),
-    class_weights=Option(
-        str | Sequence | None, None, "balanced, or one number per class, as in [1, 3]"
-    ),
+    class_weights=Option(str | Sequence | None, None, "balanced, or one per class, as in [1, 3]"),
     layer_decay=Option(float, 1.0, "factor of the rate per stage, down to the stem", "(0, 1]"),
-    schedule=Option(Mapping, {"name": "step"}, "the learning rate over the run"),
+    schedule=Chosen("name", SCHEDULES, "the learning rate over the run", {"name": "step"}),
 )
+GIVE_BYTES = "give memory.bytes=4GiB, say"
 MEMORY = section(
-    "What a training step keeps of its activations.",
+    "what a training step keeps of its activations",
+    default=MISSING,
     mode=Option(str | None, MISSING, "see memory=MODE", choices=(*MODES, *PLANS)),
     bytes=Option(
-        int | float | str | None,
-        None,
-        "budget: the peak of a step",
-        remedy="give memory.bytes=4GiB, say",
+        NUMBER | str, None, "budget: the peak of all tensors in a step", remedy=GIVE_BYTES
     ),
-    inverting=Option(
-        str | None, None, "of a plan; null: the model's own", choices=("invert", "exact")
-    ),
+    inverting=Option(str | None, None, "null: the model's own", choices=("invert", "exact")),
     plan=Option(Mapping | None, None, "steps and their memory modes"),
     planned_for=Option(Mapping | None, None, "the conditions of the plan"),
 )
 PRECISION = section(
-    "Number formats.",
-    trainer=Option(
-        str, MISSING, "see precision=NAME", choices=("32-true", "64-true", "16-mixed", "bf16-mixed")
-    ),
+    "number formats",
+    default=MISSING,
+    trainer=Option(str, MISSING, "see precision=NAME", choices=PRECISIONS),
     tf32=Option(bool, MISSING, "TensorFloat-32 in matrix products and convolutions"),
     channels_last=Option(bool, MISSING, "order of images in memory; often faster"),
 )
-
-NUMBER = int | float | None
+NO_TEST = "test=false skips the test"
 TRAINER = section(
-    "Lightning's Trainer; other sections set its other arguments.",
-    accelerator=Option(
-        str, MISSING, "auto: a GPU if there is one", choices=("auto", "gpu", "cuda", "mps", "cpu")
-    ),
+    "devices and length: Lightning's Trainer; other sections set its other arguments",
+    default=MISSING,
+    accelerator=Option(str, MISSING, "auto: a GPU if there is one", choices=ACCELERATORS),
     devices=Option(int | str | Sequence, MISSING, "processes on each machine, or auto"),
     strategy=Option(str, MISSING, "auto, or ddp for several processes"),
     num_nodes=Option(int, 1, "machines", COUNT),
@@ -288,28 +282,20 @@ TRAINER = section(
     min_steps=Option(int | None, None, "do not stop earlier", LEAST_0),
     max_time=Option(str | Mapping | None, None, "DAYS:HOURS:MINUTES:SECONDS"),
     accumulate_grad_batches=Option(int, 1, "batches of an optimiser step", COUNT),
-    gradient_clip_val=Option(
-        float | None, None, "largest norm of gradients; null: no clipping", LEAST_0
-    ),
+    gradient_clip_val=Option(float | None, None, "largest norm of gradients", LEAST_0),
     gradient_clip_algorithm=Option(str | None, None, "norm or value"),
     check_val_every_n_epoch=Option(int | None, 1, "epochs between two validations", COUNT),
-    val_check_interval=Option(
-        int | float | str | Mapping | None, None, "batches, or a fraction of the epoch", RATE
-    ),
+    val_check_interval=Option(NUMBER | str | Mapping, None, "batches, or part of an epoch", RATE),
     inference_mode=Option(bool, True, "of validation and test: false for no_grad"),
     fast_dev_run=Option(int | bool, False, "Lightning's trial of one batch, or of some"),
     limit_predict_batches=Option(NUMBER, None, "number or fraction", LEAST_0),
     num_sanity_val_steps=Option(int | None, None, "batches to validate before training"),
     limit_train_batches=Option(NUMBER, None, "number or fraction of the batches", RATE),
     limit_val_batches=Option(NUMBER, None, "0: no validation, and so no best.ckpt", LEAST_0),
-    limit_test_batches=Option(
-        NUMBER, None, "number or fraction", RATE, remedy="test=false skips the test"
-    ),
+    limit_test_batches=Option(NUMBER, None, "number or fraction", RATE, remedy=NO_TEST),
     overfit_batches=Option(int | float, 0.0, "number or fraction to overfit; 0.0: off", LEAST_0),
     log_every_n_steps=Option(int | None, None, "steps between two logged figures", LEAST_0),
-    profiler=Option(
-        str | None, None, "writes a time profile", choices=("simple", "advanced", "pytorch")
-    ),
+    profiler=Option(str | None, None, "writes a time profile", choices=PROFILERS),
     deterministic=Option(bool | str | None, None, "the same bits in each run, also on GPUs"),
     benchmark=Option(bool | None, None, "let cuDNN try its kernels and choose the fastest"),
     detect_anomaly=Option(bool, False, "find the operation that makes a NaN; slow"),
@@ -421,9 +407,7 @@ LOGGERS = {
         "MLflow.",
         LOGGER,
         experiment=Option(str, "revzoo", "the experiment"),
-        tracking_uri=Option(
-            str | None, None, "such as sqlite:///mlflow.db; null: of the environment"
-        ),
+        tracking_uri=Option(str | None, None, "such as sqlite:///mlflow.db; null: environment's"),
     ),
 }
 TUNER = section(
@@ -467,78 +451,53 @@ FITTED = {
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
 }  # arguments of create_model that a run fills in, and their sources
-MACHINE = {"precision": PRECISION, "trainer": TRAINER}
 RUN = section(
-    "A run: revzoo train.",
-    parts={
-        **{"model": Chosen("name", FAMILIES), "data": Chosen("_target_", DATA), "memory": MEMORY},
-        **{"optim": OPTIM, **MACHINE, "callbacks": section("", parts=CALLBACKS)},
-        **{"logger": Chosen("kind", LOGGERS), "tuner": Chosen("kind", TUNERS)},
-    },
-    model=Option(Mapping, MISSING, "the network"),
-    data=Option(Mapping, MISSING, "the images"),
-    memory=Option(Mapping, MISSING, "what a training step keeps"),
-    precision=Option(Mapping, MISSING, "number formats"),
-    optim=Option(Mapping, MISSING, "optimiser, schedule and loss"),
-    trainer=Option(Mapping, MISSING, "devices and length"),
-    callbacks=Option(Mapping, MISSING, "what a run does besides training; null removes one"),
-    logger=Option(Mapping, MISSING, "where figures go"),
-    tuner=Option(Mapping | None, None, "a search before the run, or instead"),
+    "revzoo train",
+    model=Chosen("name", FAMILIES, "the network", MISSING),
+    data=Chosen("_target_", DATA, "the images", MISSING),
+    memory=MEMORY,
+    precision=PRECISION,
+    optim=OPTIM,
+    trainer=TRAINER,
+    callbacks=section("what a run does besides; null removes one", default=MISSING, **CALLBACKS),
+    logger=Chosen("kind", LOGGERS, "where figures go", MISSING),
+    tuner=Chosen("kind", TUNERS, "a search before the run, or instead"),
     seed=Option(int, MISSING, "of the initial weights, order and augmentation", "[0, 4294967295]"),
     threads=Option(int | None, None, "CPU threads; null: one per core, or OMP_NUM_THREADS", COUNT),
     test=Option(bool, MISSING, "evaluate the best checkpoint on the test split at the end"),
 )
+GIVE_CKPT = "give the folder of a run, ckpt=RUN_DIR, or weights such as ckpt=revnet38.cifar10"
 EVALUATION = section(
-    "An evaluation: revzoo eval.",
-    parts={"data": Chosen("_target_", DATA), **MACHINE},
-    ckpt=Option(
-        Any,
-        MISSING,
-        "a run's folder, a checkpoint or weights",
-        remedy="give the folder of a run, ckpt=RUN_DIR, or weights such as ckpt=revnet38.cifar10",
-    ),
+    "revzoo eval",
+    ckpt=Option(Any, MISSING, "a run's folder, a checkpoint or weights", remedy=GIVE_CKPT),
     split=Option(str, MISSING, "the images", choices=("test", "val")),
     batch_size=Option(int | None, None, "images per step; null: data.eval_batch_size", COUNT),
-    bits=Option(
-        int | str | None,
-        "saved",
-        "of reversible blocks; null: the plain network",
-        choices=("saved", *range(1, 9)),
-    ),
-    data=Option(Mapping | None, None, "null: the run's"),
-    precision=Option(Mapping, MISSING, "number formats"),
-    trainer=Option(Mapping, MISSING, "devices"),
+    bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
+    data=Chosen("_target_", DATA, "null: the run's"),
+    precision=PRECISION,
+    trainer=TRAINER,
 )
-
-
-def registered(group: str) -> Mapping[str, Any]:
-    """What plugins and the package have registered; empty until the table is imported."""
-    module, _, table = REGISTRIES.get(group, ":").partition(":")
-    return getattr(sys.modules.get(module), table, {})
-
-
 REGISTRIES = {
     "callbacks": "revzoo.training.callbacks.registry:CALLBACKS",
     "data": "revzoo.data.registry:DATA",
     "model": "revzoo.models.registry:MODELS",
     "optim": "revzoo.training.optim.optimizers:OPTIMIZERS",
 }
+OF_PLUGIN = Option(Any, None, "of the plugin")
 
 
-def of_plugin(builder: Callable[..., Any], base: Section | None = None) -> Section:
-    """The keyword parameters of a registered class or function, with their types."""
-    constructor = builder.__init__ if isinstance(builder, type) else builder  # type: ignore[misc]
-    try:
-        hints = get_type_hints(constructor)
-    except Exception:  # names that its module does not have
-        hints = {}
+def registered(group: str) -> Mapping[str, Any]:
+    """What plugins and the package have registered; empty until the table is imported."""
+    module, _, table = REGISTRIES[group].partition(":")
+    return getattr(sys.modules.get(module), table, {})
+
+
+def of_plugin(builder: Callable[..., Any], *bases: Section) -> Section:
+    """The parameters of a registered class or function; of a callback those with keywords only."""
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    own = {
-        p.name: Option(
-            hints.get(p.name, Any), MISSING if p.default is p.empty else p.default, "of the plugin"
-        )
+    names = [
+        p.name
         for p in inspect.signature(builder).parameters.values()
-        if p.kind in kinds[: 1 + (base is not None)]
-    }
-    about = (inspect.getdoc(builder) or "").partition("\n")[0]
-    return section(about, *([base] if base else []), **own)
+        if p.kind in kinds[: 1 + len(bases)]
+    ]
+    return section("of a plugin", *bases, **dict.fromkeys(names, OF_PLUGIN))

@@ -6,8 +6,7 @@ Hydra's ``instantiate``: it imports any path that a configuration names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run.sizes import try_image
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
@@ -122,35 +121,18 @@ def check_parts(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a constructor refuses a value, or the model does not take the memory mode.
     """
-    with type_errors_explained():
-        OptimSpec.of(config["optim"])
-        callbacks = build_callbacks(config["callbacks"], run_dir=Path())
-        build_data(config["data"])
-        # any numbers: the data are not read yet
-        spec = model_spec(config, num_classes=10, in_chans=3)
-        start = {key: spec.pop(key) for key in WEIGHTS_ARGUMENTS if key in spec}
-        with torch.device("meta"):  # which has no values to load
-            model = create_model(spec.pop("name"), **spec)
-        if start.get("pretrained") and not start.get("checkpoint_path"):
-            # check that the weights exist; the run downloads them later
-            find_model(config["model"]["name"], known=MODELS, pretrained=True)
-        check_network(config, callbacks, model)
-
-
-@contextmanager
-def type_errors_explained() -> Iterator[None]:
-    """Explain in one line the error that Python raises for a value of the wrong type.
-
-    Raises:
-        ConfigError: with the type of the error.
-    """
-    try:
-        yield
-    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-        raise ConfigError(
-            "a value of the configuration is missing or has the wrong type "
-            f"({type(error).__name__}: {one_line(error)}): compare it with revzoo train --cfg job"
-        ) from error
+    OptimSpec.of(config["optim"])
+    callbacks = build_callbacks(config["callbacks"], run_dir=Path())
+    build_data(config["data"])
+    # any numbers: the data are not read yet
+    spec = model_spec(config, num_classes=10, in_chans=3)
+    start = {key: spec.pop(key) for key in WEIGHTS_ARGUMENTS if key in spec}
+    with torch.device("meta"):  # which has no values to load
+        model = create_model(spec.pop("name"), **spec)
+    if start.get("pretrained") and not start.get("checkpoint_path"):
+        # check that the weights exist; the run downloads them later
+        find_model(config["model"]["name"], known=MODELS, pretrained=True)
+    check_network(config, callbacks, model)
 
 
 def size_remedy(config: Mapping[str, Any], side: int) -> str:

@@ -33,7 +33,6 @@ from revzoo.cli.run.build import (
     build_trainer,
     check_network,
     data_name,
-    type_errors_explained,
 )
 from revzoo.cli.run.changes import moved, new_run_command
 from revzoo.cli.run.console import (
@@ -273,8 +272,7 @@ def prepare(
         step, trained_on = _saved(resume, config)
     elif (run_dir / CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
-    with type_errors_explained():
-        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
     if trainer.is_global_zero and (place := place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files

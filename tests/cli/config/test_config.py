@@ -76,7 +76,7 @@ def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path
     file.parent.mkdir()
     file.write_text(text)
     with pytest.raises(
-        ConfigError, match=r"plain\.yaml needs the first line '# @package _global_'"
+        ConfigError, match=r"experiment.*he first line of its file must be '# @package _global_'"
     ):
         compose(["experiment=plain"], source)
     file.write_text(f"# @package _global_\n{text}")
