@@ -36,6 +36,7 @@ from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
+from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER
 from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
@@ -50,7 +51,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         BestCheckpoint,
         LastCheckpoint,
         LearningRateMonitor,
-        registry.Progress,
+        Progress,
         Footprint,
         EpochLog,
         DriftLogger,
