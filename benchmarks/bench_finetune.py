@@ -35,8 +35,8 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from revzoo.cli.run.build import build_data, build_module, build_trainer
 from revzoo.cli.config.config import compose
+from revzoo.cli.run.build import build_data, build_module, build_trainer
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.audit import audit

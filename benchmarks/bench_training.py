@@ -35,8 +35,8 @@ import torch
 from measure import environment
 from torch import Tensor, nn
 
-from revzoo.cli.run.build import build_trainer, model_spec
 from revzoo.cli.config.config import compose
+from revzoo.cli.run.build import build_trainer, model_spec
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule

@@ -42,8 +42,8 @@ class Option:
         default: ``???`` if it must be given.
         about: its meaning, one line.
         range: of numbers, such as ``[0, 1)``.
-        choices: all valid values.
-        also: valid besides ``range`` or ``choices``.
+        choices: all valid values, besides null where the type allows it.
+        also: valid besides ``range``.
         remedy: the end of messages about its value.
     """
 
@@ -495,9 +495,9 @@ def registered(group: str) -> Mapping[str, Any]:
 def of_plugin(builder: Callable[..., Any], *bases: Section) -> Section:
     """The parameters of a registered class or function; of a callback those with keywords only."""
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [
-        p.name
+    own = {
+        p.name: Option(Any, MISSING if p.default is p.empty else p.default, "of the plugin")
         for p in inspect.signature(builder).parameters.values()
         if p.kind in kinds[: 1 + len(bases)]
-    ]
-    return section("of a plugin", *bases, **dict.fromkeys(names, OF_PLUGIN))
+    }
+    return section("of a plugin", *bases, **own)

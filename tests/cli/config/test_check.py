@@ -10,8 +10,9 @@ from revzoo.cli.config.check import OF_SAMPLES, check
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run.build import check_parts
 from revzoo.cli.run.machine import check_machine, device_kind
-from revzoo.data import ImageData
+from revzoo.data import DATA, ImageData
 from revzoo.models import pretrained
+from revzoo.training.callbacks.registry import CALLBACKS
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
 
@@ -217,3 +218,27 @@ def test_precision_depends_on_the_device(compose: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(MPS, lambda: True)
     with pytest.raises(ValueError, match="precision=fp64 is not supported on mps"):
         check_machine(compose("precision=fp64"))
+
+
+def test_options_of_plugins_are_their_parameters(
+    compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flowers(ImageData):
+        def __init__(self, root: str, *, petals: int = 5, **options: Any) -> None: ...
+
+    def confetti(run_dir: Path, *, colour: str, every: int = 1) -> None: ...
+
+    monkeypatch.setitem(DATA, "flowers", Flowers)
+    monkeypatch.setitem(CALLBACKS, "confetti", confetti)  # type: ignore[arg-type]
+    good = compose("+callbacks.confetti.colour=red")
+    good["data"] = {"_target_": "flowers", "root": "x", "petals": 4, "batch_size": 8}
+    check(good)
+    for section, options, message in (
+        ("data", {"_target_": "flowers"}, r"data\.root is missing"),
+        ("data", {"_target_": "flowers", "root": "x", "petal": 4}, "did you mean 'data.petals'"),
+        ("data", {"_target_": "flowrs"}, "did you mean 'flowers'"),
+        ("callbacks", {"confetti": {}}, r"callbacks\.confetti\.colour is missing"),
+        ("callbacks", {"confetti": {"color": 1}}, "did you mean 'callbacks.confetti.colour'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check({**good, section: options})
