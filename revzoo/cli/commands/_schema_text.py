@@ -19,7 +19,7 @@ def sections(group: str) -> dict[str, Section]:
     if isinstance(part, Section):
         return {f"{group}, all options": part}
     names = {
-        id(known): [str(name) for name, other in part.sections.items() if other is known]
+        id(known): [yaml_text(name) for name, other in part.sections.items() if other is known]
         for known in part.sections.values()
     }
     dots = "..." if group == "model" else ""

@@ -144,6 +144,13 @@ def compose(
     everything: Any = OmegaConf.to_container(whole)
     check_references(everything)  # those of one file may lead to those of another
     _drop_options_of_other_schedules(whole, parsed)
+    with flag_override(whole, ["struct", "readonly"], [False, False]):
+        # as typed, for records and names of folders
+        whole.hydra.overrides.task = [
+            str(o.input_line) for o in parsed if not o.is_hydra_override()
+        ]
+        dirname = everything["hydra"]["job"]["override_dirname"]
+        whole.hydra.job.override_dirname = dirname.replace("++", "")
     cfg = whole.copy()
     # Hydra locks the configuration: no key can be added or removed
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
