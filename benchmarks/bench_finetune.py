@@ -35,8 +35,8 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from revzoo.cli.config.build import build_data, build_module, build_trainer
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.config import compose
+from revzoo.cli.run.build import build_data, build_module, build_trainer
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.audit import audit
@@ -136,7 +136,7 @@ def configuration(
         *(f"data.root={folder}", f"data.batch_size={args.batch}", f"data.augment.flip={task.flip}"),
         *(f"trainer.max_epochs={epochs}", "trainer.limit_val_batches=0"),
     ]
-    config = to_plain(compose_checked(overrides))
+    config = compose(overrides).config
     kept = {name: config["callbacks"][name] for name in ("batch_norm", "finetuning")}
     return {**config, "callbacks": kept}
 
@@ -158,7 +158,7 @@ def train(
         pl.seed_everything(seed, verbose=False)
         data = build_data(config["data"])
         data.setup("fit")
-        module = build_module(config, data)
+        module = build_module(config, **data.shape)
         trainer = build_trainer(config, run_dir=folder)
         start = time.process_time()
         trainer.fit(module, datamodule=data)

@@ -35,8 +35,8 @@ import torch
 from measure import environment
 from torch import Tensor, nn
 
-from revzoo.cli.config.build import build_trainer, model_spec
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.config import compose
+from revzoo.cli.run.build import build_trainer, model_spec
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule
@@ -152,7 +152,7 @@ def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
     """Seconds of each loop in each round, and images a step."""
     overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
-    config = to_plain(compose_checked(overrides))
+    config = compose(overrides).config
     data, module = make(task, config)
     fed, fixed = make(task, config), make(task, config)
     loops = {

@@ -92,6 +92,6 @@ def compose() -> Callable[..., dict[str, Any]]:
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    from revzoo.cli.config.compose import compose_checked, to_plain  # most tests need no Hydra
+    from revzoo.cli.config.config import compose  # most tests need no Hydra
 
-    return to_plain(compose_checked(overrides))
+    return compose(overrides).config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.commands.evaluate import with_key
-from revzoo.cli.config.compose import ConfigFiles, compose_checked
+from revzoo.cli.config.config import ConfigFiles, compose
 from revzoo.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     unknown = page == OWN or getattr(args, "imports", []) or getattr(args, "resume", None)
     if words[0] in PRIMARY and not unknown:
         overrides = with_key(args.overrides) if words[0] == "eval" else args.overrides
-        compose_checked(overrides, ConfigFiles(PRIMARY[words[0]]))
+        compose(overrides, ConfigFiles(PRIMARY[words[0]]))
 
 
 def test_make_has_the_targets_that_pages_name() -> None:

@@ -60,11 +60,13 @@ def test_every_configuration_file_is_shown_whole(pages: dict[str, str]) -> None:
 def test_an_option_stands_with_its_value_and_its_comment(pages: dict[str, str]) -> None:
     rows = {
         "configuration/callbacks": (
-            r"`callbacks\.best_checkpoint\.monitor` \| `val/acc` \| \w+",
-            r"`callbacks\.drift` \|  \| \w+",
+            r"`callbacks\.best_checkpoint\.monitor` \| `val/acc` \| `val/acc`, .* \| the figure",
+            r"`callbacks\.drift` \| `null` \| a mapping or null \| relative error",
         ),
-        "configuration/optim": (r"`optim\.schedule\.warmup` \| `0\.15` \|",),
-        "configuration": (r"`seed` \| `0` \| \w+",),
+        "configuration/optim": (
+            r"`optim\.schedule\.warmup` \| `0\.25` \| a number in \(0, 1\) \|",
+        ),
+        "configuration": (r"`seed` \|  \| a whole number in \[0, .*\] \| of the initial weights",),
     }
     for page, patterns in rows.items():
         for pattern in patterns:

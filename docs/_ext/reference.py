@@ -1,7 +1,8 @@
 """Pages made when the site is built: the API, the commands, the configuration groups.
 
 They are written into ``docs/reference``, beside the notebooks, from docstrings, from each command's
-``--help`` and from the YAML files, so that none of them can differ from the program.
+``--help`` and from the schema of the configuration, so that none of them can differ from the
+program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.commands.options import choices, texts
+from omegaconf import MISSING
+
+from revzoo._checks import expected_type
+from revzoo.cli.commands._schema_text import sections, yaml_text
+from revzoo.cli.commands.options import choices
+from revzoo.cli.config.schema import RUN, Option, Section
 from revzoo.cli.main import COMMANDS, main
 
 FENCE = "```"
@@ -54,9 +60,8 @@ A run is composed of one choice from each group. `GROUP=CHOICE` chooses, `GROUP.
 an option: `revzoo train model=revnet110 optim=muon optim.lr=0.02`. `revzoo train --cfg job` prints
 the whole configuration, `revzoo options GROUP` the options of a group.
 """
-WHOLE = ("debug", "experiment")  # groups whose files set options of the others
+GLOBAL = "# @package _global_\n"  # a directive of Hydra, not a comment for readers
 NAME = re.compile(r"(?<![`\[}])`(revzoo\.(\w+)(?:\([^`<>]*\))?)`(?!`)")
-OPTION = re.compile(r"^( *)(\w+):(?: +([^#\s].*?))??(?: +# *(.*))?$")
 
 
 def write(folder: Path) -> None:
@@ -161,43 +166,57 @@ def configuration() -> str:
     ]
     return "\n".join([
         CONFIGURATION, *table(("group", "default", "choices"), rows), "", *tree, FENCE, "",
-        "## Options of a run", "", *options_of("", primary), "",
+        "## Options of a run", "", *options_of(RUN), "",
     ])  # fmt: skip
 
 
 def group_page(group: str) -> str:
-    """A choice after the other: its options as a table, and its file."""
+    """The options of a group as tables, from the schema, and the files of its choices."""
     lines = [
         f"# {group}",
         "",
         f"`{group}=CHOICE` chooses, `{group}.OPTION=VALUE` sets an option.",
         "",
     ]
-    for text in texts(CONFIGS, group):
-        head, _, body = text.partition("\n")
-        title = head.removeprefix("== ")
-        prefix = "" if group in WHOLE else f"{group}."
-        lines += [f"## {title}", "", *options_of(prefix, body), ""]
-        lines += [f"{FENCE}yaml", body.rstrip(), FENCE, ""]
+    for title, section in sections(group).items():
+        lines += [f"## {title}", "", section.about, "", *options_of(section, f"{group}."), ""]
+    for name in choices(CONFIGS)[group]:
+        text = (CONFIGS / group / f"{name}.yaml").read_text().replace(GLOBAL, "")
+        lines += [f"## {group}/{name}", "", *about(text), ""]
+        lines += [f"{FENCE}yaml", text.rstrip(), FENCE, ""]
     return "\n".join(lines)
 
 
-def options_of(prefix: str, text: str) -> list[str]:
-    """The comments at the top, and a table of the options with a comment or a value."""
-    about = [re.sub(r"^#\s*(=+\s*)?", "", line) for line in top_comments(text)]
-    rows, path = [], []
-    for line in text.splitlines():
-        match = OPTION.match(line)
-        if match is None:
-            continue
-        indent, name, value, comment = match.groups()
-        path[len(indent) // 2 :] = [name]
-        if path[0] not in ("defaults", "hydra") and (value or comment):
-            rows.append(
-                (f"`{prefix}{'.'.join(path)}`", f"`{value}`" if value else "", comment or "")
-            )
-    found = table(("option", "value", "meaning"), rows) if rows else []
-    return [*(sentence + "  " for sentence in about), *([""] if about else []), *found]
+def options_of(section: Section, prefix: str = "") -> list[str]:
+    """A table of the options, those of the sections below included."""
+    return table(("option", "default", "values", "meaning"), list(rows(section, prefix)))
+
+
+def rows(section: Section, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    """A row for each option."""
+    for name, option in section.options.items():
+        default = "" if option.default == MISSING else f"`{yaml_text(option.default)}`"
+        yield f"`{prefix}{name}`", default, values_of(option), option.about
+        part = section.parts.get(name)
+        if prefix and isinstance(part, Section):
+            yield from rows(part, f"{prefix}{name}.")
+        elif prefix and part is not None:
+            for value, chosen in part.sections.items():
+                for key, *row in rows(chosen, f"{prefix}{name}."):
+                    if not key.endswith(f".{part.by}`"):
+                        yield key, row[0], row[1], f"{value}: {row[2]}"
+
+
+def values_of(option: Option) -> str:
+    """The valid values."""
+    words = [", ".join(f"`{yaml_text(choice)}`" for choice in option.choices)]
+    words += [expected_type(object(), option.type) if not option.choices else ""]
+    return " ".join(filter(None, [*words, option.range and option.within]))
+
+
+def about(text: str) -> list[str]:
+    """The comments at the top of a file."""
+    return [re.sub(r"^#\s*(=+\s*)?", "", line) + "  " for line in top_comments(text)]
 
 
 def top_comments(text: str) -> Iterator[str]:

@@ -98,8 +98,8 @@ def add_config_nodes() -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    from revzoo.cli.config.compose import CONFIGS
-    from revzoo.cli.config.overrides import FITTED
+    from revzoo.cli.config.config import CONFIGS
+    from revzoo.cli.config.schema import FITTED
     from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
     from revzoo.models.registry import MODELS

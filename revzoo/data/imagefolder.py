@@ -79,6 +79,11 @@ class ImageFolder(ImageData):
     def notes(self) -> list[str]:
         return ["upright by EXIF, transparency dropped, first frame only", *super().notes]
 
+    @property
+    def shape(self) -> dict[str, int]:
+        side, _ = self.preparation()
+        return self._shape(len(self._listing().classes), self._wanted_chans, side)
+
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)
 

@@ -171,6 +171,20 @@ class ImageData(pl.LightningDataModule, ABC):
         return None, 1.0
 
     @property
+    def shape(self) -> dict[str, int]:
+        """``num_classes``, ``in_chans`` and ``side`` in pixels: what a model is built for.
+
+        Empty before ``setup("fit")``, unless ``prepare_data`` finds them without reading images.
+        """
+        if not hasattr(self, "classes"):
+            return {}
+        return self._shape(len(self.classes), self.in_chans, self.image_size)
+
+    @staticmethod
+    def _shape(num_classes: int, in_chans: int, side: int) -> dict[str, int]:
+        return {"num_classes": num_classes, "in_chans": in_chans, "side": side}
+
+    @property
     def num_classes(self) -> int:
         """Number of classes, after ``setup("fit")``."""
         return len(self.classes)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.config import checks
-from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.quick import SECTIONS, memory_mode
+from revzoo.cli.config.schema import RUN
+from revzoo.cli.run.build import check_parts, memory_mode
+from revzoo.cli.run.machine import check_machine
 from revzoo.models import create_model, list_models
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,18 +27,20 @@ NEEDED = {
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
 
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_passes_the_checks(option: str, compose: Any) -> None:
-    check_config(compose(option, *NEEDED.get(option, ())))
+    config = compose(option, *NEEDED.get(option, ()))
+    check_machine(config)
+    check_parts(config)
 
 
 def test_groups_are_the_sections() -> None:
     groups = {option.partition("=")[0] for option in OPTIONS}
-    assert groups == {*SECTIONS, "tuner", "experiment", "debug"}
+    assert groups == {*RUN.parts, "experiment", "debug"}
 
 
 def test_model_options_are_models() -> None:

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.config import compose
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
@@ -78,7 +78,7 @@ class SpoiledInStep5(GracefulStop):
 
 
 def config(*overrides: str) -> dict[str, Any]:
-    return to_plain(compose_checked(overrides))
+    return compose(overrides).config
 
 
 def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from small_weights import small, write_entry
 
-from revzoo.cli.config.build import build_trainer
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.build import build_trainer, check_parts
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.models import pretrained
@@ -81,11 +80,14 @@ def test_a_rate_of_no_parameter_is_not_searched(compose: Any, tmp_path: Path) ->
 )
 def test_wrong_options_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_config(compose(*overrides))
+        check_parts(compose(*overrides))
 
 
 def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
-    check_config(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
+    check_parts(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
+
+
+PRETRAINED = ("model.checkpoint_path=a.safetensors",)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
 def test_frozen_parameters_may_be_unused_in_several_processes(
     compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
 ) -> None:
-    config = compose("experiment=finetune", *trainer, "trainer.accelerator=cpu")
+    config = compose("experiment=finetune", *trainer, *PRETRAINED, "trainer.accelerator=cpu")
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
     assert kept is unused

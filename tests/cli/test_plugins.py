@@ -105,18 +105,17 @@ def test_registered_optimisers_and_callbacks_are_found_by_name(tmp_path: Path) -
     """Neither name was known; adamw and batch_norm were suggested."""
     (tmp_path / "mymodels.py").write_text(MODULE)
     given = ("train", "--import", "mymodels")
-    (status, shown), (refused, _), (added, _) = start(
+    (status, shown), (misspelt, _), (added, wanted) = start(
         tmp_path,
         (*given, "optim=nadam", "optim.lr=0.01", "--cfg", "job", "-p", "optim"),
-        (*given, "callbacks.grad_norm={every: 2}"),
-        (*given, "+callbacks.grad_norm={every: 2}", "--cfg", "job"),
+        (*given, "callbacks.grad_norm={evry: 2}"),
+        (*given, "callbacks.grad_norm={every: 2}", "--cfg", "job"),
     )
     assert (status, added) == (None, None)
     assert "name: nadam" in shown
     assert "lr: 0.01" in shown
-    assert "it is registered: add it by '+callbacks.grad_norm={every: 2}'" in " ".join(
-        refused.split()
-    )
+    assert "grad_norm:\n    every: 2\n" in wanted
+    assert "did you mean 'callbacks.grad_norm.every'" in " ".join(misspelt.split())
 
 
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_train_py_refuses_in_one_line_and_leaves_no_files(tmp_path: Path) -> Non
     done = start(str(ROOT / "train.py"), "modle=revnet38", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "revzoo: modle=revnet38: there is no key 'modle'; did you mean 'model'?"
+        "revzoo: modle=revnet38: there is no option 'modle'; did you mean 'model'?"
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +77,7 @@ def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path
     script = "import sys; from revzoo.cli.main import main; sys.exit(main())"
     done = start("-c", script, "train", "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 1
-    assert done.stderr.startswith("revzoo: optim.lrr=1: there is no key 'optim.lrr'")
+    assert done.stderr.startswith("revzoo: optim.lrr=1: there is no option 'optim.lrr'")
 
 
 def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from revzoo.cli.config import checks
-from revzoo.cli.config.build import build_data
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.build import build_data, check_parts
 from revzoo.cli.run.train import train
 from revzoo.models import create_model
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
@@ -51,7 +49,7 @@ def stated_commands() -> list[Any]:
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -75,7 +73,7 @@ def test_a_stated_command_belongs_to_its_recipe_and_is_valid(
     config = compose(*overrides)
     given = dict(override.split("=", 1) for override in overrides)
     assert given["experiment"] == name
-    check_config(config)
+    check_parts(config)
     if "model" in given:
         assert config["model"]["name"] == given["model"]
     kinds = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "digits": "Digits"}

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.compose import compose_whole
+from revzoo.cli.config.config import compose
 from revzoo.cli.main import main
 
 # a command line, and a part of its message
 WITHOUT_TORCH = {
+    "train model.name=revnt38": "did you mean 'revnet38'",
+    "train memory.mode=invrt": "did you mean 'invert'",
+    "train -m optim.lrr=1 seed=1,2": "did you mean 'optim.lr'",
     "train model=resnet18": "torchvision's is 'torchvision:resnet18'",
     "train model=torchvision:resnt50": "did you mean 'torchvision:resnet50'",
     "train optim=sdg": "no such option",
@@ -21,21 +24,21 @@ WITHOUT_TORCH = {
     "train trainer.accelerator=cuda0": "did you mean 'cuda'",
     "train precision.trainer=bf16": "did you mean 'bf16-mixed'",
     "train data=imagefolder": "data.root is needed: give data.root=DIR, the folder above train",
-    "train callbacks.ema={decey:0.9}": "did you mean 'decay'",
-    "train callbacks.private={epsilonn:8}": "did you mean 'epsilon'",
-    "train +callbacks.drift.every=1": "did you mean 'every_n_steps'",
-    "train +callbacks.emma={}": "did you mean 'ema'",
+    "train callbacks.ema={decey:0.9}": "did you mean 'callbacks.ema.decay'",
+    "train callbacks.private={epsilonn:8}": "did you mean 'callbacks.private.epsilon'",
+    "train +callbacks.drift.every=1": "did you mean 'callbacks.drift.every_n_steps'",
+    "train +callbacks.emma={}": "did you mean 'callbacks.ema'",
     "train callbacks.ema=0.9": "expected options in braces and quotes",
-    "train +model.dropuot=0.1": "did you mean 'dropout'",
+    "train +model.dropuot=0.1": "did you mean 'model.dropout'",
     "train +model.reversible_bit=4": "there is name, ",  # not for a RevNet
     "train optim.name=sdg": "did you mean 'sgd'",
-    "train +optim.nesterv=true": "did you mean 'nesterov'",
-    "train +data.batch_sise=8": "did you mean 'batch_size'",
-    "train data=imagefolder data.root=x +data.cache_byte=8": "did you mean 'cache_bytes'",
+    "train +optim.nesterv=true": "did you mean 'optim.nesterov'",
+    "train +data.batch_sise=8": "did you mean 'data.batch_size'",
+    "train data=imagefolder data.root=x +data.cache_byte=8": "did you mean 'data.cache_bytes'",
     "train data._target_=revzoo.data.Digit": "did you mean 'revzoo.data.Digits'",
-    "train +trainer.max_epoch=2": "did you mean 'max_epochs'",
+    "train +trainer.max_epoch=2": "did you mean 'trainer.max_epochs'",
     "train trainer.profiler=simpl": "did you mean 'simple'",
-    "train +logger.projekt=x": "logger.projekt: no such option",
+    "train +logger.projekt=x": "no option 'logger.projekt'",
     "train logger.kind=tensorbord": "did you mean 'tensorboard'",
     "train --resume nowhere": "there is no",
     "train data=imagefolder data.root=nowhere": "nowhere does not exist: set data.root=DIR",
@@ -59,8 +62,7 @@ WITHOUT_TORCH = {
     "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
 }
 WITHOUT_LIGHTNING = {
-    "train model.name=revnt38": "did you mean 'revnet38'",
-    "train memory.mode=invrt": "unknown memory mode 'invrt'",
+    "train precision=fp16 trainer=cpu": "needs a GPU",
     "audit torchvision:resnt50": "did you mean 'torchvision:resnet50'",
 }
 
@@ -103,5 +105,5 @@ def test_an_exported_program_is_named(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_runs_folder_has_no_colon() -> None:
-    _, whole = compose_whole(["model=torchvision:resnet18"])
+    _, _, whole = compose(["model=torchvision:resnet18"])
     assert str(whole.hydra.run.dir).startswith("outputs/torchvision-resnet18-digits/")

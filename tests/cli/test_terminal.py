@@ -77,7 +77,7 @@ def test_tables_are_folded(
 @pytest.mark.parametrize(
     "arguments",
     [
-        "train memory.mode=invrt",
+        "train trainer.accelerator=mps",
         "train --resume {run}",
         "train --import json modle=x",
         "predict {run}/x.ckpt {run}",
@@ -87,7 +87,7 @@ def test_tables_are_folded(
         "info {run}/x.ckpt",
         "pack {run}/x.ckpt revnet38.x --license MIT --recipe x",
         "convert irevnet {run}/x.ckpt {run}",
-        "sweep memory.mode=invrt,invrtt",
+        "sweep trainer.accelerator=mps,gpu",
     ],
 )
 def test_a_terminal_shows_that_libraries_load(

@@ -10,9 +10,8 @@ import pytest
 import torch
 from small_task import TinyNet, loader
 
-from revzoo.cli.config.build import build_trainer
-from revzoo.cli.config.checks import check_config
 from revzoo.cli.run import train as train_module
+from revzoo.cli.run.build import build_trainer, check_parts
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.training import Classifier
@@ -134,7 +133,7 @@ def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_
 
 def test_an_unknown_profiler_is_refused(compose: Any) -> None:
     with pytest.raises(ValueError, match="did you mean 'simple'"):
-        check_config(compose("trainer.profiler=simpel"))
+        check_parts(compose("trainer.profiler=simpel"))
 
 
 @pytest.mark.parametrize("limit", ["limit_train_batches", "limit_val_batches", "overfit_batches"])

@@ -3,7 +3,7 @@
 import pytest
 
 import revzoo
-from revzoo.cli.config.build import build_data
+from revzoo.cli.run.build import build_data
 from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder
 
 
@@ -14,7 +14,7 @@ class Sevens(Digits):
 @pytest.fixture
 def table(monkeypatch):
     table = dict(DATA)
-    for module in ("revzoo.data.registry", "revzoo.cli.config.build"):
+    for module in ("revzoo.data.registry", "revzoo.cli.run.build"):
         monkeypatch.setattr(f"{module}.DATA", table)
     return table
 

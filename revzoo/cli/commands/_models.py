@@ -152,7 +152,7 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
     Raises:
         ValueError: the model does not take it; the message names the option.
     """
-    from revzoo.cli.config.sizes import try_image
+    from revzoo.cli.run.sizes import try_image
     from revzoo.models.network import ImageSizeError
 
     try:

@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from revzoo.cli.config.compose import ConfigFiles, compose_checked, to_plain
-    from revzoo.cli.config.quick import check_evaluated
+    from revzoo.cli.config.config import EVAL, compose
     from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.run.changes import take_root
 
@@ -68,9 +67,8 @@ def run(args: argparse.Namespace) -> None:
     others, root = take_root(given)
     names_data = any(override.startswith("data=") for override in others)
     overrides = given if names_data else others
-    config = to_plain(compose_checked(overrides, ConfigFiles("eval")))
     # refuse wrong keys and names before importing torch
-    check_evaluated(config)
+    config = compose(overrides, EVAL).config
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     with status_of("loading torch and Lightning"):
         from revzoo.cli.plugins import check_imports
@@ -88,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 
 def with_key(overrides: Sequence[str]) -> list[str]:
     """The overrides, with ``ckpt=`` before a word without a key, the first one."""
-    from revzoo.cli.config.overrides import quoted_if_needed
+    from revzoo.cli.config.config import quoted_if_needed
 
     words = [word for word in overrides if "=" not in word and not word.startswith("~")]
     named = any(override.startswith("ckpt=") for override in overrides)
@@ -102,17 +100,18 @@ def _check_keys(overrides: Iterable[str]) -> None:
     Raises:
         ConfigError: the form or the key of an override is wrong.
     """
-    from revzoo.cli.config.compose import CONFIGS
-    from revzoo.cli.config.quick import EVAL_KEYS
+    from revzoo.cli.config.config import CONFIGS
+    from revzoo.cli.config.schema import EVALUATION
 
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "model":
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
         section = key.lstrip("+").partition(".")[0]
-        if (CONFIGS / section).is_dir() and section not in EVAL_KEYS:
+        if (CONFIGS / section).is_dir() and section not in EVALUATION.options:
+            keys = ", ".join(EVALUATION.options)
             raise ConfigError(
-                f"{override}: expected one of the keys of an evaluation, {', '.join(EVAL_KEYS)}"
+                f"{override}: expected one of the keys of an evaluation, {keys}"
                 + REASONS.get(section, "")
             )
         if "=" not in override and not override.startswith("~"):

@@ -4,7 +4,8 @@
   revzoo options callbacks     every option of every choice of a group
   revzoo options data/cifar10  one choice
 
-Prints the configuration files themselves. Set values as GROUP.OPTION=VALUE.
+Each option has its default, or the choice's value, its meaning and its range. Set values as
+GROUP.OPTION=VALUE.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from revzoo._checks import check_choice
 from revzoo.cli.commands._yaml_comments import wrapped
-from revzoo.cli.config.signatures import with_bases
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,25 +71,34 @@ def groups(folder: Path, *, margin: int = 0) -> list[str]:
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings.
-
-    The files that they inherit from come first: most options of a model stand there.
+    """The options of ``GROUP``, then its files; or those of ``GROUP/CHOICE``, with its values.
 
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.
     """
+    # here: the help of revzoo train imports this module
+    from revzoo.cli.commands._schema_text import listing, sections
+    from revzoo.cli.config.check import chosen
+    from revzoo.cli.config.schema import RUN
+
     known = choices(folder)
     # users write data=cifar10 elsewhere
     group, _, choice = name.replace("=", "/").partition("/")
     check_choice("group", group, known)
     if choice:
         check_choice(group, choice, known[group])
-    chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
-    bases = dict.fromkeys(base for path in chosen for base in with_bases(path)[:-1])
-    paths = [*bases, *chosen]
-    return [
-        f"== {path.relative_to(folder).with_suffix('')}\n"
-        # a directive of Hydra, not a comment for readers
-        + path.read_text().replace("# @package _global_\n", "")
-        for path in paths
+    own = {
+        stem: (folder / group / f"{stem}.yaml").read_text().replace("# @package _global_\n", "")
+        for stem in ([choice] if choice else known[group])
+    }
+    if choice and group in RUN.options:
+        from revzoo.cli.config.config import compose
+
+        values = compose([f"{group}={choice}"], complete=False).config[group]
+        about = [line for line in own[choice].splitlines() if line.startswith("#")]
+        known_here = chosen(group, RUN.parts[group], values)
+        return ["\n".join([f"== {group}/{choice}", *about, *listing(known_here, values), ""])]
+    listed = [
+        "\n".join([f"== {title}", *listing(part), ""]) for title, part in sections(group).items()
     ]
+    return listed + [f"== {group}/{stem}\n{text}" for stem, text in own.items()]

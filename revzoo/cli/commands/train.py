@@ -15,10 +15,11 @@ memory=MODE may change, with memory.bytes=BUDGET for memory=budget, and precisio
 --allow-precision-change.
 
 NOTE [ The order of checks ]
-1. Check the command line, without torch.
-2. Check the whole configuration.
-3. Read the data.
-4. Lock the run's folder, then write into it.
+1. Compose and check the configuration, without torch.
+2. Check the machine, without Lightning.
+3. Lock the run's folder.
+4. Build the parts: trainer, data and model, each once. Constructors check values and combinations.
+5. Read the images; only then write files.
 A run that cannot work ends with one or two lines and status 1, and leaves no files.
 """
 
@@ -38,7 +39,7 @@ from revzoo.cli.status import status_of
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
 
-    from revzoo.cli.config.compose import ConfigFiles
+    from revzoo.cli.config.config import ConfigFiles
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -88,20 +89,20 @@ def run(args: argparse.Namespace) -> None:
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config.compose import check_multirun, compose_whole, to_plain
+    from revzoo.cli.config.config import compose
 
     source = _source(args)
     if args.multirun and args.cfg:
         raise ConfigError("--cfg prints the configuration of one run: leave out -m")
     if args.multirun:
-        check_multirun(args.overrides, source)
         _multirun(args, source)
         return
     # Hydra completes an unfinished command line, which cannot be composed
     if args.shell_completion:
         _show(args, source)
         return
-    cfg, whole = compose_whole(args.overrides, source)
+    shown = args.cfg is not None or args.info or args.hydra_help
+    config, cfg, whole = compose(args.overrides, source, complete=not shown)
     # after composing, which refuses a wrong override here, too
     if args.info or args.hydra_help:
         _show(args, source)
@@ -111,11 +112,11 @@ def run(args: argparse.Namespace) -> None:
         # hydra.mode=MULTIRUN, the same as -m
         _multirun(args, source)
     else:
-        config = to_plain(cfg)
-        from revzoo.cli.config.quick import check_quickly
+        from revzoo.cli.run.machine import check_machine, check_root
 
+        check_root(config["data"])
         with status_of("loading torch and Lightning"):
-            check_quickly(config, looks=True)  # before Lightning is imported
+            check_machine(config)  # before Lightning is imported
             from revzoo.cli.run.train import begin
 
         begin(config, whole, overrides=args.overrides)
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _source(args: argparse.Namespace) -> ConfigFiles:
     """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
-    from revzoo.cli.config.compose import CONFIGS, ConfigFiles
+    from revzoo.cli.config.config import CONFIGS, ConfigFiles
 
     path = args.config_path
     # pkg://x would import x
@@ -134,14 +135,13 @@ def _source(args: argparse.Namespace) -> ConfigFiles:
 
 
 def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
-    with status_of("loading torch and Lightning"):
-        from revzoo.cli.run.multirun import multirun
+    from revzoo.cli.run.multirun import multirun
 
     multirun(args.overrides, source)
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config.compose import compose_checked
+    from revzoo.cli.config.config import compose
     from revzoo.cli.config.yaml_files import recorded_config
     from revzoo.cli.run.changes import check_changes, take_root
 
@@ -156,7 +156,7 @@ def _resume(args: argparse.Namespace) -> None:
         )
     check_changes(args.overrides, args.resume)
     # `resume` checks again; here a typo gets its answer before torch is imported
-    compose_checked(take_root(args.overrides)[0])
+    compose(take_root(args.overrides)[0])
     recorded_config(args.resume.absolute())  # only for its errors
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.resume import resume
@@ -185,7 +185,7 @@ def _show(args: argparse.Namespace, source: ConfigFiles) -> None:
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode
 
-    from revzoo.cli.config.compose import hydra_of
+    from revzoo.cli.config.config import hydra_of
 
     options: dict[str, Any] = {"config_name": source.name, "overrides": args.overrides}
     try:

@@ -1,10 +1,8 @@
-"""The configuration: composing it, checking it, and building the parts of a run.
+"""The configuration: what may be set, and composing it.
 
-* ``compose``: Hydra makes one configuration of the files and a command line.
-* ``overrides``: refuses unknown keys and options, and suggests the nearest ("did you mean").
-* ``quick``: checks values without Lightning. ``signatures`` reads options from source files.
-* ``checks``: runs all checks, and builds the object that each section describes.
-* ``build``: builds the Trainer, the data, the module and the loggers.
+* ``schema``: every option with its type, range, choices and meaning. ``check`` compares values.
+* ``config``: Hydra makes one checked configuration of the files and a command line.
+* ``spellings``: options as other programs spell them.
 * ``yaml_files``: reads and writes ``config.yaml``.
 * ``errors``: ends the program with an error's message.
 """

@@ -12,8 +12,8 @@ from typing import Any
 
 from hydra.core.override_parser.types import QuotedString
 
+from revzoo.cli.config.config import parse, quoted_if_needed
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import parse, quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import recorded_words
 from revzoo.weights.run_files import CHECKPOINTS, LAST

@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo._checks import number_of
-from revzoo.cli.config.overrides import quoted_if_needed
+from revzoo.cli.config.config import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
 from revzoo.cli.terminal import folded, folded_command, one_record
 from revzoo.data import ImageData
@@ -24,14 +24,11 @@ from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.library import weights_name
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.audit import audit
 from revzoo.profiling.plan import count_modes
-from revzoo.profiling.twins import meta_twin
-from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import best_figures
-from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
-from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
+from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import epochs_of_run
 from revzoo.training.metrics import in_order
 from revzoo.weights.run_files import CHECKPOINTS, LAST
 
@@ -43,7 +40,6 @@ PRECISION_NAMES = {
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
-COUNTED = 2  # images of the counted step
 UNEQUAL = 2  # images of the largest class over the smallest; ImageNet (1,300 / 732) counts as equal
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
@@ -126,8 +122,6 @@ def log_opening(
     reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
-    peak = activations_per_image(module, data)
-    size = "" if peak is None else f", {peak / 1024:,.0f} KiB of activations per image at the peak"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     lines = [
@@ -135,8 +129,12 @@ def log_opening(
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         *(("", note) for note in data.notes),
-        *(("", note) for note in (_left_out(trainer, data), _few_to_validate(data)) if note),
-        ("memory", f"{_modes(config, module)}{size}"),
+        *(
+            ("", note)
+            for note in (_left_out(config, trainer, data), _few_to_validate(data))
+            if note
+        ),
+        ("memory", _modes(config, module)),
         ("device", ", ".join(_device(config, trainer))),
         ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
         ("folder", str(short_path(run_dir))),
@@ -187,10 +185,10 @@ def _step(trainer: pl.Trainer, data: ImageData) -> str:
     return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
 
-def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
+def _left_out(config: Mapping[str, Any], trainer: pl.Trainer, data: ImageData) -> str:
     """How many images each epoch leaves out, if they are many."""
     # Poisson batches leave out no images
-    if callbacks_of(trainer, PrivateTraining):
+    if config["callbacks"].get("private") is not None:
         return ""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)
     if count <= LEFT_OUT_SHARE * data.train_count:
@@ -246,16 +244,6 @@ def place_of(data: Mapping[str, Any]) -> str:
     if not isinstance(root, str):
         return ""
     return root if "://" in root else str(short_path(root))
-
-
-def activations_per_image(module: Classifier, data: ImageData) -> int | None:
-    """Peak bytes of activations per image, of a float32 copy; None if counting fails."""
-    shape = (COUNTED, data.in_chans, data.image_size, data.image_size)
-    try:
-        model = meta_twin(module.model, torch.float32)
-        return audit(model, shape, modes=[]).activation_bytes // COUNTED
-    except Exception:  # a user's layer may raise anything on fake tensors
-        return None
 
 
 def log_result(

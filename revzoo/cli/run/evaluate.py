@@ -8,21 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.build import apply_precision, build_data, make_trainer
-from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
+from revzoo.cli.config.check import check
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.quick import check_evaluated
+from revzoo.cli.config.schema import EVALUATION
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
+from revzoo.cli.run.build import apply_precision, build_data, make_trainer
 from revzoo.cli.run.changes import moved
 from revzoo.cli.run.folder import errors_naming
+from revzoo.cli.run.machine import check_machine
 from revzoo.data import DataError
-from revzoo.layers.side_bits import MAX_BITS
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_errors
-from revzoo.weights.source import SAVED
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
         DataError: the data cannot be used, or their classes differ from the checkpoint.
         NoMemoryError: a batch does not fit into memory.
     """
-    # check everything that needs no files before reading any
-    check_eval(config)
+    check_machine(config)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = restore(config["ckpt"], bits=config["bits"])
@@ -81,9 +79,8 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
 
 def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, Any]:
     """The data section, checked: of the command, else of the run that made the checkpoint."""
-    if data := config.get("data"):
-        check_data(data)
-    else:
+    data = config.get("data")
+    if not data:
         if (recorded := run_data(config["ckpt"])) is None:
             raise ConfigError(
                 f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
@@ -92,25 +89,9 @@ def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, A
         data = moved(recorded, root)
         # the section comes from a file that the user has not named
         with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
-            check_data(data)
+            check({**config, "data": data}, EVALUATION)
     size = config["batch_size"]
     return data if size is None else {**data, "eval_batch_size": size}
-
-
-def check_eval(config: Mapping[str, Any]) -> None:
-    """Check the configuration, except for the data, before reading any files.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    check_evaluated(config)
-    if config["bits"] not in (SAVED, None, *range(1, MAX_BITS + 1)):
-        raise ConfigError(
-            f"bits={config['bits']}: expected 1 to {MAX_BITS}, null for the plain network, or "
-            f"{SAVED}"
-        )
-    check_trainer(config["trainer"])
-    check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
 
 
 def run_data(checkpoint: str) -> dict[str, Any] | None:

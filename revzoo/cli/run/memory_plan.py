@@ -32,9 +32,8 @@ from revzoo.profiling.plan import (
 )
 from revzoo.profiling.twins import meta_twin
 from revzoo.profiling.units import in_one_unit
-from revzoo.training import Classifier
-from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import clock
+from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.optim.optimizers import build_optimizer
@@ -80,7 +79,7 @@ def with_plan(
         )
         kept = {key: memory[key] for key in memory if key not in ("plan", "planned_for")}
         return {**config, "memory": kept}
-    if mode.bounded and callbacks_of(trainer, PrivateTraining) and is_first_process():
+    if mode.bounded and config["callbacks"].get("private") is not None and is_first_process():
         log.warning(
             "callbacks.private may take more than memory.bytes: a plan counts neither the "
             "norms of per-sample gradients nor batches larger than data.batch_size; "

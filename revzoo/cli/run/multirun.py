@@ -11,32 +11,32 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from revzoo._checks import number_of
-from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.compose import (
+from revzoo.cli.config.config import (
     CONFIGS,
     TRAIN,
+    Composed,
     ConfigFiles,
-    check_multirun,
-    compose_whole,
-    to_plain,
+    compose,
+    hydra_of,
+    parse,
+    quoted,
 )
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
-from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import train_words
-from revzoo.cli.run.child_process import run_program
-from revzoo.cli.run.folder import is_timed, new_folder
+from revzoo.cli.run.machine import check_machine, check_started_together
+from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
-from revzoo.training.distributed import started_together
-from revzoo.training.resume.graceful_stop import RunStopped
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -47,9 +47,14 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
         ConfigError: the command line is wrong.
         SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
     """
-    check_started_together(overrides, several=True)
     jobs, shared = split_jobs(overrides, source)
     runs = check_jobs(jobs, shared, source)
+    # Lightning is imported only once a job can run
+    from revzoo.cli.run.child_process import run_program
+    from revzoo.cli.run.folder import is_timed, new_folder
+    from revzoo.training.resume.graceful_stop import RunStopped
+
+    check_started_together(overrides, several=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     # a refused job does not stop the others; its message must not wait for their training
     refused = [
@@ -95,19 +100,35 @@ def check_jobs(
     Raises:
         ConfigError: all jobs are refused; the message has each reason once.
     """
-    runs: list[DictConfig | Exception] = []
-    for number, job in enumerate(jobs):
-        try:
-            # not among the keys that users may set
-            trusted = [f"hydra.job.num={number}"]
-            cfg, whole = compose_whole([*job, *shared], source, trusted=trusted)
-            check_config(to_plain(cfg))
-            runs.append(whole)
-        except USER_ERRORS as error:
-            runs.append(error)
-    if all(isinstance(run, Exception) for run in runs):
-        raise ConfigError("\n".join(dict.fromkeys(map(str, runs))))
+
+    def compose_job(number: int, job: Sequence[str]) -> Composed:
+        # the number is not among the keys that users may set
+        return compose([*job, *shared], source, trusted=[f"hydra.job.num={number}"])
+
+    def check_job(composed: Composed) -> DictConfig:
+        check_machine(composed.config)
+        check_parts(composed.config)
+        return composed.whole
+
+    composed = [_attempt(compose_job, *job) for job in enumerate(jobs)]
+    _check_some(composed)  # a typo is answered before torch is imported
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.run.build import check_parts
+    runs = [job if isinstance(job, Exception) else _attempt(check_job, job) for job in composed]
+    _check_some(runs)
     return runs
+
+
+def _attempt(function: Callable[..., T], *args: Any) -> T | Exception:
+    try:
+        return function(*args)
+    except USER_ERRORS as error:
+        return error
+
+
+def _check_some(jobs: Sequence[object]) -> None:
+    if all(isinstance(job, Exception) for job in jobs):
+        raise ConfigError("\n".join(dict.fromkeys(map(str, jobs))))
 
 
 def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list[str]], list[str]]:
@@ -116,7 +137,8 @@ def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list
     Raises:
         ConfigError: naming the key or the range.
     """
-    parsed = check_multirun(overrides, source)
+    with hydra_of(source) as hydra:
+        parsed = parse(overrides, hydra.config_loader)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
     # a job is not a multirun, and gets its folder from here
     shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
@@ -139,28 +161,3 @@ def source_arguments(source: ConfigFiles) -> list[str]:
         "--config-dir": source.extra,
     }
     return [str(part) for option, value in options.items() if value for part in (option, value)]
-
-
-def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
-    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
-
-    Args:
-        overrides: the command line.
-        several: whether it starts several runs (``-m``, ``revzoo sweep``).
-
-    Raises:
-        ConfigError: naming the option to add.
-    """
-    count = started_together()
-    if count == 1:
-        return
-    if several:
-        raise ConfigError(
-            f"torchrun or srun has started {count} processes, and each would start all runs: start "
-            "several runs without torchrun and srun"
-        )
-    if not any(override.startswith("hydra.run.dir=") for override in overrides):
-        raise ConfigError(
-            f"torchrun or srun has started {count} processes, which need one folder: add "
-            "hydra.run.dir=outputs/NAME, with a new name"
-        )

@@ -16,17 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.build import data_name
-from revzoo.cli.config.checks import check_config, check_trainer
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.check import check
+from revzoo.cli.config.config import compose
 from revzoo.cli.config.errors import ConfigError, user_errors
-from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
+from revzoo.cli.run.build import data_name, model_spec
 from revzoo.cli.run.changes import ACCELERATOR, check_changes, moved, take_root
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.machine import check_machine
 from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
@@ -69,17 +69,16 @@ def resume(
         config = recorded_config(run_dir)
         check_changes(overrides, run_dir)
         others, root = take_root(overrides)
-        composed = to_plain(compose_checked(others)) if others else {}
-        if others:
-            check_trainer(composed["trainer"])
+        composed = compose(others).config if others else {}
         # a file that someone may have edited; the device and its precision may be of another place
         with errors_naming(path):
-            check_config(config | _of_device(config, others, composed))
+            check(config | _of_device(config, others, composed))
         if overrides:
             config |= _changes(
                 config, others, composed, root, allow_precision_change=allow_precision_change
             )
-            check_config(config)
+            check(config)
+        check_machine(config)
     with locked(run_dir), logged_to(run_dir):
         arguments = ["--resume", str(run_dir), *overrides]
         # under the lock: it may rename a damaged file

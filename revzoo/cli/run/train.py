@@ -24,18 +24,16 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
-from revzoo.cli.config.build import (
+from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
+from revzoo.cli.config.yaml_files import CONFIG_FILE
+from revzoo.cli.run.build import (
     apply_precision,
     build_data,
     build_module,
     build_trainer,
-    check_image_size,
+    check_network,
     data_name,
 )
-from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
-from revzoo.cli.config.quick import TUNER, type_errors_explained
-from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.run.changes import moved, new_run_command
 from revzoo.cli.run.console import (
     log_finished,
@@ -59,16 +57,14 @@ from revzoo.cli.run.folder import (
     write_summary,
 )
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.machine import check_started_together
 from revzoo.cli.run.memory_plan import with_plan
-from revzoo.cli.run.multirun import check_started_together
-from revzoo.cli.run.tune import tune
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
-from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import (
     best_checkpoint_path,
     check_saved,
@@ -79,6 +75,7 @@ from revzoo.training.checkpoint.files import (
     UnwritableCheckpointError,
     read_checkpoint,
 )
+from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
 from revzoo.training.quiet_lightning import quiet
@@ -130,7 +127,6 @@ def begin(
         hydra_cfg.output_subdir = None
     with user_errors():
         check_started_together(overrides, several=False)
-        check_config(config)
         try:
             folder = Path(str(hydra_cfg.run.dir))
         except OmegaConfBaseException as error:  # a reference to a missing key
@@ -201,9 +197,9 @@ def train(
     try:
         with stop.listening(), switches_restored(), logged_warnings():
             # a resumed run has the value in its configuration
-            if config.get(TUNER) is not None and resume is None:
+            if config.get("tuner") is not None and resume is None:
                 following = search(config, run_dir, overrides)
-                if config[TUNER]["then"] == "stop":
+                if config["tuner"]["then"] == "stop":
                     return {}
                 config = following
             with quiet(), user_errors():
@@ -236,10 +232,12 @@ def train(
 
 def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the search of ``config["tuner"]``; return the configuration of the run that follows."""
+    from revzoo.cli.run.tune import tune  # few runs search
+
     with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
         prepare_process(config)
         following = tune(config, run_dir)
-    if config[TUNER]["then"] == "stop":
+    if config["tuner"]["then"] == "stop":
         write_config(config, run_dir)
         record_session(run_dir, overrides=overrides, from_step=0)
     return following
@@ -274,22 +272,28 @@ def prepare(
         step, trained_on = _saved(resume, config)
     elif (run_dir / CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
-    with type_errors_explained():
-        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
     if trainer.is_global_zero and (place := place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
-    side, _ = data.preparation()
-    if side is not None:  # before all images are read
-        check_image_size(config, side)
+
+    def build(shape: Mapping[str, int]) -> Classifier:
+        # the checkpoint replaces the weights that the run started from: say nothing of these
+        with nullcontext() if resume is None else unlogged(pretrained.log):
+            module = build_module(config, **shape)
+        check_network(config, all_callbacks(trainer), module.model)
+        return module
+
+    # before all images are read, which may take minutes
+    shape = data.shape if trained_on is None else {}
+    module = build(shape) if shape else None
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     if trained_on is not None:  # before the model, which is built for these data
         _check_same_data(trained_on, data, run_dir)
-    # the checkpoint replaces the weights that the run started from: say nothing of these
-    with nullcontext() if resume is None else unlogged(pretrained.log):
-        module = build_module(config, data)
+    module = module or build(data.shape)
+    module.balance(data)
     planned = with_plan(config, module, data, trainer)
     return Run(planned, trainer, module, data, step)
 
@@ -437,16 +441,10 @@ def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
 
 
 def prepare_process(config: Mapping[str, Any]) -> None:
-    """Check the configuration; set torch's threads, TensorFloat-32 and all random seeds.
-
-    Raises:
-        ValueError: see :func:`check_config`.
-    """
-    check_config(config)
+    """Set torch's threads, TensorFloat-32 and all random seeds."""
     if config.get("threads") is not None:
         torch.set_num_threads(at_most(cores(), "threads", config["threads"]))
     apply_precision(config["precision"])
-    # last, since the checks may draw random numbers
     pl.seed_everything(config["seed"], workers=True, verbose=False)
 
 

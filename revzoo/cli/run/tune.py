@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_choice, check_names, check_number
-from revzoo.cli.config.build import build_data, build_module
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.quick import TUNER
+from revzoo.cli.run.build import build_data, build_module
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
-from revzoo.training.tuning.lr_finder import LRCurve, check_rates, find_lr
+from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 
 log = logging.getLogger(__name__)
-
-AFTERWARDS = ("stop", "train", "use")  # train: as configured; use: with the suggestion
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,6 @@ class Kind:
 
     Attributes:
         section, key: its place in a configuration.
-        options: options of the search, besides ``kind`` and ``then``.
         search: the function that searches.
         all_unfrozen: search with every part that fine-tuning ever unfreezes, because the value must
             work in all epochs; False for the parts of the first epoch.
@@ -39,7 +33,6 @@ class Kind:
 
     section: str
     key: str
-    options: tuple[str, ...]
     search: Callable[..., tuple[float | int | None, list[Path]]]
     all_unfrozen: bool
 
@@ -54,12 +47,13 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: ``then=use``, but the search has no suggestion.
     """
-    options = dict(config[TUNER])
+    options = dict(config["tuner"])
     kind, then = KINDS[options.pop("kind")], options.pop("then")
     data = build_data(config["data"])
     data.prepare_data()
     data.setup("fit")
-    module = build_module(config, data)
+    module = build_module(config, **data.shape)
+    module.balance(data)
     if config["callbacks"].get("finetuning") is not None:
         finetuning = Finetuning(**config["callbacks"]["finetuning"])
         # the last entry unfreezes most
@@ -70,7 +64,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
     value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
     log.info("wrote %s", ", ".join(map(str, files)))
-    following = {name: section for name, section in config.items() if name != TUNER}
+    following = {name: section for name, section in config.items() if name != "tuner"}
     name = f"{kind.section}.{kind.key}"
     if then != "use":
         if value is not None:
@@ -107,34 +101,6 @@ def search_batch_size(
 
 
 KINDS = {
-    "lr": Kind("optim", "lr", ("min_lr", "max_lr", "steps"), search_lr, all_unfrozen=False),
-    "batch_size": Kind(
-        "data", "batch_size", ("max_bytes", "max_size"), search_batch_size, all_unfrozen=True
-    ),
+    "lr": Kind("optim", "lr", search_lr, all_unfrozen=False),
+    "batch_size": Kind("data", "batch_size", search_batch_size, all_unfrozen=True),
 }
-
-
-def check_tuner(config: Mapping[str, Any]) -> None:
-    """Check the section ``tuner``.
-
-    Raises:
-        ValueError: naming the option.
-    """
-    options = dict(config[TUNER])
-    kind, then = options.pop("kind", None), options.pop("then", None)
-    check_choice("tuner.kind", kind, KINDS)
-    check_choice("tuner.then", then, AFTERWARDS)
-    check_names(options, KINDS[kind].options, where=TUNER)
-    if kind == "lr":
-        check_rates(**options)
-    else:
-        check_number("tuner.max_size", options["max_size"], low=2, open_high=True)
-        if options["max_bytes"] is not None:
-            check_number("tuner.max_bytes", options["max_bytes"], open_low=True, open_high=True)
-    trainer = config["trainer"]
-    # trials run in this process alone
-    if (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
-        raise ConfigError(
-            f"tuner={kind} searches on one device: give trainer.devices=1 trainer.strategy=auto, "
-            "then train on several with its suggestion (batch sizes are per process)"
-        )

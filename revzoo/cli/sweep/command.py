@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
+    from revzoo.cli.config.config import parse, quoted_if_needed
     from revzoo.cli.config.errors import ConfigError
-    from revzoo.cli.config.overrides import parse, quoted_if_needed
     from revzoo.cli.invocation import command_line
     from revzoo.cli.sweep.search import OPTIONS, Search
     from revzoo.cli.sweep.space import check_space
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     # before torch is imported: most mistakes are in the ranges
     check_space(search.fixed, search.space, search.source)
     from revzoo.cli.run.lock import locked
-    from revzoo.cli.run.multirun import check_started_together
+    from revzoo.cli.run.machine import check_started_together
     from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)

@@ -20,9 +20,8 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
 from revzoo._checks import package_needed
-from revzoo.cli.config.compose import TRAIN, ConfigFiles, compose_checked, to_plain
+from revzoo.cli.config.config import TRAIN, ConfigFiles, compose, parse
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.overrides import parse
 from revzoo.cli.status import status_of
 
 
@@ -93,15 +92,16 @@ def check_space(
     Raises:
         ValueError: no trial could run; names the key or the value.
     """
-    composed = [to_plain(compose_checked([*fixed, *trial], source)) for trial in _samples(space)]
+    composed = [compose([*fixed, *trial], source).config for trial in _samples(space)]
     # import torch after checking the keys
     with status_of("loading torch and Lightning"):
-        from revzoo.cli.config.checks import check_config
-        from revzoo.cli.config.quick import TUNER
+        from revzoo.cli.run.build import check_parts
+        from revzoo.cli.run.machine import check_machine
 
     for config in composed:
-        check_config(config)
-        if config.get(TUNER) is not None and config[TUNER]["then"] == "stop":
+        check_machine(config)
+        check_parts(config)
+        if (config.get("tuner") or {}).get("then") == "stop":
             raise ConfigError(
                 "tuner.then=stop does not train, so there is no figure to compare: remove the "
                 "tuner, or give tuner.then=use"

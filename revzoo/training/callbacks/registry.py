@@ -7,7 +7,7 @@ it has a positional parameter, it gets the run's folder there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,24 +15,16 @@ from typing import Any, get_type_hints
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_registered, check_types, in_section, keyword_names
-from revzoo.training.callbacks.batch_norm import BatchNormMomentum
-from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
-from revzoo.training.callbacks.compiled_branches import CompiledBranches
-from revzoo.training.callbacks.drift import DriftLogger
-from revzoo.training.callbacks.early_stopping import EarlyStopping
-from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.epoch_log import EpochLog
-from revzoo.training.callbacks.finetuning import Finetuning
-from revzoo.training.callbacks.finite import FiniteLoss
-from revzoo.training.callbacks.footprint import Footprint
-from revzoo.training.callbacks.options import check_options
-from revzoo.training.callbacks.pictures import ConfusionMatrix, Reconstructions, Samples
-from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.progress_bar import Progress
-from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
-from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo._checks import (
+    check_count,
+    check_names,
+    check_registered,
+    check_types,
+    in_section,
+    keyword_names,
+)
+from revzoo._lazy import LazyTable
+from revzoo.training.callbacks.checkpoints import BestCheckpoint
 from revzoo.weights.run_files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -66,6 +58,8 @@ def learning_rate() -> pl.Callback:
 
 def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
     """The confusion matrix of the validation, in TensorBoard and as ``confusion.csv``."""
+    from revzoo.training.callbacks.pictures import ConfusionMatrix
+
     return ConfusionMatrix(run_dir / CONFUSION_FILE, every_n_epochs=every_n_epochs)
 
 
@@ -73,40 +67,45 @@ def early_stopping(
     *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
 ) -> pl.Callback:
     """Stop after ``patience`` validations without a better ``monitor``."""
+    from revzoo.training.callbacks.early_stopping import EarlyStopping
+
     check_count("patience", patience)
     return EarlyStopping(monitor=monitor, mode=mode or direction(monitor), patience=patience)
 
 
+HERE = "revzoo.training.callbacks"
 # runs call the hooks in this order; Lightning moves callbacks that save to the end
-CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
-    "best_checkpoint": best_checkpoint,
-    "last_checkpoint": LastCheckpoint,
-    "learning_rate": learning_rate,
-    "progress_bar": Progress,
-    "footprint": Footprint,
-    "epoch_log": EpochLog,
-    "drift": DriftLogger,
-    "ema": AveragedWeights,
-    "samples": Samples,
-    "reconstructions": Reconstructions,
-    "confusion": confusion,
-    "early_stopping": early_stopping,
-    "batch_norm": BatchNormMomentum,
-    "side_bits": AnnealedBits,
-    "finetuning": Finetuning,
-    "compiled_branches": CompiledBranches,
-    "private": PrivateTraining,
-    "gradient_noise_scale": GradientNoiseScale,
-    "hard_samples": HardSamples,
-}
+CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
+    {
+        "best_checkpoint": best_checkpoint,
+        "last_checkpoint": f"{HERE}.checkpoints:LastCheckpoint",
+        "learning_rate": learning_rate,
+        "progress_bar": f"{HERE}.progress_bar:Progress",
+        "footprint": f"{HERE}.footprint:Footprint",
+        "epoch_log": f"{HERE}.epoch_log:EpochLog",
+        "drift": f"{HERE}.drift:DriftLogger",
+        "ema": f"{HERE}.ema:AveragedWeights",
+        "samples": f"{HERE}.pictures:Samples",
+        "reconstructions": f"{HERE}.pictures:Reconstructions",
+        "confusion": confusion,
+        "early_stopping": early_stopping,
+        "batch_norm": f"{HERE}.batch_norm:BatchNormMomentum",
+        "side_bits": f"{HERE}.side_bits:AnnealedBits",
+        "finetuning": f"{HERE}.finetuning:Finetuning",
+        "compiled_branches": f"{HERE}.compiled_branches:CompiledBranches",
+        "private": f"{HERE}.private:PrivateTraining",
+        "gradient_noise_scale": f"{HERE}.sample_norms:GradientNoiseScale",
+        "hard_samples": f"{HERE}.sample_norms:HardSamples",
+    }
+)
 
 # (first, later, why): all constraints on the order of callbacks; a test checks them
-ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
-    (Footprint, EpochLog, "the log line shows the figures that Footprint logs"),
-    (GracefulStop, LastCheckpoint, "all processes agree on a stop before they save"),
-    (FiniteLoss, LastCheckpoint, "a loss that is not finite ends the run before the save"),
-    (Footprint, LastCheckpoint, "a checkpoint at the end of an epoch has the epoch's figures"),
-    (BestCheckpoint, LastCheckpoint, "last.ckpt holds the path of the best checkpoint"),
+ORDER = (
+    ("Footprint", "EpochLog", "the log line shows the figures that Footprint logs"),
+    ("GracefulStop", "LastCheckpoint", "all processes agree on a stop before they save"),
+    ("FiniteLoss", "LastCheckpoint", "a loss that is not finite ends the run before the save"),
+    ("Footprint", "LastCheckpoint", "a checkpoint at the end of an epoch has the epoch's figures"),
+    ("BestCheckpoint", "LastCheckpoint", "last.ckpt holds the path of the best checkpoint"),
 )
 
 
@@ -139,12 +138,16 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     Raises:
         ValueError: for a name or option that does not exist, naming the nearest.
     """
-    check_options(specs, {name: keyword_names(factory) for name, factory in CALLBACKS.items()})
+    check_names(specs, list(CALLBACKS), where="callbacks")
     for name, options in specs.items():
-        factory = CALLBACKS[name]
-        # type hints of a class belong to its constructor
-        constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
-        check_types(options or {}, get_type_hints(constructor), where=f"callbacks.{name}")
+        if not isinstance(options, Mapping | None):
+            raise ValueError(f"callbacks.{name}={options!r}: expected a mapping of options or null")
+        if options:
+            factory, where = CALLBACKS[name], f"callbacks.{name}"
+            check_names(options, keyword_names(factory), where=where)
+            # type hints of a class belong to its constructor
+            constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
+            check_types(options, get_type_hints(constructor), where=where)
 
 
 def build_callbacks(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.build import check_parts
 from revzoo.cli.run.train import train
 from revzoo.cli.run.tune import KINDS, tune
 
@@ -107,7 +107,9 @@ def test_a_search_trains_the_parts_that_the_run_trains(
 
     monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], search=search))
     finetuning = f"callbacks.finetuning={{unfreeze: {unfreeze}}}"
-    tune(compose(*SMALL, f"tuner={kind}", finetuning), tmp_path)
+    config = compose(*SMALL, f"tuner={kind}", finetuning, "model.pretrained=true")
+    config["model"]["pretrained"] = False
+    tune(config, tmp_path)
     parts = ("stem.", "stages.0.", "stages.1.", "stages.2.", "norm.", "fc.")
     wanted = parts[[part.startswith(first) for part in parts].index(True) :]
     assert {part for part in parts if any(name.startswith(part) for name in trained)} == {*wanted}
@@ -120,7 +122,10 @@ def test_a_search_trains_the_parts_that_the_run_trains(
         (("tuner=lr", "tuner.then=us"), "did you mean 'use'"),
         (("tuner=lr", "tuner.steps=3"), "steps=3: expected"),
         (("tuner=lr", "tuner.max_lr=1e-6"), r"max_lr=1e-06: expected"),
-        (("tuner=lr", "+tuner.max_size=3"), r"tuner\.max_size: no such option"),
+        (
+            ("tuner=lr", "+tuner.max_size=3"),
+            r"no option 'tuner\.max_size'; tuner\.kind=batch_size has it",
+        ),
         (("tuner=batch_size", "tuner.max_size=1"), r"tuner\.max_size=1"),
         (("tuner=batch_size", "tuner.max_bytes=0"), r"tuner\.max_bytes=0"),
         (("tuner=lr", "trainer.devices=2"), "searches on one device"),
@@ -128,4 +133,4 @@ def test_a_search_trains_the_parts_that_the_run_trains(
 )
 def test_wrong_searches_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_config(compose("trainer=cpu", *overrides))
+        check_parts(compose("trainer=cpu", *overrides))

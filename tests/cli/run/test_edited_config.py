@@ -50,10 +50,10 @@ def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from revzoo.cli.config.compose import compose_checked, to_plain
+    from revzoo.cli.config.config import compose
 
     folder = tmp_path_factory.mktemp("run")
-    train(to_plain(compose_checked(SMALL)), run_dir=folder)
+    train(compose(SMALL).config, run_dir=folder)
     return folder
 
 

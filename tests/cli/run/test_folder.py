@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from revzoo.cli.config.compose import compose_whole, to_plain
+from revzoo.cli.config.config import compose
 from revzoo.cli.run import train
 from revzoo.cli.run.folder import new_folder
 
@@ -27,16 +27,16 @@ def test_runs_of_the_same_second_have_different_folders(
     # the time stands still
     timed = "hydra.run.dir='runs/${now:x}'"
     for _ in range(3):
-        cfg, whole = compose_whole([timed])
-        train.begin(to_plain(cfg), whole, overrides=[])
+        composed = compose([timed])
+        train.begin(composed.config, composed.whole, overrides=[])
     assert jobs == [Path("runs", name) for name in ("x", "x-2", "x-3")]
     # a folder that the user names is not replaced by another
-    cfg, whole = compose_whole(["hydra.run.dir=runs/x"])
+    composed = compose(["hydra.run.dir=runs/x"])
     with pytest.raises(SystemExit, match="already holds a run"):
-        train.begin(to_plain(cfg), whole, overrides=[])
+        train.begin(composed.config, composed.whole, overrides=[])
     assert new_folder(tmp_path / "runs" / "x").name == "x-4"
 
 
 def test_the_default_name_is_short() -> None:
-    _, whole = compose_whole([])
+    _, _, whole = compose([])
     assert len(str(whole.hydra.run.dir)) == len("outputs/revnet38-digits/2026-01-01_00-00-00")

@@ -75,8 +75,8 @@ def module_that_fails(kind: type[Exception], when: Callable[[Classifier], bool])
     """``build_module`` with a model that runs out of memory in training or in evaluation."""
     original = train_module.build_module
 
-    def build(*args: Any) -> Any:
-        module = original(*args)
+    def build(*args: Any, **shape: Any) -> Any:
+        module = original(*args, **shape)
 
         def fail(layer: Any, inputs: Any) -> None:
             # not when the advice counts, with fake tensors

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from revzoo.cli.config.build import run_description
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.config import compose
+from revzoo.cli.run.build import run_description
 
 
 def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
     """Rate, weight decay and optimiser were one text, which no table sorts."""
-    config = to_plain(compose_checked(["optim=adamw", "optim.lr=0.002", "trainer.max_epochs=7"]))
+    config = compose(["optim=adamw", "optim.lr=0.002", "trainer.max_epochs=7"]).config
     described = run_description(config)
     numbers = {"batch": 64, "epochs": 7, "lr": 0.002, "seed": 0, "weight_decay": 0.05}
     assert {key: described[key] for key in numbers} == numbers

@@ -10,8 +10,8 @@ from small_images import image_folder
 from torch import Tensor, nn
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.sizes import try_image
 from revzoo.cli.main import main
+from revzoo.cli.run.sizes import try_image
 from revzoo.data import ImageFolder
 
 

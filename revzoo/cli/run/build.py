@@ -6,8 +6,7 @@ Hydra's ``instantiate``: it imports any path that a configuration names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,23 @@ from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from torch import nn
 
-from revzoo._checks import package_needed
+from revzoo._checks import in_section, package_needed
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.quick import CSV_ONLY, check_model, model_spec
-from revzoo.cli.config.sizes import REFUSALS, try_image
+from revzoo.cli.run.sizes import try_image
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
-from revzoo.models.registry import MODELS, default_memory
-from revzoo.training import Classifier, build_callbacks
+from revzoo.models.pretrained import find_model
+from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
+from revzoo.profiling.plan import PLANNED
+from revzoo.training.callbacks.base import ChecksModel
+from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
+from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
 from revzoo.training.loggers import EXTRAS, LOGGERS
+from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import GracefulStop
 
@@ -43,9 +47,16 @@ METRICS_FILE = "metrics.csv"
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:
-    """The data module of a checked ``data`` section."""
+    """The data module of a checked ``data`` section; it reads no files.
+
+    Raises:
+        ValueError: the constructor refuses a value.
+    """
     options = {key: value for key, value in data.items() if key != "_target_"}
-    return DATA[data["_target_"]](**options)
+    try:
+        return DATA[data["_target_"]](**options)
+    except ValueError as error:
+        raise in_section("data", error) from error
 
 
 def data_name(config: Mapping[str, Any]) -> str:
@@ -53,35 +64,75 @@ def data_name(config: Mapping[str, Any]) -> str:
     return DATA[config["data"]["_target_"]].__name__
 
 
-def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
-    """The Lightning module for a data module after ``setup``, tried on one black image.
+def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
+    """The arguments of ``create_model`` for data with these numbers of classes and channels."""
+    fitted = {"num_classes": num_classes, "in_chans": in_chans}
+    return {**config["model"], "memory": memory_mode(config), **fitted}
+
+
+def memory_mode(config: Mapping[str, Any]) -> str | None:
+    """The memory mode with which a run's model is created; None for the model's default.
+
+    A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
+    """
+    mode: str | None = config["memory"]["mode"]
+    return None if mode in PLANNED else mode
+
+
+def build_module(
+    config: Mapping[str, Any], *, num_classes: int, in_chans: int, side: int
+) -> Classifier:
+    """The Lightning module for images of this kind, tried on one black image.
 
     Raises:
-        ValueError: from the model, if it cannot process images of this size, or
-            ``optim.class_weights`` does not fit the classes.
-        DataError: a class has no images, and the weights are ``balanced``.
+        ValueError: from the model or the optimiser, or the model cannot process such images.
     """
-    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    module.balance(data)  # now only for its errors: before the run writes files
-    remedy = size_remedy(config, data.image_size)
-    try_image(module.model, data.image_size, data.in_chans, remedy=remedy)
+    try_image(module.model, side, in_chans, remedy=size_remedy(config, side))
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
 
 
-def check_image_size(config: Mapping[str, Any], side: int) -> None:
-    """Check on the ``meta`` device that the model takes images of this size.
+def check_network(
+    config: Mapping[str, Any], callbacks: Sequence[pl.Callback], network: nn.Module
+) -> None:
+    """Check that the network meets the requirements of the callbacks.
 
     Raises:
-        ValueError: the model does not take it; the message says what to change.
+        ValueError: naming the callback.
     """
-    model = check_model(config)
-    # any other failure may be due to the meta device: build_module tries the real model
-    with suppress(*REFUSALS):
-        try_image(model, side, model.in_chans, remedy=size_remedy(config, side))
+    used = [name for name, options in config["callbacks"].items() if options is not None]
+    names = {CALLBACKS[name]: name for name in used}
+    for callback in callbacks:
+        try:
+            if isinstance(callback, ChecksModel):
+                callback.check_model(network)
+        except ValueError as error:
+            kind = type(callback)
+            raise in_section(f"callbacks.{names.get(kind, kind.__name__)}", error) from error
+
+
+def check_parts(config: Mapping[str, Any]) -> None:
+    """Build what needs no files, on the ``meta`` device: before several runs, for their errors.
+
+    Raises:
+        ValueError: a constructor refuses a value, or the model does not take the memory mode.
+    """
+    OptimSpec.of(config["optim"])
+    callbacks = build_callbacks(config["callbacks"], run_dir=Path())
+    build_data(config["data"])
+    # any numbers: the data are not read yet
+    spec = model_spec(config, num_classes=10, in_chans=3)
+    start = {key: spec.pop(key) for key in WEIGHTS_ARGUMENTS if key in spec}
+    with torch.device("meta"):  # which has no values to load
+        model = create_model(spec.pop("name"), **spec)
+    if start.get("pretrained") and not start.get("checkpoint_path"):
+        # check that the weights exist; the run downloads them later
+        find_model(config["model"]["name"], known=MODELS, pretrained=True)
+    check_network(config, callbacks, model)
 
 
 def size_remedy(config: Mapping[str, Any], side: int) -> str:
@@ -111,7 +162,7 @@ def build_loggers(
     if kind in EXTRAS and find_spec(kind) is None:
         raise ConfigError(package_needed(f"logger={kind} needs the package", kind))
     # MetricsCSV ignores the other processes itself
-    if kind != CSV_ONLY and is_first_process():
+    if kind != "csv" and is_first_process():
         loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))
     return loggers
 

@@ -1,0 +1,341 @@
+"""Compares a composed configuration with the schema, without importing torch.
+
+A wrong name is answered with the option that the user probably means, a wrong value with the range.
+What depends on the machine, the model or the data is checked where these are built
+(:mod:`revzoo.cli.run.build`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING
+
+from revzoo._checks import (
+    check_choice,
+    did_you_mean,
+    expected_type,
+    is_number,
+    nearest,
+    shortened,
+)
+from revzoo._libraries import LIBRARIES, check_library_name, library_hint
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.schema import (
+    CALLBACKS,
+    DIGITS,
+    FAMILIES,
+    FITTED,
+    MODEL,
+    MONITORED,
+    OF_PLUGIN,
+    OPTIMIZERS,
+    PLANS,
+    RUN,
+    Chosen,
+    Option,
+    Section,
+    of_plugin,
+    registered,
+    section,
+)
+from revzoo.cli.config.spellings import our_spelling
+from revzoo.profiling.units import bytes_from
+
+Config = Mapping[str, Any]
+OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
+REASONS = {
+    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets and RevViTs are "
+    "reversible without it",
+}
+
+
+def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None:
+    """Check the names and values of all options.
+
+    Args:
+        config: plain containers.
+        root: the schema.
+        complete: whether options that must be given are needed, as for a run.
+
+    Raises:
+        ValueError: naming the value, the expected ones and the remedy.
+    """
+
+    def check_section(path: str, values: Config, known: Section) -> None:
+        for key in values:
+            if key not in known.options:
+                raise unknown(f"{path}{key}", values[key], config, root)
+        for key, option in known.options.items():
+            name, value = f"{path}{key}", values.get(key, option.default)
+            if value == MISSING and complete:
+                missing = "is needed" if key in values else "is missing from the configuration"
+                raise ConfigError(f"{name} {missing}{': ' * bool(option.remedy)}{option.remedy}")
+            if key not in values or value == MISSING:
+                continue
+            part = known.parts.get(key)
+            if part is not None and not isinstance(value, Mapping | None):
+                raise ConfigError(f"{name}={typed(value)}: {_in_braces(name, value, part)}")
+            check_value(name, value, option)
+            if part is not None and value is not None:
+                check_section(f"{name}.", value, chosen(name, part, value))
+
+    check_section("", config, root)
+    if root is RUN:
+        for rule in RULES:
+            rule(config)
+
+
+def check_value(name: str, value: Any, option: Option) -> None:
+    """Check the type and the range of a value.
+
+    Raises:
+        ValueError: naming the expected values.
+    """
+    remedy = f"; {option.remedy}" if option.remedy else ""
+    if option.choices and value is not None and value not in option.choices:
+        null = "" if expected_type(None, option.type) else ", null"
+        listed = ", ".join(map(str, option.choices)) + null
+        hint = did_you_mean(value, option.choices)
+        raise ConfigError(f"{name}={typed(value)}: expected one of {listed}{hint}")
+    if expected := expected_type(value, option.type):
+        raise ConfigError(f"{name}={typed(value)}: expected {expected}{remedy}")
+    if not option.range or not is_number(value) or value in option.also:
+        return
+    low, high = map(float, option.range[1:-1].split(","))
+    above = low < value if option.range[0] == "(" else low <= value
+    below = value < high if option.range[-1] == ")" else value <= high
+    if not (above and below):
+        kind = "a number" if "float" in str(option.type) else "a whole number"
+        others = "".join(f", or {other}" for other in option.also)
+        raise ConfigError(f"{name}={value}: expected {kind} {option.within}{others}{remedy}")
+
+
+def _in_braces(name: str, value: Any, part: Section | Chosen) -> str:
+    if isinstance(part, Chosen):
+        return f"expected options; the name is {name}.{part.by}={value}"
+    return (
+        f"expected options in braces and quotes, '{name}={{OPTION: VALUE}}'; {{}} uses the "
+        "defaults, null leaves it out"
+    )
+
+
+def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
+    """The section that describes ``values``.
+
+    Raises:
+        ValueError: ``values`` choose none of several.
+    """
+    own = registered(path) if path in ("callbacks", "data") else {}
+    if isinstance(part, Section):  # of the callbacks, also those of plugins
+        added = {name: of_plugin(own[name]) for name in own if name not in part.options}
+        return section("", part, **added) if added else part
+    value = values.get(part.by)
+    if path == "model":
+        return _model(value)
+    if isinstance(value, str | None) and value in part.sections:
+        return part.sections[value]
+    if isinstance(value, str) and value in own:
+        return of_plugin(own[value], DIGITS)
+    if path == "data" and value is None and values:  # data.image_size=64 without data
+        key = next(iter(values))
+        having = _having(path, part, key)
+        raise ConfigError(f"data.{key}={values[key]}, but data is null: add {having}")
+    check_choice(f"{path}.{part.by}", value, [*part.sections, *own])
+    raise AssertionError(path)
+
+
+def _model(name: Any) -> Section:
+    """The keywords of a model: of its family, or all for a file, a folder or a repository."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model.name={name}: expected the name of a model")
+    architecture, packaged, own = name.partition(".")[0], model_names(), registered("model")
+    if name.startswith(LIBRARIES):
+        check_library_name(name)
+    elif architecture in own and architecture not in packaged:
+        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, OF_PLUGIN))
+    elif not re.fullmatch(r"[\w.]+", name) or Path(name).exists():
+        return section("", *FAMILIES.values())
+    elif architecture not in packaged:
+        hint = library_hint(name) or did_you_mean(name, packaged, n=3)
+        hint = hint or "; --import MODULE adds yours"
+        raise ConfigError(f"model.name={name}: there is no model of this name{hint}")
+    return next(known for start, known in FAMILIES.items() if architecture.startswith(start))
+
+
+def model_names() -> list[str]:
+    """The models of the zoo: each has a configuration file. The registry would import torch."""
+    folder = files("revzoo.configs") / "model"
+    names = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.is_file()}
+    return sorted(names - {*LIBRARIES})
+
+
+def names_in(part: Section | Chosen | None, values: Any, path: str = "") -> Iterator[str]:
+    """All dotted names that a configuration may have."""
+    values = values if isinstance(values, Mapping) else {}
+    try:
+        known = section("") if part is None else chosen(path, part, values)
+    except ValueError:
+        return
+    for key in known.options:
+        name = f"{path}.{key}" if path else key
+        yield name
+        yield from names_in(known.parts.get(key), values.get(key), name)
+
+
+def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> ConfigError:
+    """The error for an option that does not exist, with the one that the user probably means."""
+    while isinstance(value, Mapping) and len(value) == 1:  # logger.wandb.project=mine
+        ((key, value),) = value.items()
+        name = f"{name}.{key}"
+    path, _, leaf = name.rpartition(".")
+    if path == "model" and leaf in FITTED:
+        return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
+    hint = f"; to continue a run: --resume {typed(value)}" if name == "resume" else ""
+    if name.startswith(("experiment", "debug")):  # Hydra puts the file's keys below the group
+        hint = "; the first line of its file must be '# @package _global_'"
+    sections = ["hydra", "debug", *root.options]
+    # the other options of the trainer are Lightning's
+    for spelling in (name, leaf) if path != "trainer" else (name,):
+        hint = hint or our_spelling(spelling, typed(value), sections)
+    part: Any = root
+    for key in path.split("."):
+        part = part.parts.get(key) if isinstance(part, Section) else None
+    if isinstance(part, Chosen) and (having := _having(path, part, leaf)):
+        has = "have" if "," in having else "has"
+        hint = hint or f"; {having} {has} it{REASONS.get(leaf, '')}"
+    hint = hint or _meant(path, leaf, list(names_in(root, config)))
+    return ConfigError(f"{name}={typed(value)}: there is no option {name!r}{hint}")
+
+
+def _having(path: str, part: Chosen, key: str) -> str:
+    """The choices that have an option, as a user chooses them."""
+    found = [value for value, known in part.sections.items() if key in known.options]
+    if path == "data":
+        return shortened(f"data={value.rpartition('.')[2].lower()}" for value in found) * bool(
+            found
+        )
+    dots = "model={}..." if path == "model" else f"{path}.{part.by}={{}}"
+    return shortened(map(dots.format, found)) * bool(found)
+
+
+def _meant(path: str, leaf: str, known: Sequence[str]) -> str:
+    """The nearest option of the section; a bare last part (``lr``) finds its place."""
+    by_leaf: dict[str, str] = {}  # the first of each
+    for other in known:
+        by_leaf.setdefault(other.rpartition(".")[2], other)
+    siblings = [other for other in known if path and other.rpartition(".")[0] == path]
+    longer = [other for other in siblings if other.endswith(f"_{leaf}")]
+    near = longer or nearest(f"{path}.{leaf}", siblings, cutoff=0.8)
+    near = near or ([by_leaf[leaf]] if leaf in by_leaf else [])
+    if siblings and not near:
+        return f" (there is {shortened((o.rpartition('.')[2] for o in siblings), 12)})"
+    near = near or nearest(f"{path}.{leaf}".lstrip("."), known, cutoff=0.6)
+    # a bare, misspelt last part: `lrr`
+    near = near or [by_leaf[found] for found in nearest(leaf, by_leaf, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def typed(value: Any) -> str:
+    """A value as users type it."""
+    words = {"None": "null", "True": "true", "False": "false", "": "''"}
+    return words.get(str(value), f"{value!s:.80}")
+
+
+# --- rules of several options ---
+
+
+def _ends(config: Config) -> None:
+    trainer = config["trainer"]
+    # without max_epochs, Lightning's default of 1000 ends the run
+    ends = trainer.get("max_epochs") != -1 or trainer.get("max_steps", -1) != -1
+    if not ends and trainer.get("max_time") is None:
+        raise ConfigError(
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
+        )
+
+
+def _optimizer(config: Config) -> None:
+    name = config["optim"].get("name")
+    check_choice("optim.name", name, dict.fromkeys([*OPTIMIZERS, *registered("optim")]))
+
+
+def _tf32(config: Config) -> None:
+    precision = config["precision"]
+    if precision.get("tf32") and precision.get("trainer") != "32-true":
+        raise ConfigError(
+            f"precision.tf32=true changes float32 only, but precision.trainer="
+            f"{precision.get('trainer')}: use precision=tf32 only"
+        )
+
+
+def _memory(config: Config) -> None:
+    memory = config["memory"]
+    mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
+    if mode == "budget":
+        if budget is None:
+            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+        if budget != MISSING:
+            bytes_from(budget, name="memory.bytes")
+    elif budget is not None:
+        raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if inverting is not None and mode not in PLANS:
+        raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+
+
+def _callbacks(config: Config) -> None:
+    used = {name: options for name, options in config["callbacks"].items() if options is not None}
+    model, trainer = config["model"], config["trainer"]
+    if "finetuning" in used and not (model.get("pretrained") or model.get("checkpoint_path")):
+        raise ConfigError(
+            "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
+            "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
+        )
+    if "compiled_branches" in used and (others := [name for name in OF_SAMPLES if name in used]):
+        raise ConfigError(
+            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes per-sample "
+            "gradients at each layer: a compiled part does not call its layers. Set one of the two "
+            "to null"
+        )
+    if "private" in used and config["optim"].get("class_weights") == "balanced":
+        raise ConfigError(
+            "callbacks.private with optim.class_weights=balanced: one image would change the "
+            "weights of all others. Give a list of numbers, which do not come from the data"
+        )
+    for name, options in used.items():
+        if name not in CALLBACKS or "monitor" not in CALLBACKS[name].options:
+            continue
+        figure, mode = options.get("monitor", "val/acc"), options.get("mode")
+        no_validation = trainer.get("limit_val_batches") == 0
+        if name == "early_stopping" and figure.startswith("val/") and no_validation:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={figure}, but with trainer.limit_val_batches=0 the run "
+                f"does not validate: set callbacks.{name}.monitor=train/loss, or "
+                f"callbacks.{name}=null"
+            )
+        if mode not in (None, better := MONITORED[figure]):
+            raise ConfigError(
+                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
+                f"callbacks.{name}.mode={better}"
+            )
+
+
+def _tuner(config: Config) -> None:
+    tuner, trainer = config.get("tuner") or {}, config["trainer"]
+    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+        raise ConfigError(
+            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
+            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
+            "process)"
+        )
+    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
+        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+
+
+RULES: Sequence[Callable[[Config], None]] = (
+    _ends, _optimizer, _tf32, _memory, _callbacks, _tuner,
+)  # fmt: skip

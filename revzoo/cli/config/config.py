@@ -1,0 +1,485 @@
+"""Composes a configuration with Hydra, from files and the overrides of a command line.
+
+Hydra would refuse an unknown key without naming the nearest. So every override may add its key
+(``++``), and the schema refuses what does not exist, on the command line as in a file. This imports
+neither torch nor Lightning, so a typo gets a quick answer.
+
+NOTE [ Hydra's section ]
+``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
+environment variables and files to write. Hydra merges that section from every file it reads, so
+``experiment=x`` in a downloaded folder can set them. Therefore:
+1. Hydra only composes. No class of its section is instantiated before rule 3 holds; callbacks,
+   launchers and sweepers never are (:mod:`revzoo.cli.commands.train`).
+2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
+3. The composed section must equal the default of Hydra's package, except for :data:`FREE`, which
+   are folders and switches, and :data:`SET_BY_HYDRA`.
+4. ``--experimental-rerun`` reads a pickle and is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose as hydra_compose
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import (
+    IntervalSweep,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+)
+from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+
+from revzoo._checks import did_you_mean
+from revzoo._files import file_name
+from revzoo._libraries import LIBRARIES, check_library_name, library_hint
+from revzoo.cli.config.check import check, unknown
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.schema import EVALUATION, RUN, SCHEDULES
+from revzoo.cli.config.spellings import our_spelling
+from revzoo.cli.config.yaml_files import check_growth, check_references, check_resolvers
+
+CONFIGS = Path(str(files("revzoo.configs")))
+SCHEDULE = "optim.schedule"
+MAX_VALUES = 10_000  # of one key in a multirun
+# The keys of Hydra that users may set, on the command line or in files.
+FREE = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",  # the name of the log file; Lightning sets it in further processes
+    "hydra.job.chdir",
+    "hydra.output_subdir",  # .hydra or null; Lightning sets null in further processes
+    "hydra.mode",
+    "hydra.verbose",
+)
+# Options of these groups are compared by value with Hydra's package.
+HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
+SET_BY_HYDRA = (
+    "hydra.runtime",
+    "hydra.overrides",
+    "hydra.job.override_dirname",
+    "hydra.job.config_name",
+    "hydra.job.num",
+    "hydra.job.id",
+    "hydra.help",
+    "hydra.hydra_help",
+)
+
+OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
+
+
+@dataclass(frozen=True)
+class ConfigFiles:
+    """The files of a configuration.
+
+    Attributes:
+        name: the primary file, which lists the groups.
+        folder: the folder of the primary file and its groups.
+        extra: a further folder, searched after it (``--config-dir``).
+    """
+
+    name: str = "train"
+    folder: Path = CONFIGS
+    extra: Path | None = None
+
+
+TRAIN, EVAL = ConfigFiles(), ConfigFiles("eval")
+
+
+class Composed(NamedTuple):
+    """A configuration.
+
+    Attributes:
+        config: plain containers, with references resolved.
+        cfg: the same as Hydra's containers, with references as they are written.
+        whole: the same with Hydra's section, which is checked, too.
+    """
+
+    config: dict[str, Any]
+    cfg: DictConfig
+    whole: DictConfig
+
+
+def compose(
+    overrides: Sequence[str],
+    source: ConfigFiles = TRAIN,
+    *,
+    trusted: Sequence[str] = (),
+    complete: bool = True,
+) -> Composed:
+    """Compose and check a configuration.
+
+    Args:
+        overrides: as on the command line, without sweeps.
+        source: the files.
+        trusted: overrides that the program adds; they are not checked.
+        complete: whether every option that must be given is needed.
+
+    Raises:
+        ValueError: naming the value, the expected ones and the remedy.
+    """
+    root = EVALUATION if source == EVAL else RUN
+    with hydra_of(source) as hydra:
+        parsed = parse(with_libraries(overrides), hydra.config_loader)
+        words = [_checked(override, source, hydra.config_loader) for override in parsed]
+        whole = _composed(source.name, [*words, *trusted])
+    everything: Any = OmegaConf.to_container(whole)
+    check_references(everything)  # those of one file may lead to those of another
+    _drop_options_of_other_schedules(whole, parsed)
+    with flag_override(whole, ["struct", "readonly"], [False, False]):
+        # as typed, for records and names of folders
+        whole.hydra.overrides.task = [
+            str(o.input_line) for o in parsed if not o.is_hydra_override()
+        ]
+        dirname = everything["hydra"]["job"]["override_dirname"]
+        whole.hydra.job.override_dirname = dirname.replace("++", "")
+    cfg = whole.copy()
+    # Hydra locks the configuration: no key can be added or removed
+    with flag_override(cfg, ["struct", "readonly"], [False, False]):
+        del cfg["hydra"]
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:  # a reference names a missing key
+        raise ConfigError(one_line(error)) from None
+    assert isinstance(plain, dict)
+    config = {str(key): value for key, value in plain.items()}
+    check(config, root, complete=complete)
+    _check_hydra_section(whole)  # last: it composes Hydra's own section, which takes 0.2 s
+    return Composed(config, cfg, whole)
+
+
+@contextmanager
+def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
+    """Initialise Hydra with this source, inside the context.
+
+    Raises:
+        ConfigError: a folder does not exist, or the primary file is refused.
+    """
+    for folder in (source.folder, source.extra):
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
+    # otherwise Hydra warns, and behaves as version 1.1
+    version.setbase("1.3")
+    search_path = create_config_search_path(f"file://{source.folder.resolve()}")
+    if source.extra is not None:
+        # as Hydra does for its --config-dir: after the primary folder
+        search_path.prepend(
+            provider="command-line",
+            path=f"file://{source.extra.resolve()}",
+            anchor=SearchPathQuery(provider="schema"),
+        )
+    GlobalHydra.instance().clear()  # Hydra refuses a second initialisation in a process
+    try:
+        # private in Hydra 1.3; the public initialize_config_dir() takes one folder only
+        hydra = Hydra.create_main_hydra2("train", search_path)
+        _check_loaded_files(hydra)
+        _check_search_path(hydra, source)
+        yield hydra
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _check_loaded_files(hydra: Hydra) -> None:
+    """Let Hydra check each file of a user's folder: it could fill the memory, or read secrets."""
+
+    def load(place: ConfigSource, config_path: str) -> ConfigResult:
+        path = Path(place.path, place._normalize_file_name(config_path)).resolve()
+        check_growth(path)
+        loaded = type(place).load_config(place, config_path)
+        values: Any = OmegaConf.to_container(loaded.config)
+        check_resolvers(values, path)
+        check_references(values)
+        return loaded
+
+    # private in Hydra 1.3; other files of the folder may be broken
+    for place in hydra.config_loader.repository.get_sources():  # type: ignore[attr-defined]
+        if place.scheme() == "file" and Path(place.path) != CONFIGS.resolve():
+            place.load_config = partial(load, place)
+
+
+def _check_search_path(hydra: Hydra, source: ConfigFiles) -> None:
+    # see NOTE [ Hydra's section ], 2
+    repository = hydra.config_loader.repository  # type: ignore[attr-defined]
+    try:
+        loaded = repository.load_config(source.name)
+        paths = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
+    except ConfigError:
+        raise
+    except Exception as error:  # the errors of the libraries have no common base class
+        raise ConfigError(f"{source.name}: {one_line(error)}") from None
+    if paths is not None:
+        raise ConfigError(
+            f"hydra.searchpath={paths} in {source.name}: a file cannot add places to read or "
+            "import; use --config-dir DIR"
+        )
+
+
+def with_libraries(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``.
+
+    Raises:
+        ValueError: the library is not installed, or has no such network.
+    """
+    expanded = []
+    for override in overrides:
+        # no comma: a list of models is a multirun
+        library = re.match(r"model=(\w+):[^,]+$", override)
+        named = override.replace("model=", "model.name=", 1)
+        if library is not None and library[1] in LIBRARIES:
+            check_library_name(override.removeprefix("model="))
+        expanded += [override] if library is None else [f"model={library[1]}", named]
+    return expanded
+
+
+def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """Parse overrides; of Hydra's section, only :data:`FREE` is allowed.
+
+    Raises:
+        ConfigError: a key of Hydra that is not free, or an override that is not valid.
+    """
+    try:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    except HydraException as error:
+        # other errors do not say which override they mean
+        text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
+        if text and "=" not in text:
+            raise ConfigError(f"{text}: expected KEY=VALUE{_meant_by(text, loader)}") from None
+        raise ConfigError(_parse_error(text, _reason(error))) from None
+    for override in parsed:
+        if isinstance(values := override.value(), RangeSweep):
+            _check_range(override, values)
+        # dir=$DIR: an empty path would mean the working directory
+        if values == "" and str(override.input_line).endswith("="):
+            raise ConfigError(
+                f"{override.input_line}: expected a value after =, or null (is a variable of the "
+                "shell empty?)"
+            )
+        key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
+        # group@hydra.job=x would put a group's content into Hydra's section
+        places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
+        if "hydra" in places and (key not in known or override.package):
+            raise ConfigError(
+                f"{override.input_line}: expected one of Hydra's keys {', '.join(known)}"
+                + did_you_mean(key, known, cutoff=0.6)
+            )
+    return parsed
+
+
+def _meant_by(word: str, loader: ConfigLoader | None) -> str:
+    """A hint with an override for a word without ``=``: a folder, or the option of a group."""
+    if Path(word).is_dir():
+        return f"; did you mean {_folder(word)}?"
+    for group in loader.list_groups("") if loader else ():
+        if word in loader.get_group_options(group):  # type: ignore[union-attr]
+            return f"; did you mean {group}={word}?"
+    return " without spaces, such as trainer.max_epochs=3"
+
+
+def _folder(path: str) -> str:
+    return f"data=imagefolder data.root={quoted_if_needed(path)}"
+
+
+def quoted(value: object) -> str:
+    """A value of an override in quotes: Hydra reads it as plain text."""
+    text = str(value).replace("${", "\\${")
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def quoted_if_needed(value: object) -> str:
+    """A path as a value of an override; in quotes unless Hydra reads it as text anyway."""
+    text = str(value)
+    # with a slash, or a letter at its start, it is not a number
+    plain = re.fullmatch(r"[\w.-]*/[\w./-]*|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE)
+    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
+    return text if plain and not is_word else quoted(text)
+
+
+def _check_range(override: Override, values: RangeSweep) -> None:
+    # Hydra makes a list of all values: range(0,1e9) would fill the memory
+    step, stop = (values.step, values.stop)
+    count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
+    if not step or not 0 <= count <= MAX_VALUES:
+        raise ConfigError(
+            f"{override.input_line}: expected at most {MAX_VALUES:,} values, in steps from the "
+            "first towards the last"
+        )
+
+
+def _reason(error: HydraException) -> str:
+    """The reason why Hydra's parser refuses an override."""
+    first, _, rest = str(error).partition("\n")
+    # for choice(), interval() and so on, the first line only repeats the override
+    reason = rest.partition("\n")[0] if first.startswith("Error parsing override") else first
+    return "a character has no meaning here" if reason.startswith("Lexer") else reason
+
+
+def _parse_error(text: str, reason: str) -> str:
+    """The message for ``text``, which is not an override, with a remedy; ``reason`` is Hydra's."""
+    for opening, closing in ("{}", "[]", "()"):
+        if text.count(opening) > text.count(closing):
+            return (
+                f"{text}: a {opening} is not closed. If a space follows, quote the whole argument "
+                "for the shell, 'KEY={a: 1, b: 2}'"
+            )
+    if text.endswith(","):
+        return f"{text}: expected another value after the comma"
+    of_grammar = ("mismatched input", "extraneous input", "no viable", "a character")
+    if reason.startswith(of_grammar) and '"' not in text:
+        reason += "; put quotes around a value with special characters: KEY='\"a=b (c)\"'"
+    elif "choice(" in text and "NoneType" in reason:
+        return f"{text}: choice() does not take null: leave choice() out, 'KEY=null,VALUE'"
+    return f"{text}: {reason}" if text else reason
+
+
+def _checked(override: Override, source: ConfigFiles, loader: ConfigLoader) -> str:
+    """An override as Hydra takes it: a key may be new, which the schema checks later.
+
+    Raises:
+        ConfigError: several values, or an option that its group does not have.
+    """
+    text, group = str(override.input_line), override.key_or_group
+    groups = loader.list_groups("")
+    if override.is_sweep_override():
+        raise ConfigError(_several_values(override, groups))
+    if override.is_hydra_override() or override.is_delete():
+        return text
+    if group not in groups:
+        return f"++{text.lstrip('+')}"
+    _check_option(override, loader)
+    return text
+
+
+def _several_values(override: Override, groups: Sequence[str]) -> str:
+    """Hydra's own message leaves the remedy out."""
+    typed, several = str(override.input_line), override.value()
+    if isinstance(several, IntervalSweep):
+        return f"{typed}: expected one value; revzoo sweep searches intervals"
+    remedy = "for a run of each add -m to revzoo train"
+    if override.key_or_group not in groups and getattr(several, "simple_form", False):
+        key, _, value = typed.partition("=")
+        remedy += f"; for one list write {key}=[{value}]"
+    return f"{typed}: several values; {remedy}"
+
+
+def _check_option(override: Override, loader: ConfigLoader) -> None:
+    group, option = override.key_or_group, override.value()
+    options = loader.get_group_options(group)
+    if option is None:
+        raise ConfigError(
+            f"{group}=null: expected one of its options ({', '.join(options)}), or leave {group} "
+            "out"
+        )
+    if (name := str(option)) in options:
+        return
+    # model=resnet18 belongs to torchvision or timm
+    hint = library_hint(name) if group == "model" else ""
+    if group == "data" and Path(name).is_dir():
+        hint = f"; use {_folder(name)}"
+    hint = hint or our_spelling(group, name, loader.list_groups(""))
+    hint = hint or did_you_mean(name, options, cutoff=0.6)
+    # a long list would hide the hint
+    listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
+    plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
+    raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
+
+
+def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """If an override names the schedule, drop the options of files that this one does not have.
+
+    Options on the command line stay, and are refused later.
+    """
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if key == SCHEDULE and isinstance(value, dict):
+            typed |= {str(name): item for name, item in value.items()}
+        elif key.startswith(f"{SCHEDULE}."):
+            typed[key.removeprefix(f"{SCHEDULE}.")] = value
+    named, schedule = SCHEDULES.get(str(typed.get("name"))), OmegaConf.select(cfg, SCHEDULE)
+    if named is None or not isinstance(schedule, DictConfig):
+        return
+    with flag_override(schedule, ["struct", "readonly"], [False, False]):
+        for name in [n for n in schedule if n not in (*named.options, *typed)]:
+            del schedule[name]
+
+
+def _composed(name: str | None, overrides: Sequence[str]) -> DictConfig:
+    try:
+        return hydra_compose(name, list(overrides), return_hydra_config=True)
+    except ConfigError:  # from check_growth
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        # +experiment=NAME, which is right where the primary file does not list the group
+        if double := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
+            group = double[1]
+            raise ConfigError(f"{group} has two values: write {group}=NAME without +") from None
+        if gone := re.match(r"Could not delete from config\. '(.+)' does not exist", str(error)):
+            raise unknown(gone[1], None, {}) from None
+        package = re.search("@(experiment|debug)[.]", str(error))  # of a file without this line
+        hint = " The first line of its file must be '# @package _global_'" if package else ""
+        raise ConfigError(f"{one_line(error)}{hint}") from None
+    except Exception as error:  # Hydra does not validate files, so any error can occur
+        raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _check_hydra_section(cfg: DictConfig) -> None:
+    """Check rule 3 of NOTE [ Hydra's section ].
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    choices = cfg.hydra.runtime.choices
+    packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
+    for key, value in _differing(packaged, OmegaConf.to_container(cfg.hydra), "hydra"):
+        # the trailing dots keep hydra.job.numbers apart from hydra.job.num
+        if key in FREE or any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
+            continue
+        raise ConfigError(
+            f"{key}={value!r:.80} is set by a configuration file: files may set only these keys of "
+            f"Hydra: {', '.join(FREE)}"
+        )
+    name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
+    # FREE keys may have any value, so check the dangerous ones here
+    if not isinstance(verbose, bool | str | ListConfig):
+        raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
+    name = str(name)
+    # it becomes a file name
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
+    if folder not in (".hydra", None):
+        raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
+
+
+@cache  # the jobs of a sweep ask again
+def _packaged_section(chosen: tuple[str, ...]) -> Any:
+    """Hydra's own configuration, without a user's overrides, with the same log handlers."""
+    with hydra_of(TRAIN):
+        return OmegaConf.to_container(_composed(None, chosen).hydra)
+
+
+def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key at which two plain values differ, and the value of ``got``."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        # in the order of the files, each name once
+        for name in {**expected, **got}:
+            yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
+    elif expected != got:
+        yield key, got

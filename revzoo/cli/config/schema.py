@@ -1,0 +1,503 @@
+"""Every option of a run: its name, type, default, range, choices and meaning.
+
+The files in ``configs/`` hold values, this file the rules. ``check.py`` compares a composed
+configuration with it before torch is imported, ``revzoo options`` prints it, and the reference in
+the documentation is made from it. A test compares it with the constructors.
+
+The options of a plugin are the parameters of the class or function that it has registered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+NUMBER = int | float | None
+COUNT, RATE, PART, LEAST_0 = "[1, inf)", "(0, inf)", "[0, 1)", "[0, inf)"
+ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh")
+MODES = ("store", "offload", "recompute", "invert", "exact")
+ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+PROFILERS = ("simple", "advanced", "pytorch")
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
+PLANS = ("auto", "budget")
+OPTIMIZERS = ("sgd", "adamw", "muon")
+BITS = ("saved", *range(1, 9))
+MONITORED = dict.fromkeys(("val/acc", "val/balanced_acc", "val/acc5", "train/acc"), "max") | {
+    "val/loss": "min",
+    "train/loss": "min",
+}  # logged figures -> whether the best is the largest or the smallest
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option.
+
+    Attributes:
+        type: a type hint.
+        default: ``???`` if it must be given.
+        about: its meaning, one line.
+        range: of numbers, such as ``[0, 1)``.
+        choices: all valid values, besides null where the type allows it.
+        also: valid besides ``range``.
+        remedy: the end of messages about its value.
+    """
+
+    type: Any
+    default: Any
+    about: str
+    range: str = ""
+    choices: Sequence[Any] = ()
+    also: Sequence[Any] = ()
+    remedy: str = ""
+
+    @property
+    def within(self) -> str:
+        """The range in words: ``>= 1``, ``> 0`` or ``in [0, 1)``."""
+        low = self.range[1:-1].partition(",")[0]
+        least = f"> {low}" if self.range.startswith("(") else f">= {low}"
+        return least if self.range.endswith("inf)") else f"in {self.range}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping of a configuration.
+
+    Attributes:
+        about: its meaning, one line.
+        options: by name, those that are mappings included.
+        parts: these mappings.
+        default: ``???`` if the section must be given.
+    """
+
+    about: str
+    options: Mapping[str, Option]
+    parts: Mapping[str, Section | Chosen]
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Several sections, of which the option ``by`` chooses one."""
+
+    by: str
+    sections: Mapping[Any, Section]
+    about: str = ""
+    default: Any = None
+
+
+def section(
+    about: str, *bases: Section, default: Any = None, **own: Option | Section | Chosen
+) -> Section:
+    """A section with the options of its bases, and its own."""
+    options: dict[str, Option] = {}
+    parts: dict[str, Section | Chosen] = {}
+    for base in bases:
+        options |= base.options
+        parts |= base.parts
+    for name, entry in own.items():
+        if not isinstance(entry, Option):
+            parts[name] = entry
+            kind = Mapping | None if entry.default is None else Mapping
+            entry = Option(kind, entry.default, entry.about)
+        options[name] = entry
+    return Section(about, options, parts, default)
+
+
+AUGMENT = section(
+    "random changes of the training images",
+    crop_padding=Option(int | None, None, "pixels around the crop; null: 1/8 of the side", LEAST_0),
+    crop_scale=Option(float, 0.08, "least share of the area in crops of files", "(0, 1]"),
+    flip=Option(bool, True, "mirror left and right, half of the time"),
+    chunk=Option(int, 1, "images that share one crop offset and one flip", COUNT),
+    mixup=Option(float, 0.0, "alpha of Mixup, such as 0.2; 0.0: none", LEAST_0),
+    cutmix=Option(float, 0.0, "alpha of CutMix, such as 1.0; 0.0: none", LEAST_0),
+)
+DIGITS = section(
+    "Images of the package.",
+    _target_=Option(str, MISSING, "the data set"),
+    batch_size=Option(int, 128, "training images per step and process", COUNT),
+    eval_batch_size=Option(int, 512, "images per step of validation and test", COUNT),
+    num_workers=Option(int | None, None, "loader processes; null: as the data need", LEAST_0),
+    val_fraction=Option(float, 0.1, "of the training images, if there is no val/", "(0, 1)"),
+    split_seed=Option(int, 0, "chooses the images held back for validation"),
+    augment=AUGMENT,
+)
+CIFAR = section(
+    "CIFAR-10 or CIFAR-100.",
+    DIGITS,
+    root=Option(str, "./data", "folder of the files"),
+    download=Option(bool, True, "download missing files"),
+)
+GIVE_ROOT = "give data.root=DIR, the folder above train/CLASS/*.jpg"
+FOLDER = section(
+    "A folder of images.",
+    DIGITS,
+    root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
+    image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
+    in_chans=Option(int, 3, "1: converted to grey", choices=(1, 3)),
+    cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
+    on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
+    max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),
+)
+
+MODEL = section(
+    "Keywords of create_model.",
+    name=Option(str, MISSING, "a name of `revzoo list`, alone or with the tag of weights"),
+    pretrained=Option(bool, False, "start from the default weights, adapted to the data"),
+    checkpoint_path=Option(str | None, None, "a file of weights to start from"),
+    cache_dir=Option(str | None, None, "folder of downloads; null: the user's cache"),
+    allow_nonfinite=Option(bool, False, "also load weights with NaN or Inf"),
+)
+CONVERTIBLE = section(
+    "",
+    reversible_bits=Option(
+        int | None, None, "make blocks reversible; 4 is a good choice", "[1, 8]"
+    ),
+)
+LIBRARY = section(
+    "A network of torchvision or timm.",
+    MODEL,
+    CONVERTIBLE,
+    img_size=Option(int | None, None, "pixels, for networks whose weights depend on it", COUNT),
+)
+NETWORK = section(
+    "",
+    MODEL,
+    drop_rate=Option(float, 0.0, "dropout of pooled features, before the classifier", PART),
+    dropout=Option(float, 0.0, "dropout inside every residual function", PART),
+    drop_path_rate=Option(float, 0.0, "stochastic depth: of the last branch; rises from 0", PART),
+    activation=Option(str, "relu", "of the residual functions", choices=ACTIVATIONS),
+    global_pool=Option(str, "avg", "pooling", choices=("avg", "max", "avgmax", "catavgmax")),
+)
+CONVOLUTIONAL = section(
+    "",
+    NETWORK,
+    norm=Option(str, "batch", "normalisation", choices=("batch", "group", "none")),
+    units=Option(Sequence, None, "number of blocks of each stage"),
+    strides=Option(Sequence, None, "stride of each stage"),
+)
+REVNET = section(
+    "A RevNet.",
+    CONVOLUTIONAL,
+    stem_width=Option(int, None, "channels of the stem", COUNT),
+    widths=Option(Sequence, None, "channels of each stage"),
+    branch=Option(str, None, "residual function", choices=("basic", "bottleneck")),
+    downsampling_stem=Option(bool, None, "a stem for large images"),
+    convention=Option(str, None, "whose code", choices=("gomez", "memcnn", "memcnn_fix")),
+)
+IREVNET = section(
+    "An i-RevNet.",
+    CONVOLUTIONAL,
+    channels=Option(Sequence | None, None, "channels of a stream in each stage"),
+    squeeze=Option(int, None, "factor of the squeeze before the first block", COUNT),
+    bottleneck=Option(int, None, "output width of a branch over its inner width", COUNT),
+    image_size=Option(int, None, "pixels of the publication's images", COUNT),
+)
+REVVIT = section(
+    "A reversible vision transformer.",
+    NETWORK,
+    activation=Option(str, "gelu", "of the MLPs", choices=ACTIVATIONS),
+    img_size=Option(int, 224, "side of the images in pixels", COUNT),
+    patch_size=Option(int, 16, "side of a patch in pixels; divides img_size", COUNT),
+    width=Option(int, None, "width of a token in one stream", COUNT),
+    depth=Option(int, None, "number of blocks", COUNT),
+    heads=Option(int, None, "heads of the attention; divides width", COUNT),
+    mlp_ratio=Option(int, None, "hidden width of an MLP over width", COUNT),
+)
+
+SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
+SCHEDULES = {
+    "constant": SCHEDULE,
+    "step": section(
+        "The rate falls at parts of the run.",
+        SCHEDULE,
+        milestones=Option(Sequence, (0.5, 0.75), "fractions of the run"),
+        gamma=Option(float, 0.1, "factor of the rate at each milestone", "(0, 1]"),
+    ),
+    "onecycle": section(
+        "The rate rises and falls.",
+        SCHEDULE,
+        warmup=Option(float, 0.25, "fraction of the run in which the rate rises", "(0, 1)"),
+        start=Option(float, 0.04, "first rate, as a fraction of lr", "(0, 1]"),
+        end=Option(float, 1e-5, "last rate, as a fraction of lr", "(0, 1]"),
+        anneal=Option(str, "cos", "how it falls", choices=("cos", "linear")),
+    ),
+    "cosine": section(
+        "A linear rise, then half a cosine.",
+        SCHEDULE,
+        warmup=Option(float, 0.05, "fraction of the run in which the rate rises", PART),
+        end=Option(float, 0.0, "last rate, as a fraction of lr", "[0, 1]"),
+    ),
+}
+OPTIM = section(
+    "optimiser, schedule and loss",
+    default=MISSING,
+    name=Option(str, MISSING, "sgd, adamw, muon or a registered optimiser"),
+    lr=Option(float, MISSING, "peak rate; with muon, of the hidden weights", RATE),
+    sgd_lr=Option(float | None, None, "with muon: rate of norms, biases, the classifier", RATE),
+    momentum=Option(float, 0.9, "of sgd and muon", PART),
+    nesterov=Option(bool, True, "Nesterov momentum, with sgd"),
+    weight_decay=Option(float, MISSING, "with sgd coupled: added to the gradient", LEAST_0),
+    decay_all=Option(bool, False, "decay norms and biases, too; not with muon"),
+    label_smoothing=Option(float, 0.0, "of the training loss", PART),
+    class_weights=Option(str | Sequence | None, None, "balanced, or one per class, as in [1, 3]"),
+    layer_decay=Option(float, 1.0, "factor of the rate per stage, down to the stem", "(0, 1]"),
+    schedule=Chosen("name", SCHEDULES, "the learning rate over the run", {"name": "step"}),
+)
+GIVE_BYTES = "give memory.bytes=4GiB, say"
+MEMORY = section(
+    "what a training step keeps of its activations",
+    default=MISSING,
+    mode=Option(str | None, MISSING, "see memory=MODE", choices=(*MODES, *PLANS)),
+    bytes=Option(
+        NUMBER | str, None, "budget: the peak of all tensors in a step", remedy=GIVE_BYTES
+    ),
+    inverting=Option(str | None, None, "null: the model's own", choices=("invert", "exact")),
+    plan=Option(Mapping | None, None, "steps and their memory modes"),
+    planned_for=Option(Mapping | None, None, "the conditions of the plan"),
+)
+PRECISION = section(
+    "number formats",
+    default=MISSING,
+    trainer=Option(str, MISSING, "see precision=NAME", choices=PRECISIONS),
+    tf32=Option(bool, MISSING, "TensorFloat-32 in matrix products and convolutions"),
+    channels_last=Option(bool, MISSING, "order of images in memory; often faster"),
+)
+NO_TEST = "test=false skips the test"
+TRAINER = section(
+    "devices and length: Lightning's Trainer; other sections set its other arguments",
+    default=MISSING,
+    accelerator=Option(str, MISSING, "auto: a GPU if there is one", choices=ACCELERATORS),
+    devices=Option(int | str | Sequence, MISSING, "processes on each machine, or auto"),
+    strategy=Option(str, MISSING, "auto, or ddp for several processes"),
+    num_nodes=Option(int, 1, "machines", COUNT),
+    max_epochs=Option(int | None, None, "-1: no limit; then set max_steps", COUNT, also=(-1,)),
+    min_epochs=Option(int | None, None, "do not stop earlier", LEAST_0),
+    max_steps=Option(int, -1, "optimiser steps; -1: no limit", COUNT, also=(-1,)),
+    min_steps=Option(int | None, None, "do not stop earlier", LEAST_0),
+    max_time=Option(str | Mapping | None, None, "DAYS:HOURS:MINUTES:SECONDS"),
+    accumulate_grad_batches=Option(int, 1, "batches of an optimiser step", COUNT),
+    gradient_clip_val=Option(float | None, None, "largest norm of gradients", LEAST_0),
+    gradient_clip_algorithm=Option(str | None, None, "norm or value"),
+    check_val_every_n_epoch=Option(int | None, 1, "epochs between two validations", COUNT),
+    val_check_interval=Option(NUMBER | str | Mapping, None, "batches, or part of an epoch", RATE),
+    inference_mode=Option(bool, True, "of validation and test: false for no_grad"),
+    fast_dev_run=Option(int | bool, False, "Lightning's trial of one batch, or of some"),
+    limit_predict_batches=Option(NUMBER, None, "number or fraction", LEAST_0),
+    num_sanity_val_steps=Option(int | None, None, "batches to validate before training"),
+    limit_train_batches=Option(NUMBER, None, "number or fraction of the batches", RATE),
+    limit_val_batches=Option(NUMBER, None, "0: no validation, and so no best.ckpt", LEAST_0),
+    limit_test_batches=Option(NUMBER, None, "number or fraction", RATE, remedy=NO_TEST),
+    overfit_batches=Option(int | float, 0.0, "number or fraction to overfit; 0.0: off", LEAST_0),
+    log_every_n_steps=Option(int | None, None, "steps between two logged figures", LEAST_0),
+    profiler=Option(str | None, None, "writes a time profile", choices=PROFILERS),
+    deterministic=Option(bool | str | None, None, "the same bits in each run, also on GPUs"),
+    benchmark=Option(bool | None, None, "let cuDNN try its kernels and choose the fastest"),
+    detect_anomaly=Option(bool, False, "find the operation that makes a NaN; slow"),
+    sync_batchnorm=Option(bool, False, "statistics over all processes"),
+    use_distributed_sampler=Option(bool, True, "divide the data among the processes"),
+    reload_dataloaders_every_n_epochs=Option(int, 0, "0: never", LEAST_0),
+)
+
+BEST = section(
+    "checkpoints/best.ckpt: the weights that the test and `revzoo eval` use",
+    monitor=Option(str, "val/acc", "the figure to compare", choices=tuple(MONITORED)),
+    mode=Option(str | None, None, "null: max, or min for a loss"),
+)
+PICTURES = section("", every_n_epochs=Option(int, 5, "and at the end", COUNT))
+OFTEN = Option(int, 10, "optimiser steps", COUNT)
+CALLBACKS = {
+    "best_checkpoint": BEST,
+    "last_checkpoint": section(
+        "checkpoints/last.ckpt: the state that --resume continues from",
+        minutes=Option(float, 10.0, "a killed run loses at most about this much training", RATE),
+    ),
+    "learning_rate": section("the rate of each logged step"),
+    "footprint": section("memory and images per second of each epoch"),
+    "epoch_log": section("one line per epoch on the terminal and in train.log"),
+    "drift": section(
+        "relative error of inverted activations, for each step of the network",
+        every_n_steps=Option(int, 100, "at the 100th step, the 200th, and so on", COUNT),
+    ),
+    "samples": section(
+        "TensorBoard: validation images, true and predicted class",
+        PICTURES,
+        count=Option(int, 16, "images", COUNT),
+    ),
+    "reconstructions": section(
+        "TensorBoard: images, their reconstructions by an i-RevNet, the difference",
+        PICTURES,
+        count=Option(int, 8, "images", COUNT),
+    ),
+    "confusion": section("TensorBoard and confusion.csv", PICTURES),
+    "progress_bar": section(
+        "on a terminal a bar, else lines of the log",
+        refresh_rate=Option(int, 1, "batches between two drawings, at most five a second", COUNT),
+        log_seconds=Option(float, 30.0, "between log lines, without a terminal", RATE),
+    ),
+    "early_stopping": section(
+        "stop after validations without a better figure",
+        BEST,
+        patience=Option(int, 10, "validations", COUNT),
+    ),
+    "ema": section(
+        "validate, test and save a moving average of the weights",
+        decay=Option(float, 0.999, "of the average", PART),
+        warmup=Option(bool, True, "false for a constant decay"),
+    ),
+    "batch_norm": section(
+        "running statistics",
+        momentum=Option(float | None, None, "null: the models' 0.01", "(0, 1]"),
+        warmup=Option(bool, True, "larger in the first 890 batches; not in compiled parts"),
+        recalibrate=Option(int, 0, "training batches that replace the first statistics", LEAST_0),
+    ),
+    "side_bits": section(
+        "raise the bits of reversible blocks over the last epochs",
+        epochs=Option(int, MISSING, "number of these epochs", COUNT),
+        most=Option(int, 8, "bits at the end", "[1, 8]"),
+    ),
+    "finetuning": section(
+        "freeze the network first; see experiment=finetune",
+        unfreeze=Option(
+            Mapping | Sequence | None,
+            None,
+            "epochs, or fractions, that each unfreeze one more part; null: none",
+        ),
+    ),
+    "compiled_branches": section(
+        "torch.compile of each residual function, and of parts that store; needs a compiler",
+        backend=Option(str, "inductor", "of torch.compile"),
+    ),
+    "private": section(
+        "differential privacy; needs model.norm=group and pip install '.[opacus]'",
+        epsilon=Option(float, 8.0, "the privacy budget", RATE),
+        delta=Option(float, 1e-5, "the probability that the budget fails", "(0, 1)"),
+        max_grad_norm=Option(float, 1.0, "clips the gradient of each image", RATE),
+        noise_multiplier=Option(float | None, None, "null: as epsilon needs", LEAST_0),
+        accountant=Option(str, "rdp", "of Opacus", choices=("rdp", "prv")),
+    ),
+    "gradient_noise_scale": section(
+        "the batch size up to which larger batches pay; needs model.norm=group",
+        every_n_steps=OFTEN,
+        decay=Option(float, 0.9, "of the moving average", PART),
+    ),
+    "hard_samples": section(
+        "TensorBoard: the images of an epoch with the largest gradients; needs model.norm=group",
+        count=Option(int, 16, "images", COUNT),
+        every_n_steps=Option(int, 1, "optimiser steps", COUNT),
+    ),
+}
+LOGGER = section("Figures of a run.", kind=Option(str | None, MISSING, "the logger"))
+LOGGERS = {
+    "tensorboard": LOGGER,
+    "csv": LOGGER,
+    None: LOGGER,
+    "wandb": section(
+        "Weights & Biases.",
+        LOGGER,
+        project=Option(str, "revzoo", "the project"),
+        offline=Option(bool, False, "upload only with `wandb sync`"),
+    ),
+    "mlflow": section(
+        "MLflow.",
+        LOGGER,
+        experiment=Option(str, "revzoo", "the experiment"),
+        tracking_uri=Option(str | None, None, "such as sqlite:///mlflow.db; null: environment's"),
+    ),
+}
+TUNER = section(
+    "",
+    kind=Option(str, MISSING, "the value to search for"),
+    then=Option(str, MISSING, "use: train with the value", choices=("stop", "train", "use")),
+)
+TUNERS = {
+    "lr": section(
+        "The rate at which the loss falls fastest.",
+        TUNER,
+        min_lr=Option(float, MISSING, "the first rate", RATE),
+        max_lr=Option(float, MISSING, "the last rate", RATE),
+        steps=Option(int, MISSING, "batches between min_lr and max_lr", "[15, inf)"),
+    ),
+    "batch_size": section(
+        "The largest batch that fits into memory.",
+        TUNER,
+        max_bytes=Option(float | None, MISSING, "null: 4/5 of the free memory", RATE),
+        max_size=Option(float, MISSING, "largest batch to try", "[2, inf)"),
+    ),
+}
+
+FAMILIES = {
+    "revnet": REVNET,
+    "resnet": section("A ResNet.", REVNET, CONVERTIBLE),
+    "irevnet": IREVNET,
+    "revvit": REVVIT,
+    "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
+    "torchvision": LIBRARY,
+    "timm": LIBRARY,
+}  # by the start of a model's name
+DATA = {
+    "revzoo.data.Digits": DIGITS,
+    "revzoo.data.CIFAR10": CIFAR,
+    "revzoo.data.CIFAR100": CIFAR,
+    "revzoo.data.ImageFolder": FOLDER,
+}
+FITTED = {
+    "memory": "the mode of memory=MODE",
+    "num_classes": "the number of classes of the data",
+    "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
+}  # arguments of create_model that a run fills in, and their sources
+RUN = section(
+    "revzoo train",
+    model=Chosen("name", FAMILIES, "the network", MISSING),
+    data=Chosen("_target_", DATA, "the images", MISSING),
+    memory=MEMORY,
+    precision=PRECISION,
+    optim=OPTIM,
+    trainer=TRAINER,
+    callbacks=section("what a run does besides; null removes one", default=MISSING, **CALLBACKS),
+    logger=Chosen("kind", LOGGERS, "where figures go", MISSING),
+    tuner=Chosen("kind", TUNERS, "a search before the run, or instead"),
+    seed=Option(int, MISSING, "of the initial weights, order and augmentation", "[0, 4294967295]"),
+    threads=Option(int | None, None, "CPU threads; null: one per core, or OMP_NUM_THREADS", COUNT),
+    test=Option(bool, MISSING, "evaluate the best checkpoint on the test split at the end"),
+)
+GIVE_CKPT = "give the folder of a run, ckpt=RUN_DIR, or weights such as ckpt=revnet38.cifar10"
+EVALUATION = section(
+    "revzoo eval",
+    ckpt=Option(Any, MISSING, "a run's folder, a checkpoint or weights", remedy=GIVE_CKPT),
+    split=Option(str, MISSING, "the images", choices=("test", "val")),
+    batch_size=Option(int | None, None, "images per step; null: data.eval_batch_size", COUNT),
+    bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
+    data=Chosen("_target_", DATA, "null: the run's"),
+    precision=PRECISION,
+    trainer=TRAINER,
+)
+REGISTRIES = {
+    "callbacks": "revzoo.training.callbacks.registry:CALLBACKS",
+    "data": "revzoo.data.registry:DATA",
+    "model": "revzoo.models.registry:MODELS",
+    "optim": "revzoo.training.optim.optimizers:OPTIMIZERS",
+}
+OF_PLUGIN = Option(Any, None, "of the plugin")
+
+
+def registered(group: str) -> Mapping[str, Any]:
+    """What plugins and the package have registered; empty until the table is imported."""
+    module, _, table = REGISTRIES[group].partition(":")
+    return getattr(sys.modules.get(module), table, {})
+
+
+def of_plugin(builder: Callable[..., Any], *bases: Section) -> Section:
+    """The parameters of a registered class or function; of a callback those with keywords only."""
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own = {
+        p.name: Option(Any, MISSING if p.default is p.empty else p.default, "of the plugin")
+        for p in inspect.signature(builder).parameters.values()
+        if p.kind in kinds[: 1 + len(bases)]
+    }
+    return section("of a plugin", *bases, **own)

@@ -1,0 +1,48 @@
+"""A run composes, checks and builds each of its parts once, and nothing traces a step for a log."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from revzoo.cli.config import config
+from revzoo.cli.main import main
+from revzoo.cli.run import build
+from revzoo.data import Digits
+from revzoo.models import RevNet
+from revzoo.profiling import audit
+
+SMALL = ("debug=smoke", "trainer=cpu", "model.units=[1,1,1]", "memory=exact", "logger=none")
+
+
+def test_each_part_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration was checked five times, the model built four times, the data twice."""
+    calls: Counter[str] = Counter()
+
+    def counted(place: Any, name: str) -> None:
+        function = getattr(place, name)
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            calls[getattr(place, "__name__", "") + "." + name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(place, name, call)
+
+    for kind in (Digits, RevNet):
+        counted(kind, "__init__")
+    counted(build, "build_callbacks")
+    counted(config, "check")
+    counted(audit, "audit")
+    monkeypatch.chdir(tmp_path)
+    main(["train", *SMALL, "callbacks.footprint=null", "hydra.run.dir=run"])
+    assert calls == {
+        "Digits.__init__": 1,
+        "RevNet.__init__": 1,
+        "revzoo.cli.run.build.build_callbacks": 1,
+        "revzoo.cli.config.config.check": 1,
+    }
