@@ -1,8 +1,8 @@
-"""The invertible checkpoint: a chain of steps keeps its last output, and nothing else.
+"""The invertible checkpoint: a chain of steps keeps no activation but its last output.
 
 ``torch.utils.checkpoint`` keeps the input of every segment. Here each step is one small
-``autograd.Function``. Its forward runs the step without recording; its backward inverts the step
-and evaluates it once more, with recording on, for the gradients.
+``autograd.Function``. Its forward keeps no graph; its backward inverts the step and evaluates it
+once more, with recording on, for the gradients.
 
 Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585, algorithm 1.
 
@@ -23,8 +23,9 @@ NOTE [ The tape ]
        nodes: hooks, DDP, ``autograd.grad`` and frozen parts work as usual. A leaf that the step
        captures in another way is accumulated in the replay. A captured tensor that has a graph of
        its own raises.
-    4. If the graph will not be used again and every later step is done, the tape is cut: the
-       step's input becomes the known state. Before the first step nothing is kept.
+    4. If the graph will not be used again, and neither this step nor a later one can still run
+       backward, the tape is cut: the step's input becomes the known state. If no earlier step can
+       run either, no state is kept.
     5. Otherwise (``retain_graph``, a partial graph) the known state stays, and the walk continues
        from a *cursor*. A step that no gradient reaches is undone on the way. A step that the
        cursor has passed is reached from the known state again.
@@ -280,7 +281,7 @@ class Entry:
                 if node is not None and node._sequence_nr() >= start:
                     where = f"{type(m).__name__}.{name} of {self.name}"
                     with torch.enable_grad():
-                        # of the parameters, too: else autograd.grad() would leave it out
+                        # depends on the parameters, so that autograd.grad() of them reaches it
                         leaf = v.detach().requires_grad_()
                         vars(m)[name] = _Refused.apply(where, leaf, *self.trained)
 
@@ -369,7 +370,7 @@ class Entry:
         context, record.arguments = self.context()
         undo = self.conditions.enter()
         try:
-            # also where nothing is wanted: as in the forward pass
+            # unknown code records, also where no gradient is wanted: the same kernels as in forward
             quiet = self.conditions.members.quiet and not record.records
             with torch.set_grad_enabled(not quiet), within(step):
                 takes = outputs if self._takes_words else as_floats(outputs)
@@ -687,7 +688,7 @@ class Tape:
         return outputs, record
 
     def _walk_to(self, position: int) -> Streams:
-        """The state before entry ``position``."""
+        """The state after ``position`` steps; cuts the tape or moves the cursor there."""
         at, state = self._nearest(position)
         if any(e.limit is not None for e in self.entries[position - 1 : at]):
             self._guard.begin(state)
@@ -703,7 +704,7 @@ class Tape:
     def _nearest(self, position: int) -> tuple[int, Streams]:
         if self._cursor is not None and self._cursor[0] >= position:
             return self._cursor
-        if self._known is None:
+        if self._known is None or position > self._position:
             raise RuntimeError(
                 "trying to backward through the graph a second time, but the first pass freed the "
                 "tape of its steps: pass retain_graph=True to the first backward pass"

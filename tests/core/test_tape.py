@@ -84,6 +84,18 @@ def test_each_branch_runs_once_forward_and_once_in_the_backward(mode):
     assert [(b.forwards, b.replays) for b in branches] == [(1, 1)] * 6
 
 
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_second_gradient_of_the_last_step_alone_is_refused(mode):
+    """The first one had moved the tape: the second took the step's input for its output."""
+    steps = [AdditiveCoupling(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3)]
+    net = ReversibleSequence(steps, memory=mode)
+    _, y = net(*torch.randn(2, 3, 4).requires_grad_())
+    last = list(net[-1].parameters())
+    torch.autograd.grad(y, last, torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(y, last, torch.ones_like(y))
+
+
 def test_nothing_is_replayed_in_store_nor_without_gradients():
     net, branches = counting_net()
     set_memory(net, "store")

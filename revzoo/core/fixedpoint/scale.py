@@ -82,11 +82,10 @@ class Growth:
 
         Args:
             reached: the largest input of a sample, and the largest value that it reached.
-            failed: whether a sample left its range. After the second time in a row we leave ample
-                room: behind a stream that left its range no value is known.
+            failed: whether a sample left its range. If one did in the last pass, too, we leave
+                ample room: behind a stream that left its range no value is known.
         """
-        self.failures = self.failures + 1 if failed else 0
-        margin = _AMPLE if self.failures > 1 else 1.0
+        margin = _AMPLE if failed and self.failures else 1.0
         ratio, floor = self.ratio, self.floor
         for size, peak in reached:
             if not max(ratio * size, floor) < peak < math.inf:

@@ -72,6 +72,7 @@ def range_failure(scale: Scale) -> RangeError | None:
         some = max(_ROWS // max(len(scale.down), 1), 1)
         for at in range(0, len(new), some):
             _read(scale, new[at : at + some])
+        scale.growth.failures = 0 if scale.failure is None else scale.growth.failures + 1
     if scale.failure is None:
         return None
     measured, value, end = scale.failure
@@ -89,7 +90,6 @@ def _read(scale: Scale, measured: Sequence[Measured]) -> None:
     usual = ends if scale.bits is not None else scale.growth.base(sizes)
     grown = (peaks >= usual) & peaks.isfinite()
     if not bool(grown.any()):
-        scale.growth.failures = 0
         return
     steps = [m for m in measured for _ in range(len(m.peaks))]
     rows: list[int] = grown.nonzero().flatten().tolist()
