@@ -45,7 +45,7 @@ from revzoo.core.fixedpoint.words import (
     within,
 )
 from revzoo.core.guard.drift import Replayed
-from revzoo.core.guard.ranges import RangeError, check_ranges, finish_chains, scales_of
+from revzoo.core.guard.ranges import RangeError, finish_chains, scales_of
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -300,19 +300,18 @@ def run_on_adapted_grid(module: nn.Module, run: Callable[[], tuple[Any, State]])
         return run()[0]
     error: RangeError | None = None
     inside = collects_chains()
-    for _ in range(4):
+    for _ in range(6):
         with begun_chains() as scales:
             result, tensors = run()
+        if not inside:  # chains that began in earlier calls
+            scales = list(dict.fromkeys([*scales, *scales_of(tensors)]))
         error = finish_chains(scales, tensors)
         if error is None:
             break
         if any(m.training for m in module.modules()):
             break
-    if not any(t.requires_grad for t in tensors):
-        if error is not None and error.reason:
-            raise error
-        if not inside:  # chains that began in earlier calls
-            check_ranges(s for s in scales_of(tensors) if s.guarded)
+    if error is not None and error.reason and not any(t.requires_grad for t in tensors):
+        raise error
     return result
 
 

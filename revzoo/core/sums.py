@@ -102,7 +102,8 @@ def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
     if isinstance(grid, int):
         return all(f.scale.bits == grid for f in fixed)
     scale = fixed[0].scale
-    return scale.bits is None and all(f.scale is scale for f in fixed)
+    # a chain that left its range goes on as a new one, on the adapted grid
+    return scale.bits is None and scale.failure is None and all(f.scale is scale for f in fixed)
 
 
 def _filled(state: tuple[Tensor, ...], count: int, value: float) -> Tensor:

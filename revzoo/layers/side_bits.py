@@ -261,8 +261,8 @@ class SideBits(Invertible):
             self.fits = not bool(((peaks >= scale.end) & peaks.isfinite()).any())
             if not self.fits and not is_replaying():
                 range_failure(scale)  # adapts the grid: the next pass need not end the run here
-        if not self.fits and scale.log and scale.log[-1].peaks is peaks:
-            scale.forget_last()
+        if not self.fits:
+            scale.forget(peaks)
         return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:

@@ -70,8 +70,8 @@ def refuse_infinite(norms: Tensor) -> None:
         which = (~norms.isfinite()).nonzero().flatten().tolist()
         raise FloatingPointError(
             f"the gradients of samples {which} of the batch are not finite, so neither is the "
-            "clipped sum (in mode exact, one sample makes the gradients of the whole batch "
-            "infinite): look for NaN in the images, lower the learning rate, or raise the precision"
+            "clipped sum: look for NaN in the images, lower the learning rate, or raise the "
+            "precision"
         )
 
 

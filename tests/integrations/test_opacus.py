@@ -144,7 +144,6 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind(mode, sampling):
             assert_close(p.grad, clipped_mean(loop)[n], n)
 
 
-@pytest.mark.filterwarnings("ignore:.*a value added to it is nan:RuntimeWarning")
 @pytest.mark.parametrize("sampling", ["hooks", "ghost"])
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_a_sample_that_is_not_finite_raises(mode, sampling):
@@ -153,8 +152,7 @@ def test_a_sample_that_is_not_finite_raises(mode, sampling):
     model, _, criterion = private(net, sampling)
     images, labels = batch()
     images[1, 0, 0, 0] = torch.nan
-    which = r"\[0, 1, 2\]" if mode == "exact" else r"\[1\]"
-    with pytest.raises(FloatingPointError, match=f"samples {which} of the batch are not finite"):
+    with pytest.raises(FloatingPointError, match=r"samples \[1\] of the batch are not finite"):
         criterion(model(images), labels).backward()
 
 

@@ -41,7 +41,7 @@ _RESERVE = 4.0
 _FIRST_RATIO = 4.0
 _FIRST_FLOOR = 16.0  # 4 * (the next power of two) = 128 = 2**(30 - DEFAULT_BITS)
 _FAR_BELOW = 2.0**-6  # of the range: then the first pass makes the grid finer
-_AMPLE = 2.0**6
+_AMPLE = 2.0**3
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**116  # of floors: units and ranges must be float32 numbers
 
 
@@ -143,8 +143,7 @@ class Scale:
         growth: of the chain.
         word_type: the dtype of the words.
         limit: streams and summands are exact below this number of units.
-        log: the sums that were measured.
-        read: how many of them were read.
+        log: the sums that were measured, until they are read.
         failure: the first that left its range, with its largest value and the end of the range.
     """
 
@@ -156,7 +155,6 @@ class Scale:
         "growth",
         "limit",
         "log",
-        "read",
         "sizes",
         "up",
         "word_type",
@@ -174,7 +172,6 @@ class Scale:
         # two bits less than the word: the sum of two such values still fits, with the sign
         self.limit = 2.0 ** (torch.iinfo(word_type).bits - 2)
         self.log: list[Measured] = []
-        self.read = 0
         self.failure: tuple[Measured, float, float] | None = None
         self._shaped: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -201,10 +198,11 @@ class Scale:
         """As users give it."""
         return "auto" if self.bits is None else self.bits
 
-    def forget_last(self) -> None:
+    def forget(self, peaks: Tensor) -> None:
         """Drop the last sum, whose result nobody uses."""
-        self.log.pop()
-        self.read, self.failure = len(self.log), None
+        if self.log and self.log[-1].peaks is peaks:
+            self.log.pop()
+        self.failure = None
 
     def take(self, rows: Tensor) -> Scale:
         """The scale of samples in another order: sample ``i`` was ``rows[i]``."""

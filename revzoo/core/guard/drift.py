@@ -2,7 +2,7 @@
 
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
-So the guard keeps up to 512 values of every stream that a step changes, spread evenly over it, and
+So the guard keeps up to 128 values of every stream that a step changes, spread evenly over it, and
 compares them with the reconstruction. The largest error, relative to the largest value, is the
 *drift*; its limit is ``Step.drift_limit``. Words must be equal: of fixed-point streams, the guard
 compares the sums. In every mode, streams on a grid must stay in its range
@@ -232,7 +232,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 def note_scale(scale: Scale, step: Step | None) -> None:
     """Check the ranges of a chain at the end of the running backward pass, for ``step``."""
-    if not scale.log or (step is not None and step.drift_limit is None):
+    if not (scale.log or scale.failure) or (step is not None and step.drift_limit is None):
         return
     if (running := _Pass.running()) is not None:
         running.scales[scale] = None

@@ -32,7 +32,7 @@ from revzoo.core.tensors import has_values
 
 _ROWS = 2**13  # samples of several sums that are read together
 _FEWEST_UNITS = 1024  # a token or channel should span so many units of the grid
-_FEW = 0.1  # warn if so many of the tokens or channels have fewer
+_FEW = 0.25  # warn if so many of the tokens or channels have fewer
 
 
 class RangeError(RuntimeError):
@@ -66,12 +66,11 @@ def read(scalars: Sequence[Tensor]) -> list[float]:
 
 def range_failure(scale: Scale) -> RangeError | None:
     """The error for the first stream beyond its range; adapts the grid (host sync)."""
-    if len(scale.log) > scale.read:
-        new = scale.log[scale.read :]
-        scale.read = len(scale.log)
+    if scale.log:
         some = max(_ROWS // max(len(scale.down), 1), 1)
-        for at in range(0, len(new), some):
-            _read(scale, new[at : at + some])
+        for at in range(0, len(scale.log), some):
+            _read(scale, scale.log[at : at + some])
+        scale.log.clear()
         scale.growth.failures = 0 if scale.failure is None else scale.growth.failures + 1
     if scale.failure is None:
         return None
@@ -87,7 +86,9 @@ def _read(scale: Scale, measured: Sequence[Measured]) -> None:
     peaks = torch.cat([m.peaks for m in measured])
     ends = torch.cat([m.down for m in measured]) * scale.limit
     # one value is read, unless something has grown
-    usual = ends if scale.bits is not None else scale.growth.base(sizes)
+    usual = ends
+    if scale.bits is None:  # another chain may have widened the grid since
+        usual = torch.minimum(scale.growth.base(sizes), ends)
     grown = (peaks >= usual) & peaks.isfinite()
     if not bool(grown.any()):
         return
@@ -136,11 +137,11 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
         if not has_values(scale.down) or capturing_cuda_graph():
             continue
         if growth.seen != scale.grid:
-            growth.seen = scale.grid
-            if scale.guarded:
-                if scale.bits is None and growth.settle(scale.log):
-                    again = RangeError("values are small: run the chain again, on a finer grid")
-                else:
+            if scale.guarded and scale.bits is None and growth.settle(scale.log):
+                again = RangeError("values are small: run the chain again, on a finer grid")
+            else:
+                growth.seen = scale.grid
+                if scale.guarded:
                     _warn_of_coarse_grids(scale, outputs)
         if not scale.guarded:
             growth.failures = 0
@@ -149,12 +150,9 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
         if trained and not free_to_read(scale.down):
             continue  # reading would stall: rule 1
         error = range_failure(scale)
-        if error is None:
-            scale.log.clear()
-            scale.read = 0
-        elif error.adapted:
+        if error is not None and error.adapted:
             again = error
-        elif not trained:
+        elif error is not None and not trained:
             raise error
     return again
 

@@ -17,7 +17,7 @@ from revzoo.core.tensors import has_values, values_of
 
 # A random mask may change one image of a batch, so each image needs some values. More of them would
 # cost memory: the tape keeps a sample of each stream.
-SAMPLED = 512  # values of a stream
+SAMPLED = 128  # values of a stream
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
 
 # masks and indices; not bytes, in which kernels keep uninitialised workspaces

@@ -194,7 +194,7 @@ def test_a_chain_inside_a_branch_replays_on_its_grid():
 def test_values_that_the_grid_rounds_are_named():
     net = network(2, norm=False)
     x = torch.randn(2, 8, 6, 6)
-    x[:, 1] = 1e-5
+    x[:, 1:4] = 1e-5
     net.requires_grad_(False)
     for m in net.modules():
         if isinstance(m, nn.Conv2d):
@@ -203,3 +203,29 @@ def test_values_that_the_grid_rounds_are_named():
     with pytest.warns(RuntimeWarning, match=r"% of the channels .* less than 1024 units"):
         net(x)
     net(x)  # once
+
+
+def test_another_chain_that_widens_the_grid_does_not_hide_a_failure():
+    """The second backward pass raised nothing: its gradients were wrong."""
+    net = growing(4, steps=8)
+    x = torch.ones(2, 4, requires_grad=True)
+    first, second = net(x * 3), net(x)
+    with pytest.raises(RangeError):
+        first.sum().backward()
+    with pytest.raises(RangeError):
+        second.sum().backward()
+
+
+def test_a_chain_that_grows_over_many_calls_starts_anew():
+    """It raised at each call: the scale was that of the first one."""
+    net = ReversibleSequence([AdditiveCoupling(Times(1)) for _ in range(2)]).eval()
+    state = torch.ones(2, 2, 4).unbind()
+    expected = [s.double() for s in state]
+    double = copy.deepcopy(net).double()
+    revzoo.set_memory(double, "store")
+    with torch.no_grad():
+        for _ in range(20):
+            state, expected = net(*state), double(*expected)
+    assert all(map(torch.allclose, [s.double() for s in state], expected))
+    log = fixed_of(state[0]).scale.log
+    assert not log
