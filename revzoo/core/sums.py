@@ -227,7 +227,7 @@ class _SecondDifference(torch.autograd.Function):
         parts = (fixed.words, x, value)
 
         def summand() -> Tensor:
-            return (1 + b) * value.float() - 2 * b * x.float()
+            return (value.float() * (1 + b)).add_(x, alpha=-2 * b)
 
         return _summed(shift_in, fixed, parts, x.dtype, summand, bits)[0]
 

@@ -182,8 +182,10 @@ def in_chunks(
         assert backend is not None
         found: Tensor | None = _compiled(fn, backend)(*flat, *of_rows, *options)
         return found
-    if not has_values(words):
-        fn(*[t[:, :chunk] for t in flat], *of_rows, *options)  # one piece takes the memory of all
+    if not has_values(words):  # one piece takes the memory of all
+        rows_of_piece = max(chunk // flat[0].shape[1], 1)
+        piece = [t[:rows_of_piece, :chunk] for t in flat]
+        fn(*piece, *[f[:rows_of_piece] if f.dim() else f for f in of_rows], *options)
         return None
     return _by_pieces(fn, flat, of_rows, options, chunk)
 

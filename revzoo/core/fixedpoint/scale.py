@@ -242,8 +242,8 @@ def magnitudes(t: Tensor, count: int) -> Tensor:
     """The largest magnitude in each of ``count`` samples of ``t``; NaN for a NaN."""
     t = t.detach()
     rows = as_rows(t, count)
-    if rows is None:
-        rows = t.reshape(count, -1)
+    dims = (1,) if rows is not None else tuple(range(int(count > 1), t.dim()))
+    rows = t if rows is None else rows
     # two reductions: on a CPU, torch.aminmax is 30 times as slow for rows
     kind = torch.float64 if t.dtype == torch.float64 else torch.float32
-    return torch.maximum(rows.amax(1).to(kind), -rows.amin(1).to(kind))
+    return torch.maximum(rows.amax(dims).to(kind), -rows.amin(dims).to(kind)).view(count)

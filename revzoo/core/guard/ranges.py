@@ -171,9 +171,10 @@ def _warn_of_coarse_grids(scale: Scale, outputs: State) -> None:
         fixed = fixed_of(t)
         if fixed is None or fixed.scale is not scale or not 1 < fixed.words.dim() < 6:
             continue
-        words = fixed.words.abs()
+        words = fixed.words
         for kept in (1, 2) if words.dim() == 3 else (1,):
-            units = words.amax([d for d in range(words.dim()) if d != kept])
+            others = [d for d in range(words.dim()) if d != kept]
+            units = torch.maximum(words.amax(others), -words.amin(others))
             known = units[units > 0]
             few = float((known < _FEWEST_UNITS).float().mean()) if len(known) else 0.0
             if few >= _FEW:
