@@ -8,7 +8,7 @@ NOTE [ Streams beyond their range ]
        read the logs of all noted scales once, after the backward pass, and raise a RangeError.
     2. A chain whose outputs need no gradient is checked where it ends: by the sequence, or by the
        step that was called alone. In evaluation mode it then runs again on the adapted grid, mostly
-       once; three times if values grow exponentially.
+       once, at most five times.
     3. The first pass of a chain is read where it ends, too. It sets the floor of
        :class:`~revzoo.core.fixedpoint.scale.Growth`, and warns if tokens or channels have few
        units.
