@@ -41,10 +41,8 @@ _RESERVE = 4.0
 _FIRST_RATIO = 4.0
 _FIRST_FLOOR = 16.0  # 4 * (the next power of two) = 128 = 2**(30 - DEFAULT_BITS)
 _FAR_BELOW = 2.0**-6  # of the range: then the first pass makes the grid finer
-_AMPLE = 2.0**3
+_AMPLE = 2.0**3  # times more, once two passes in a row have failed
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**116  # of floors: units and ranges must be float32 numbers
-
-
 _FREE_TO_READ = {"cpu"}  # devices whose values the host reads without waiting
 
 
@@ -132,6 +130,16 @@ class Measured(NamedTuple):
     down: Tensor
 
 
+class Log(list[Measured]):
+    """The sums of a chain that were measured, until they are read.
+
+    Attributes:
+        failure: the first that left its range, with its largest value and the end of the range.
+    """
+
+    failure: tuple[Measured, float, float] | None = None
+
+
 class Scale:
     """The grid of a chain, whose streams share this object.
 
@@ -143,15 +151,13 @@ class Scale:
         growth: of the chain.
         word_type: the dtype of the words.
         limit: streams and summands are exact below this number of units.
-        log: the sums that were measured, until they are read.
-        failure: the first that left its range, with its largest value and the end of the range.
+        log: of the chain.
     """
 
     __slots__ = (
         "_shaped",
         "bits",
         "down",
-        "failure",
         "growth",
         "limit",
         "log",
@@ -171,8 +177,7 @@ class Scale:
         self.growth = growth
         # two bits less than the word: the sum of two such values still fits, with the sign
         self.limit = 2.0 ** (torch.iinfo(word_type).bits - 2)
-        self.log: list[Measured] = []
-        self.failure: tuple[Measured, float, float] | None = None
+        self.log = Log()
         self._shaped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def shaped(self, dim: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +207,7 @@ class Scale:
         """Drop the last sum, whose result nobody uses."""
         if self.log and self.log[-1].peaks is peaks:
             self.log.pop()
-        self.failure = None
+        self.log.failure = None
 
     def take(self, rows: Tensor) -> Scale:
         """The scale of samples in another order: sample ``i`` was ``rows[i]``."""

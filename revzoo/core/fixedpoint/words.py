@@ -425,7 +425,7 @@ def _with_scales(
         source = (last - 1).clamp_min(0)
         # elsewhere a check would stall: mixed samples read as NaN
         down = torch.where(first < last, math.nan, f.down[source])
-        known = next((s for r, s in scales if torch.equal(r, source)), None) if scales else None
+        known = next((s for r, s in scales if torch.equal(r, source)), None)
         if known is None:
             known = scale.take(source)
             scales.append((source, known))

@@ -55,7 +55,7 @@ from torch.autograd import Variable
 from revzoo._checks import is_number
 from revzoo.core.fixedpoint.scale import Scale, magnitudes
 from revzoo.core.fixedpoint.words import Fixed, Streams
-from revzoo.core.guard.ranges import check_ranges, read
+from revzoo.core.guard.ranges import check_ranges
 from revzoo.core.guard.samples import (
     Comparison,
     Sample,
@@ -232,7 +232,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 def note_scale(scale: Scale, step: Step | None) -> None:
     """Check the ranges of a chain at the end of the running backward pass, for ``step``."""
-    if not (scale.log or scale.failure) or (step is not None and step.drift_limit is None):
+    if not (scale.log or scale.log.failure) or (step is not None and step.drift_limit is None):
         return
     if (running := _Pass.running()) is not None:
         running.scales[scale] = None
@@ -283,10 +283,24 @@ def _check_sums(sums: list[tuple[Step, str, Tensor, Tensor]]) -> None:
             raise error
 
 
+def _read_all(scalars: Sequence[Tensor]) -> list[float]:
+    """Read scalars: one transfer for each type and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, t in enumerate(scalars):
+        groups.setdefault((t.dtype, t.device), []).append(i)
+    values = [0.0] * len(scalars)
+    for indices in groups.values():
+        for i, value in zip(
+            indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True
+        ):
+            values[i] = value
+    return values
+
+
 def _comparable(figures: list[tuple[list[Tensor], list[_Compared]]]) -> list[_Compared]:
     """The comparisons of all chains; see NOTE [ Streams that overflow ]."""
     # one transfer for all chains
-    sizes = iter(read([size for start, _ in figures for size in start]))
+    sizes = iter(_read_all([size for start, _ in figures for size in start]))
     comparisons: list[_Compared] = []
     for start, of_chain in figures:
         overflowed = not all(map(math.isfinite, [next(sizes) for _ in start]))

@@ -50,20 +50,6 @@ class RangeError(RuntimeError):
     reason: str = ""
 
 
-def read(scalars: Sequence[Tensor]) -> list[float]:
-    """Read scalars: one transfer for each type and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, t in enumerate(scalars):
-        groups.setdefault((t.dtype, t.device), []).append(i)
-    values = [0.0] * len(scalars)
-    for indices in groups.values():
-        for i, value in zip(
-            indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True
-        ):
-            values[i] = value
-    return values
-
-
 def range_failure(scale: Scale) -> RangeError | None:
     """The error for the first stream beyond its range; adapts the grid (host sync)."""
     if scale.log:
@@ -71,10 +57,10 @@ def range_failure(scale: Scale) -> RangeError | None:
         for at in range(0, len(scale.log), some):
             _read(scale, scale.log[at : at + some])
         scale.log.clear()
-        scale.growth.failures = 0 if scale.failure is None else scale.growth.failures + 1
-    if scale.failure is None:
+        scale.growth.failures = 0 if scale.log.failure is None else scale.growth.failures + 1
+    if scale.log.failure is None:
         return None
-    measured, value, end = scale.failure
+    measured, value, end = scale.log.failure
     error = _range_error(measured.step, scale, value, end)
     error.adapted = scale.bits is None and bool((_units(scale) > scale.down).any())
     return error
@@ -96,11 +82,11 @@ def _read(scale: Scale, measured: Sequence[Measured]) -> None:
     rows: list[int] = grown.nonzero().flatten().tolist()
     of_rows = torch.stack([sizes.double(), peaks.double(), ends.double()])[:, grown].T.tolist()
     for row, (_, peak, end) in zip(rows, of_rows, strict=True):
-        if peak >= end and scale.failure is None:
-            scale.failure = steps[row], peak, end
+        if peak >= end and scale.log.failure is None:
+            scale.log.failure = steps[row], peak, end
     if scale.bits is None:
         reached = [(size, peak) for size, peak, _ in of_rows]
-        scale.growth.widen(reached, failed=scale.failure is not None)
+        scale.growth.widen(reached, failed=scale.log.failure is not None)
 
 
 def _units(scale: Scale) -> Tensor:
@@ -132,6 +118,7 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
         RangeError: a stream left its range, no gradient needs the outputs, and no grid fits.
     """
     again: RangeError | None = None
+    trained = any(t.requires_grad for t in outputs)
     for scale in scales:
         growth = scale.growth
         if not has_values(scale.down) or capturing_cuda_graph():
@@ -146,7 +133,6 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
         if not scale.guarded:
             growth.failures = 0
             continue
-        trained = any(t.requires_grad for t in outputs)
         if trained and not free_to_read(scale.down):
             continue  # reading would stall: rule 1
         error = range_failure(scale)
@@ -160,7 +146,7 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
 def _warn_of_coarse_grids(scale: Scale, outputs: State) -> None:
     """Warn if values have so few units that the grid rounds them.
 
-    Of a grid that adapts, tokens or channels; of one that the user chose, the largest value.
+    On a grid that adapts we look at tokens and channels, on a chosen one at the largest value.
     """
     if scale.bits is not None:
         largest = max(float(m.peaks.amax()) for m in scale.log)

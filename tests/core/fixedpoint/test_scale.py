@@ -229,3 +229,13 @@ def test_a_chain_that_grows_over_many_calls_starts_anew():
     assert all(map(torch.allclose, [s.double() for s in state], expected))
     log = fixed_of(state[0]).scale.log
     assert not log
+
+
+def test_a_failure_after_samples_moved_is_raised():
+    """The scale of the moved samples did not know it: the gradient of the last step was NaN."""
+    steps = [AdditiveCoupling(Times(1)), Rolled(0), AdditiveCoupling(Times(1e4))]
+    net = ReversibleSequence(steps)
+    net[0].requires_grad_(False)
+    y = net(torch.ones(3, 8))
+    with pytest.raises(RangeError, match=r"steps\.2"):
+        y.sum().backward()
