@@ -188,7 +188,7 @@ def group_page(group: str) -> str:
 
 
 def options_of(section: Section, prefix: str = "") -> list[str]:
-    """A table of the options, those of the sections below included."""
+    """A table of the options, with those of nested sections."""
     return table(("option", "default", "values", "meaning"), list(rows(section, prefix)))
 
 

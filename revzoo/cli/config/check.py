@@ -1,6 +1,6 @@
 """Compares a composed configuration with the schema, without importing torch.
 
-A wrong name is answered with the option that the user probably means, a wrong value with the range.
+The error for a wrong name suggests the nearest option; that for a wrong value gives the range.
 What depends on the machine, the model or the data is checked where these are built
 (:mod:`revzoo.cli.run.build`).
 """
