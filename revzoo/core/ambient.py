@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +50,24 @@ def default_device() -> torch.device | None:
         if isinstance(mode, DeviceContext):
             return torch.device(mode.device)
     return None
+
+
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def without_cached_casts(autocast: Sequence[object]) -> contextlib.AbstractContextManager[None]:
+    """A context in which autocast, if it is on, casts each weight anew.
+
+    Before torch 2.11, a cast that recorded nothing serves later code, which then has no gradient.
+    """
+    return _without_cached_casts() if autocast else contextlib.nullcontext()
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def _run(
     tensors = [t for t in leaves if isinstance(t, Tensor)]
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     remedy = "call it without checkpoint(); determinism_check='none' compares no values"
-    conditions = Conditions(None, members, tensors, name=name, remedy=remedy, ambient=False)
+    conditions = Conditions((), members, tensors, name=name, remedy=remedy, ambient=False)
     drift = None
     if options["determinism_check"] == "default":
         # from the same inputs, a CPU computes the same bits

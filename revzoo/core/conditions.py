@@ -29,7 +29,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import starmap
+from itertools import chain, starmap
 from operator import getitem, is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -119,16 +119,17 @@ def is_quiet(m: nn.Module) -> bool:
 
 
 class Members:
-    """The modules of a step, and what follows from them; gathered again when they change.
+    """The modules of steps, and what follows from them; gathered again when they change.
 
     Args:
-        owner: the step that holds the result, and so is not in it.
-        roots: the modules, with their children.
-        tensors: tensors that the step's functions hold.
+        steps: the steps, which hold the result, and so are not in it.
+        parts: for each step its modules, with their children.
+        tensors: tensors that the steps' functions hold.
         runs_alone: whether only code of these modules runs.
 
     Attributes:
-        modules: all modules but the owner.
+        of_steps: the members of each step, if there are several.
+        modules: all modules but the steps.
         parameters: where each parameter is: table and name.
         tensors: tensors in closures, one level away.
         norms: torch's norms, which update running statistics.
@@ -143,6 +144,7 @@ class Members:
 
     __slots__ = (
         "_counted",
+        "_owned",
         "_scratch",
         "_seen",
         "_tables",
@@ -154,6 +156,7 @@ class Members:
         "loud",
         "modules",
         "norms",
+        "of_steps",
         "owner_is_loud",
         "parameters",
         "quiet",
@@ -163,17 +166,19 @@ class Members:
 
     def __init__(
         self,
-        owner: Step | None,
-        roots: Iterable[nn.Module],
+        steps: tuple[Step, ...],
+        parts: Sequence[Iterable[nn.Module]],
         tensors: list[Tensor],
         *,
         runs_alone: bool = True,
     ) -> None:
+        self.of_steps: list[Members] = []
         self.tensors = tensors
         self.walked = False
-        found = dict.fromkeys(m for root in roots for m in root.modules())
-        self.modules = [m for m in found if m is not owner]
-        every = self.modules if owner is None else [owner, *self.modules]
+        found_in = [dict.fromkeys(m for root in part for m in root.modules()) for part in parts]
+        found = dict.fromkeys(m for part in found_in for m in part)
+        self.modules = [m for m in found if m not in steps]
+        every = [*steps, *self.modules]
         self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
         self._tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
         self._tables += [m._buffers for m in self.norms]  # which Module.to() replaces
@@ -184,6 +189,11 @@ class Members:
         self._counted += [vars(m) for m in self.modules]  # which may get a forward of their own
         self._seen = self._signature()
         self.parameters = _places(every, "_parameters")
+        owners = steps or (None,)
+        self._owned = [
+            _places(part if step is None else (step, *part), "_parameters")
+            for step, part in zip(owners, found_in, strict=True)
+        ]
         self.lazy = any(is_lazy(t[name]) for t, name in self.parameters)
         own = [m for m in every if type(m).__module__.startswith("revzoo.layers.")]
         kept = {id(m._buffers) for m in (*self.norms, *own)}
@@ -196,7 +206,7 @@ class Members:
         self.buffers += [p for p in self.carried if (id(p[0]), p[1]) not in known]
         self.loud = [m for m in self.modules if not is_quiet(m)]
         # a step of a class that we do not know; not in `loud`, which would hold it in a cycle
-        self.owner_is_loud = owner is not None and not (_is_known(owner) or is_quiet(owner))
+        self.owner_is_loud = not all(_is_known(step) or is_quiet(step) for step in steps)
         self.quiet = runs_alone and not (self.loud or self.tensors or self.owner_is_loud)
         self.inner = [m for m in self.modules if isinstance(m, Step)]
         self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
@@ -207,9 +217,25 @@ class Members:
         """The members of ``step``, as they are now."""
         members: Members | None = vars(step).get("_members")
         if members is None or not members._are_there():
-            tensors: list[Tensor] = []
-            members = vars(step)["_members"] = Members(step, _parts(step, tensors), tensors)
+            members = vars(step)["_members"] = Members._gather((step,))
         return members
+
+    @staticmethod
+    def together(steps: tuple[Step, ...]) -> Members | None:
+        """The members of several steps, after ``of`` each; None if they share a parameter."""
+        first = vars(steps[0])
+        of_steps = [vars(step)["_members"] for step in steps]
+        members: Members | None = first.get("_together")
+        if members is None or members.of_steps != of_steps:
+            members = first["_together"] = Members._gather(steps)
+            members.of_steps = of_steps
+        tied = sum(map(len, members._owned)) > len(members.parameters)
+        return None if tied else members
+
+    @staticmethod
+    def _gather(steps: tuple[Step, ...]) -> Members:
+        tensors: list[Tensor] = []
+        return Members(steps, [list(_parts(step, tensors)) for step in steps], tensors)
 
     @staticmethod
     def of_function(fn: Callable[..., Any], among: Sequence[nn.Module] = ()) -> Members:
@@ -219,24 +245,24 @@ class Members:
         """
         tensors: list[Tensor] = []
         if isinstance(fn, nn.Module):
-            return Members(None, [*_parts(fn, tensors), *among], tensors)
+            return Members((), [[*_parts(fn, tensors), *among]], tensors)
         parts = [*_one_level_away(fn), *among]
         roots = [m for m in parts if isinstance(m, nn.Module)]
         tensors += [t for t in parts if isinstance(t, Tensor)]
         # a function runs code that we do not know
-        return Members(None, roots, tensors, runs_alone=False)
+        return Members((), [roots], tensors, runs_alone=False)
 
     def _are_there(self) -> bool:
         # lazy parameters get their values in place
         return not self.lazy and self._signature() == self._seen
 
     def _signature(self) -> list[int]:
-        children = [id(v) for table in self._tables for v in table.values()]
-        return [*children, *map(len, self._counted)]
+        children = chain.from_iterable(table.values() for table in self._tables)
+        return [*map(id, children), *map(len, self._counted)]
 
-    def unknown(self, owner: nn.Module | None) -> list[nn.Module]:
-        """The modules of which we do not know the code; ``owner`` as in the constructor."""
-        return [*self.loud, owner] if self.owner_is_loud and owner is not None else self.loud
+    def unknown(self, steps: Sequence[nn.Module]) -> list[nn.Module]:
+        """The modules of which we do not know the code; ``steps`` as in the constructor."""
+        return [*self.loud, *steps] if self.owner_is_loud else self.loud
 
     # copies and pickles of a step gather their own
     def __deepcopy__(self, _: Any) -> None:
@@ -255,10 +281,19 @@ class Members:
             self._scratch = [_scratch_of(m, self.quiet) for m in self.norms]
         return self._scratch
 
-    def trained(self) -> list[Tensor]:
-        """Parameters and captured tensors that require gradient."""
-        tensors = [*(table[name] for table, name in self.parameters), *self.tensors]
-        return [t for t in tensors if t.requires_grad]
+    @property
+    def may_share(self) -> bool:
+        """Whether a replay may run under the conditions of several steps."""
+        return self.quiet and not (self.buffers or self.lazy or self.draws())
+
+    def trained(self) -> list[list[Tensor]]:
+        """For each step, parameters and captured tensors that require gradient."""
+        found = [
+            [t for table, name in places if (t := table[name]).requires_grad]
+            for places in self._owned
+        ]
+        found[0] += [t for t in self.tensors if t.requires_grad]
+        return found
 
 
 def _nothing() -> None:
@@ -318,11 +353,11 @@ class Conditions:
     """The conditions of one forward pass; captured before it, completed after it.
 
     Args:
-        owner: the step; None for a function or another module.
-        members: of the owner.
-        inputs: its streams.
-        name: for error messages; of an owner, its own.
-        remedy: how to do without a replay, for error messages; of an owner, its own.
+        steps: the steps; none for a function or another module.
+        members: of the steps.
+        inputs: the streams.
+        name: for error messages; of steps, their own.
+        remedy: how to do without a replay, for error messages; of steps, their own.
         ambient: whether to restore autocast; torch's checkpoint does it itself.
     """
 
@@ -335,7 +370,7 @@ class Conditions:
 
     def __init__(
         self,
-        owner: Step | None,
+        steps: tuple[Step, ...],
         members: Members,
         inputs: Sequence[Tensor],
         *,
@@ -344,10 +379,10 @@ class Conditions:
         ambient: bool = True,
     ) -> None:
         self.members = members
-        self._owner = owner
+        self._steps = steps
         self._name = name
         self._remedy = remedy
-        self._flagged = members.modules if owner is None else [owner, *members.modules]
+        self._flagged = [*steps, *members.modules]
         self._flags = [m.training for m in self._flagged]
         self._parameters = [table[name] for table, name in members.parameters]
         devices = frozenset([t.device for t in (*inputs, *members.tensors)])
@@ -374,7 +409,7 @@ class Conditions:
     @property
     def name(self) -> str:
         """The name for error messages."""
-        return self._name if self._owner is None else name_of(self._owner)
+        return name_of(self._steps[0]) if self._steps else self._name
 
     def finish(self) -> None:
         """Complete after the forward pass."""
@@ -397,10 +432,17 @@ class Conditions:
     def _refuse(self, t: Tensor, name: str) -> None:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: {name!r} of {self.name}, of shape {tuple(t.shape)}, "
+            f"inplace operation: {name!r} of {self._name_of(t)}, of shape {tuple(t.shape)}, "
             "changed between its forward pass and its replay. Change it after the backward pass, "
-            f"or {self._remedy if self._owner is None else self._owner.remedy}"
+            f"or {self._steps[0].remedy if self._steps else self._remedy}"
         )
+
+    def _name_of(self, t: Tensor) -> str:
+        """The name of the step that holds ``t``."""
+        for step in self._steps[1:]:
+            if any(t is p for p in step.parameters()):
+                return name_of(step)
+        return self.name
 
     def enter(self, *, inverting: bool = False) -> Undo:
         """Restore; returns what :func:`leave` undoes. ``inverting``: also the carried buffers."""
@@ -409,7 +451,7 @@ class Conditions:
         members = self.members
         _thread.depth += 1
         try:
-            for m in members.unknown(self._owner):  # assignments of the replay
+            for m in members.unknown(self._steps):  # assignments of the replay
                 undo.append((_put_back, (m.__dict__, dict(m.__dict__))))
             if [m.training for m in self._flagged] != self._flags:
                 for m, flag in zip(self._flagged, self._flags, strict=True):
@@ -536,7 +578,7 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
 @contextlib.contextmanager
 def repeating(step: Step, inputs: Sequence[Tensor]) -> Iterator[Conditions]:
     """A context in which evaluations leave statistics and random state as they are."""
-    conditions = Conditions(step, Members.of(step), inputs)
+    conditions = Conditions((step,), Members.of(step), inputs)
     undo = conditions.enter()
     try:
         yield conditions

@@ -38,9 +38,6 @@ class Recorder(Protocol):
     needs: list[bool]
     """Which streams of the step's input required gradient in the forward pass."""
 
-    adds: bool
-    """Whether only the branch's value is wanted, of a step that ``adds``."""
-
     saved: Sequence[Tensor]
     """What :func:`revzoo.core.saved.save_for_replay` saved in the forward pass."""
 

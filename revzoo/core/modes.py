@@ -33,6 +33,7 @@ from revzoo.core.calls import (
     explain_streams,
     explain_transforms,
     refuse_changed_inputs,
+    runs_forward_alone,
 )
 from revzoo.core.checkpoint import run_recomputed
 from revzoo.core.conditions import Conditions, Members, is_replaying
@@ -76,7 +77,7 @@ def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool
     if any(t.requires_grad for t in state):
         return True
     # most states require gradient, so the parameters are rarely asked
-    return any(t.requires_grad for t in tensors_of(context)) or bool(Members.of(step).trained())
+    return any(t.requires_grad for t in tensors_of(context)) or any(Members.of(step).trained())
 
 
 def _devices(state: State) -> set[torch.device]:
@@ -131,7 +132,7 @@ class _Recompute(Mode):
         if members.lazy:
             warnings.warn(tape.LAZY_WARNING, UserWarning, stacklevel=2)
             return super().run(step, state, context)
-        conditions = Conditions(step, members, state, ambient=False)
+        conditions = Conditions((step,), members, state, ambient=False)
         limit, drift = step.drift_limit, None
         if limit is not None and not members.quiet:
             half = torch.float16 in (*(t.dtype for t in state), *autocast_dtypes(*_devices(state)))
@@ -166,7 +167,8 @@ class _Invert(_Recompute):
         watched = step._backward_hooks or step._backward_pre_hooks
         if not isinstance(step, Invertible) or not step.invertible or watched:
             return super().run(step, state, context)
-        return tape.run_inverting(step, state, context, self.drift_limit(step))
+        limit = self.drift_limit(step)
+        return tape.run_inverting((step,), Members.of(step), state, context, limit)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         if not any(step.invertible for step in steps):
@@ -268,6 +270,44 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
         explain_streams(error, step, state, "forward")
         raise
     refuse_changed_inputs(step, watched, versions)
+    return outputs
+
+
+def can_share(step: Step) -> bool:
+    """Whether ``step`` is a coupling that may run in one function with those beside it."""
+    plain = step.adds and not step.extras and runs_forward_alone(step)
+    return plain and mode_of(step.memory).inverts and Members.of(step).may_share
+
+
+def can_run_together(step: Step, state: State) -> bool:
+    """Whether steps with the settings of ``step`` may run in one function from this state."""
+    mode = mode_of(step.memory)
+    return (
+        tape.watcher is None
+        and all(t.requires_grad for t in state)
+        and (mode.grid is None or can_have_words(state))
+        and differentiates(step, state, {})
+    )
+
+
+def run_together(steps: tuple[Invertible, ...], state: State, *, private: bool) -> State | None:
+    """Run additive couplings in one function of the graph: less time than one for each.
+
+    Args:
+        steps: with equal settings; :func:`can_share` holds for each of them.
+        state: two streams, on the steps' grid; :func:`can_run_together` holds for it.
+        private: whether nobody else will read ``state``: it is then freed early.
+
+    Returns:
+        The streams after the steps; None if the steps share parameters.
+    """
+    members = Members.together(steps)
+    if members is None:
+        return None
+    versions = versions_of(state)
+    limit = mode_of(steps[0].memory).drift_limit(steps[0])
+    outputs: State = tape.run_inverting(steps, members, state, {}, limit, private=private)
+    refuse_changed_inputs(steps[0], state, versions)
     return outputs
 
 

@@ -45,7 +45,6 @@ from revzoo.core.fixedpoint.words import (
     read_with_words,
     running_step,
     set_words,
-    within,
 )
 from revzoo.core.guard.drift import note_scale
 from revzoo.core.invertible import Step
@@ -132,7 +131,7 @@ def _rounded_to(x: Tensor, scale: Scale, *, fits: bool = False) -> Tensor:
         value = x.detach()
         peak = in_chunks(quantise, (value, words), scale.shaped(x.dim())[0])
         if not fits or free_to_read(value):
-            fixed.measure(peak, 0.0, value, lambda: value)
+            fixed.measure(peak, 0.0, value, lambda: value, running_step())
         else:  # the scale was made for this input: only inputs of 1e36 do not fit
             fixed.down = torch.where(scale.sizes < scale.end, scale.down, math.nan)
     rounded: Tensor = _Rounded.apply(x, fixed)
@@ -145,9 +144,10 @@ def _summed(
     parts: tuple[Tensor, ...],
     dtype: torch.dtype,
     summand: Callable[[], Tensor],
+    step: Step | None,
     *options: Any,
 ) -> tuple[Tensor, Fixed]:
-    """Compute a sum; returns its float tensor, with words, and the words.
+    """Compute a sum; returns its float tensor, and the words.
 
     Args:
         fill: computes the sum from ``parts`` into words and floats.
@@ -155,6 +155,7 @@ def _summed(
         parts: the summands; the value is the last one.
         dtype: of the float tensor.
         summand: computes what is added, in floating point.
+        step: the step that adds.
         *options: passed to ``fill`` after the scales.
     """
     words, scale = torch.empty_like(fixed.words), fixed.scale
@@ -164,11 +165,15 @@ def _summed(
     if total.numel():
         up = scale.shaped(words.dim())[0]
         peak = in_chunks(fill, (*parts, words, total), up, fixed.shaped_down(), *options)
-        left = summed.measure(peak, fixed.bound, total, summand)
+        left = summed.measure(peak, fixed.bound, total, summand, step)
         if left is not None:
             total.masked_fill_(for_samples_of(left, total.dim()), math.nan)
-    set_words(total, summed)
     return total, summed
+
+
+def _with_words(t: Tensor, fixed: Fixed) -> Tensor:
+    set_words(t, fixed)
+    return t
 
 
 class _Sum(torch.autograd.Function):
@@ -179,7 +184,8 @@ class _Sum(torch.autograd.Function):
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = add_and_read if sign > 0 else subtract_and_read
         ctx.scale, ctx.step = fixed.scale, running_step()
-        return _summed(fill, fixed, (fixed.words, value), x.dtype, lambda: value)[0]
+        parts = (fixed.words, value)
+        return _with_words(*_summed(fill, fixed, parts, x.dtype, lambda: value, ctx.step))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -188,7 +194,7 @@ class _Sum(torch.autograd.Function):
 
 
 def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[Tensor, Fixed]:
-    """``fixed + value`` without recording: the float tensor of the sum, and its words.
+    """``fixed + value`` without recording: the float tensor of the sum, and the words, apart.
 
     Args:
         fixed: the words of a stream.
@@ -196,8 +202,7 @@ def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[T
         dtype: of the float tensor.
         step: the step that adds.
     """
-    with within(step):
-        return _summed(add_and_read, fixed, (fixed.words, value), dtype, lambda: value)
+    return _summed(add_and_read, fixed, (fixed.words, value), dtype, lambda: value, step)
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
@@ -229,7 +234,7 @@ class _SecondDifference(torch.autograd.Function):
         def summand() -> Tensor:
             return (value.float() * (1 + b)).add_(x, alpha=-2 * b)
 
-        return _summed(shift_in, fixed, parts, x.dtype, summand, bits)[0]
+        return _with_words(*_summed(shift_in, fixed, parts, x.dtype, summand, ctx.step, bits))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -52,7 +52,10 @@ def version_of(t: Tensor) -> int:
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """:func:`version_of` each tensor."""
-    return [version_of(t) for t in tensors]
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [version_of(t) for t in tensors]
 
 
 def values_of(t: Tensor) -> Tensor:

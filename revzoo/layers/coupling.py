@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from revzoo._checks import check_callable
 from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.core.fixedpoint.words import Fixed, fixed_of, keeps_words
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.sums import add
-from revzoo.core.tensors import unshared
 from revzoo.layers.streams import zero_log_det
 
 # attribute: the methods that make its inherited value wrong if they change, and the value then
@@ -34,7 +32,7 @@ _FACTS: Mapping[str, tuple[frozenset[str], Any]] = {
         Invertible.forward_with_log_det,
     ),
     "exact": (frozenset(("forward", "combine", "uncombine")), False),
-    "adds": (frozenset(("forward", "combine", "uncombine", "recover", "replay")), False),
+    "adds": (frozenset(("forward", "combine", "uncombine", "replay")), False),
 }
 
 
@@ -78,13 +76,6 @@ class Coupling(Invertible):
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
-    def recover(self, y2: Any, value: Tensor) -> Any:
-        """Like :meth:`uncombine`, but may overwrite ``value``.
-
-        Called if :meth:`combine` saved nothing.
-        """
-        return self.uncombine(y2, value)
-
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         value, *extras = self._values(x2, context)
         return x2, self.combine(x1, value), *extras
@@ -117,8 +108,7 @@ class Coupling(Invertible):
         # the branch runs once, for both purposes; Invertible.replay would run it twice
         value, *extras = self._values(leaf2, context)
         with torch.no_grad():
-            plain = value.detach()
-            x1 = self.recover(y2, plain) if self.adds else self.uncombine(y2, plain)
+            x1 = self.uncombine(y2, value.detach())
         if not record.records:
             return (x1, x2), ()
         return (x1, x2), (leaf2, self.combine(record.leaf(0, x1), value), *extras)
@@ -148,18 +138,6 @@ class AdditiveCoupling(Coupling):
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return zero_log_det(x1)
 
-    def replay(
-        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
-    ) -> tuple[Any, Sequence[Any]]:
-        if not record.adds:
-            return super().replay(outputs, record, context)
-        x2, y2 = outputs
-        value = self.checked_value(self.branch(record.leaf(1, x2), **context), y2)
-        # the gradients need only the node, so recover() may reuse the value's memory
-        node = get_gradient_edge(value) if value.requires_grad else None
-        value = value.detach()
-        return (self.recover(y2, value), x2), (node,)
-
     def checked_value(self, values: Any, stream: Tensor | Fixed) -> Tensor:
         """The tensor that the branch returned; it has the stream's shape."""
         (value,) = self._as_values(values)
@@ -177,15 +155,6 @@ class AdditiveCoupling(Coupling):
         if (fixed := self._words(y2)) is not None:
             return add(y2, value, fixed, sign=-1)
         return y2 - self.fitting(value, y2)
-
-    def recover(self, y2: Tensor | Fixed, value: Tensor) -> Tensor | Fixed:
-        if isinstance(y2, Fixed):
-            return y2.minus(value, overwrite=unshared(value))
-        # a subclass may subtract something else, or read the value twice
-        plain = type(self).uncombine is AdditiveCoupling.uncombine
-        if not plain or value.dtype != y2.dtype or value.shape != y2.shape or not unshared(value):
-            return self.uncombine(y2, value)
-        return torch.sub(y2, value, out=value)  # saves one stream at the peak
 
     def _words(self, stream: Tensor) -> Fixed | None:
         return fixed_of(stream) if self.grid is not None and keeps_words() else None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import (
     calls_only_forward,
     explain_streams,
@@ -45,13 +46,24 @@ from revzoo.core.invertible import (
     name_of,
     steps_in,
 )
-from revzoo.core.modes import mode_of, on_grid_of, run_in_mode, run_on_adapted_grid, run_step
+from revzoo.core.modes import (
+    can_run_together,
+    can_share,
+    mode_of,
+    on_grid_of,
+    run_in_mode,
+    run_on_adapted_grid,
+    run_step,
+    run_together,
+)
 from revzoo.core.set_memory import assign_memory, default_mode
 from revzoo.core.tensors import versions_of
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split, check_cut
+
+_TOGETHER = 4  # couplings in one function; more save no time, and their gradients come together
 
 _thread = threading.local()  # ``nested``: whether another sequence is calling this one as a step
 
@@ -351,6 +363,8 @@ class ReversibleSequence(Invertible):
                 first = first._replace(memory="store", grid=None, drift_limit=None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
         self._check_count(state)
+        shares = not (total or context) and runs_eagerly()
+        private = [False] * len(state)  # which streams only this method holds
         waiting = list(self)[::-1]
         while waiting:
             step = waiting.pop()
@@ -359,8 +373,22 @@ class ReversibleSequence(Invertible):
                 continue
             # a stem or transition keeps autocast's dtype: nothing is reconstructed from its input
             if not is_container(step) and step.invertible:
+                known = state
                 state = on_grid_of(step, widened(state))
+                private = [p or t is not k for p, t, k in zip(private, state, known, strict=False)]
+                del known
+            couples = shares and can_share(step)
+            if couples and can_run_together(step, state):
+                steps = _shared_run(step, waiting, state)
+                outputs = None
+                if len(steps) > 1:
+                    outputs = run_together(steps, state, private=all(private))
+                if outputs is not None:
+                    del waiting[len(waiting) - len(steps) + 1 :]
+                    state, outputs, private = outputs, None, [True, True]
+                    continue
             state, total, more = _advance(step, state, total, context)
+            private = [private[-1], True] if couples else [False] * len(state)
             extras += more
         if splits:
             self._check_mergeable(state)
@@ -505,6 +533,24 @@ def _is_plain(sequence: ReversibleSequence) -> bool:
     """
     inherits = type(sequence).forward is ReversibleSequence.forward
     return inherits and calls_only_forward(sequence)
+
+
+def _shared_run(step: Step, waiting: list[Step], state: State) -> tuple[Any, ...]:
+    """``step`` and those of the next couplings that may run in one function with it.
+
+    Opens containers in ``waiting``, whose last step is the next.
+    """
+    steps, settings = [step], Settings.of(step)
+    while len(steps) < _TOGETHER and len(waiting) >= len(steps):
+        following = waiting[-len(steps)]
+        if _opens(following, state):
+            at = len(waiting) - len(steps)
+            waiting[at : at + 1] = list(following)[::-1]
+        elif can_share(following) and Settings.of(following) == settings:
+            steps.append(following)
+        else:
+            break
+    return tuple(steps)
 
 
 def _advance(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, set_memory
-from revzoo.core import tape as lean
+from revzoo.core import replay, tape
 from revzoo.core.fixedpoint.words import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.core.saved import SavedState
@@ -45,8 +45,9 @@ class _Kept(SavedState):
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch):
     """The guard keeps a few values of each stream, which no gradient needs."""
-    monkeypatch.setattr(lean, "sample", lambda *_, **__: [])
-    monkeypatch.setattr(lean, "SavedState", _Kept)
+    monkeypatch.setattr(replay, "sample", lambda *_, **__: [])
+    monkeypatch.setattr(replay, "sample_of", lambda _: None)
+    monkeypatch.setattr(tape, "SavedState", _Kept)
 
 
 class _Made(TorchDispatchMode):

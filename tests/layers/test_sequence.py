@@ -479,7 +479,7 @@ def test_streams_are_freed_after_their_last_use():
 
 def test_splits_and_merges_copy_no_words():
     """Words were multiplied by one before a merge, and a tensor was rounded before its split."""
-    x = torch.randn(1, 16, 2**12, requires_grad=True)
+    x = torch.randn(1, 16, 2**17, requires_grad=True)
     sequence = ReversibleSequence([ReversibleBlock(nn.Identity())], memory="exact")
     with LiveMemory() as memory:
         sequence(x)

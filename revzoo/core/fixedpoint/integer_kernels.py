@@ -32,10 +32,10 @@ def _computed_in(words: Tensor) -> torch.dtype:
 
 
 def _peak(units: Tensor, up: Tensor) -> Tensor:
+    magnitudes = units.abs_()  # in place: nobody reads the units after it
     if free_to_read(units) or not up.dim():
-        return torch.maximum(units.amax(), -units.amin())
-    dims = range(1, units.dim())
-    return torch.maximum(units.amax(tuple(dims)), -units.amin(tuple(dims)))
+        return magnitudes.amax()
+    return magnitudes.amax(tuple(range(1, units.dim())))
 
 
 def _valid(down: Tensor, peak: Tensor, words: Tensor) -> Tensor:
@@ -47,10 +47,10 @@ def _valid(down: Tensor, peak: Tensor, words: Tensor) -> Tensor:
 
 def quantise(x: Tensor, words: Tensor, up: Tensor) -> Tensor:
     """The words of ``x``: its values in units, rounded half to even. Returns the peak."""
-    units = x.to(_computed_in(words)) * up
-    peak = _peak(units, up)
+    kind = _computed_in(words)
+    units = (x if x.dtype == kind else x.to(kind)) * up
     words.copy_(units.round_())
-    return peak
+    return _peak(units, up)
 
 
 def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
@@ -77,7 +77,8 @@ def renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, words: Tensor, up: Tensor) -> None:
-    words.copy_((x.to(_computed_in(words)) * up).round_())
+    kind = _computed_in(words)
+    words.copy_(((x if x.dtype == kind else x.to(kind)) * up).round_())
 
 
 def subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
@@ -128,8 +129,8 @@ def shift_in(
     Returns the peak, without ``b before``.
     """
     units = _difference(x, value, up, n, words)
-    peak = _peak(units, up)
     words.copy_(units.round_())
+    peak = _peak(units, up)
     # an arithmetic shift: it rounds down, also below zero, and shift_out adds the rest
     words += before >> n
     read(words, total, _valid(down, peak, words))

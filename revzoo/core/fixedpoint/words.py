@@ -156,15 +156,18 @@ class Fixed:
         """A stream with the same values in other places of the same sample."""
         return Fixed(words, self.scale, dtype or self.dtype, down=self.down, bound=self.bound)
 
-    def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
-        """Subtract ``value``; ``overwrite`` allows reusing its memory."""
+    def minus(self, value: Tensor, down: Tensor | None, *, overwrite: bool = False) -> Fixed:
+        """The stream before ``value`` was added, and its ``down``.
+
+        ``overwrite`` allows reusing the memory of ``value``.
+        """
         words = self.words
         fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
         reuses = overwrite and fits and integer_kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
         in_chunks(subtract, (words, value, out), self.scale.shaped(words.dim())[0])
-        return Fixed(out, self.scale, self.dtype, down=self.down)
+        return Fixed(out, self.scale, self.dtype, down=down)
 
     def measure(
         self,
@@ -172,6 +175,7 @@ class Fixed:
         before: float,
         total: Tensor,
         summand: Callable[[], Tensor],
+        step: Step | None,
     ) -> Tensor | None:
         """Find the samples that left their range (rules 5 and 6 of NOTE [ Words and floats ]).
 
@@ -180,12 +184,13 @@ class Fixed:
             before: the bound of the stream that it was added to.
             total: the floats of the sum.
             summand: computes what was added, in floating point.
+            step: the step that added it; None outside of steps.
 
         Returns:
             Which samples did, ``(B,)``; None if none did, or if it is not known on the host.
         """
         scale, host = self.scale, free_to_read(total)
-        if not has_values(total):
+        if type(total) is not Tensor or total.is_meta:  # no values to measure
             return None
         if host:
             assert peak is not None
@@ -197,7 +202,7 @@ class Fixed:
         left = ~((added < scale.end) & (after < scale.end))
         # after a summand beyond the range, the sum means nothing
         peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
-        scale.log.append(Measured(_running.step, peaks, scale.sizes, scale.down))
+        scale.log.append(Measured(step, peaks, scale.sizes, scale.down))
         if host:
             inside = (after / scale.down)[~left]
             self.bound = float(inside.amax()) if len(inside) else 0.0
@@ -261,6 +266,17 @@ def set_words(t: Tensor, fixed: Fixed) -> None:
     # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
     attributes[_KEY] = {**attributes.get(_KEY, {}), _view_key(t): fixed}
+
+
+def discard(t: Tensor) -> None:
+    """Free the memory of ``t`` and its words, although someone still holds it, but never reads it.
+
+    ``t`` must be alone in its storage.
+    """
+    if type(t) is Tensor and has_values(t):
+        storage = t.untyped_storage()
+        vars(storage).pop(_KEY, None)
+        storage.resize_(0)
 
 
 def forget_stale_words(state: Iterable[Tensor]) -> None:

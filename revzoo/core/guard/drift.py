@@ -64,7 +64,7 @@ from revzoo.core.guard.samples import (
     spread_of_channels,
     values_in,
 )
-from revzoo.core.invertible import Step, all_steps
+from revzoo.core.invertible import Step, all_steps, name_of
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
 
@@ -193,7 +193,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        self.sums: list[tuple[Step, str, Tensor, Tensor]] = []
+        self.sums: list[tuple[Step, Tensor, Tensor]] = []
         self.scales: dict[Scale, None] = {}
 
     @staticmethod
@@ -239,12 +239,13 @@ def note_scale(scale: Scale, step: Step | None) -> None:
 
 
 def words_sum(streams: Sequence[Fixed]) -> Tensor:
-    """The sum of all words of ``streams``, as a scalar on the device; wraps around."""
-    sums = [_sum_of(t.words) for t in streams]
+    """The sum of all words of ``streams``."""
+    sums = [sum_of(t.words) for t in streams]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _sum_of(words: Tensor) -> Tensor:
+def sum_of(words: Tensor) -> Tensor:
+    """The sum of all ``words``, as a scalar on the device; wraps around."""
     if words.numel() < 2**12:
         return words.sum()
     flat = in_memory_order(words) if words.dtype == torch.int32 else None
@@ -254,25 +255,25 @@ def _sum_of(words: Tensor) -> Tensor:
     return flat.view(torch.int64).sum()
 
 
-def note_sums(step: Step, name: str, expected: Tensor, found: Tensor) -> None:
+def note_sums(step: Step, expected: Tensor, found: Tensor) -> None:
     """Compare the sums of a step's words at the end of the running backward pass."""
     if (running := _Pass.running()) is not None and has_values(expected):
-        running.sums.append((step, name, expected, found))
+        running.sums.append((step, expected, found))
 
 
-def _check_sums(sums: list[tuple[Step, str, Tensor, Tensor]]) -> None:
+def _check_sums(sums: list[tuple[Step, Tensor, Tensor]]) -> None:
     """Raise a DriftError for the first replay whose words differ from the forward pass's."""
-    by_device: dict[torch.device, list[tuple[Step, str, Tensor, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[Step, Tensor, Tensor]]] = {}
     for each in sums:
-        by_device.setdefault(each[2].device, []).append(each)
+        by_device.setdefault(each[1].device, []).append(each)
     for of_device in by_device.values():
-        expected, found = (torch.stack([s[i] for s in of_device]) for i in (2, 3))  # type: ignore[misc]
+        expected, found = (torch.stack([s[i] for s in of_device]) for i in (1, 2))  # type: ignore[misc]
         equal = (expected == found).tolist()
-        for (step, name, _, _), same in zip(of_device, equal, strict=True):
+        for (step, _, _), same in zip(of_device, equal, strict=True):
             if same:
                 step.drift = 0.0
                 continue
-            reason = f"{name}: its replay did not repeat the forward pass"
+            reason = f"{name_of(step)}: its replay did not repeat the forward pass"
             error = DriftError(
                 f"{reason}, so the gradients are wrong. The step is not deterministic, or "
                 "something has changed that a replay does not restore: it restores torch's random "

@@ -36,11 +36,17 @@ def sample(computed: Streams, known: Streams) -> list[Sample]:
 
     Leaves out fixed-point streams, whose words are summed, and tensors without values to compare.
     """
-    return [
-        Sample(i, values_in(t))
+    changed = [
+        (i, t)
         for i, t in enumerate(computed)
-        if isinstance(t, Tensor) and not any(t is other for other in known) and _comparable(t)
+        if isinstance(t, Tensor) and not any(t is other for other in known)
     ]
+    return [Sample(i, values) for i, t in changed if (values := sample_of(t)) is not None]
+
+
+def sample_of(t: Tensor) -> Tensor | None:
+    """Sampled values of one stream; None if it has no values to compare."""
+    return values_in(t) if _comparable(t) else None
 
 
 def _comparable(t: Tensor) -> bool:

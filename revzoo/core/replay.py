@@ -1,0 +1,621 @@
+"""Steps that were executed once, and are evaluated again in the backward pass.
+
+An :class:`Executed` is one function of the graph. :class:`Added` are one or more additive
+couplings: their gradients need no graph of the sums, so it records only the branches.
+:class:`Evaluated` is any other invertible step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from revzoo.core.arguments import Kept
+from revzoo.core.calls import (
+    call_on_grid,
+    call_without_changing_hooks,
+    explain_streams,
+    refuse_changed_inputs,
+    refuse_changed_outputs,
+)
+from revzoo.core.conditions import Conditions, Members, leave
+from revzoo.core.fixedpoint.words import (
+    Fixed,
+    Streams,
+    apply_to_words,
+    apply_with_words,
+    as_fixed,
+    as_floats,
+    backing_tensors,
+    discard,
+    fixed_of,
+    keeps_words,
+    read_with_words,
+    set_words,
+    within,
+)
+from revzoo.core.guard.drift import Guard, Replayed, note_sums, sum_of, words_sum
+from revzoo.core.guard.samples import Sample, sample, sample_of
+from revzoo.core.invertible import (
+    Invertible,
+    State,
+    Step,
+    as_state,
+    check_stream_count,
+    name_of,
+    streams_of,
+)
+from revzoo.core.saved import saving_for_replay
+from revzoo.core.sums import plus
+from revzoo.core.tensors import detached, unshared, version_of, versions_of, with_strides
+
+Gradients = Sequence[Tensor | None]
+
+
+class Executed:
+    """One or more executed steps: what their replay needs, but no activation and no graph.
+
+    Attributes:
+        arguments: the keyword arguments' tensors that require gradient.
+        trained: for each step, the parameters that require gradient.
+        streams: the output, until the tape takes it.
+        differentiable: which of the tensors that the steps returned depend on one with gradient.
+        done: whether the function has run backward, or there is none.
+        function: the node in the graph, as a weak reference.
+        index: its place on the tape.
+    """
+
+    streams: Streams = ()
+    differentiable: Sequence[bool] = ()
+    done = False
+    function: Callable[[], Any] = staticmethod(lambda: None)
+    index = -1
+
+    def __init__(
+        self,
+        steps: tuple[Invertible, ...],
+        members: Members,
+        state: State,
+        context: Mapping[str, Any],
+        limit: float | None,
+    ) -> None:
+        self.steps = steps
+        self.step = steps[0]
+        self.limit = limit
+        self.needs = [t.requires_grad for t in state]
+        self.dtypes = [t.dtype for t in state]
+        self.strides = [_strides_of(t) for t in state]
+        self.members = members
+        self.conditions = Conditions(steps, members, state)
+        self.trained = members.trained()
+        self.arguments: list[Tensor] = []
+        self._given = context
+        self._context: dict[str, Any] = {}
+        for name, value in context.items():
+            leaves, structure = tree_flatten(value)
+            self.arguments += [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+            self._context[name] = [Kept.of(t) for t in leaves], structure
+
+    @property
+    def name(self) -> str:
+        """The path and type of the first step, for messages."""
+        return name_of(self.step)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the graph may still run the function backward."""
+        return not self.done and self.function() is not None
+
+    def forward(self, state: State) -> Any:
+        """The outputs, detached."""
+        raise NotImplementedError
+
+    def unwind(
+        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+    ) -> tuple[Streams, list[Tensor | None]]:
+        """Invert the steps; empties ``outputs``, so that streams are freed early.
+
+        Args:
+            outputs: the streams after the steps.
+            guard: gets the figures to compare.
+            grads: of what the function returned; empty if no gradient is wanted.
+            needs: which inputs of the function need a gradient: streams, arguments, parameters.
+
+        Returns:
+            The streams before the steps; the gradients of the function's inputs.
+        """
+        raise NotImplementedError
+
+    def _again(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """The keyword arguments for an evaluation, with new leaves; and those with gradient."""
+        wanted: list[Tensor] = []
+        context: dict[str, Any] = {}
+        for name, (leaves, structure) in self._context.items():
+            if any(leaf.changed() for leaf in leaves):
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: the keyword argument {name!r} of {self.name} changed "
+                    "between its forward pass and its replay"
+                )
+            values = [leaf.again() for leaf in leaves]
+            wanted += [v for v, leaf in zip(values, leaves, strict=True) if leaf.needs]
+            context[name] = tree_unflatten(values, structure)
+        return context, wanted
+
+    # the forward pass
+
+    def _evaluate(self, fn: Callable[..., Any], inputs: State, needs: Sequence[bool]) -> Any:
+        """``fn(*inputs, **context)`` of code that may record: detached, and without a graph."""
+        try:
+            # torch computes some layers by other kernels if nothing is recorded
+            with torch.enable_grad(), saved_tensors_hooks(_forget, _refuse):
+                start = torch._C._autograd._get_sequence_nr()
+                leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
+                values = fn(*leaves, **tree_map_only(Tensor, _like, self._given))
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{self.name} changed its input stream in place: expected no change, since a "
+                "replay would start from the changed values. Make the first operation of the "
+                "branch out of place (inplace=False)"
+            ) from error
+        self._refuse_graphs(values, start)
+        found = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+        self.differentiable = [t.requires_grad for t in found]
+        return tree_map_only(Tensor, Tensor.detach, values)
+
+    def _refuse_graphs(self, values: Any, start: int) -> None:
+        """Raise if a step uses a tensor with a graph of its own, or leaves one behind."""
+        roots = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
+        for node in _nodes(roots):
+            if node._sequence_nr() < start:
+                raise RuntimeError(
+                    f"{self.name} uses a tensor that was computed outside of it and requires "
+                    f"gradient ({node.name()}); expected such tensors as keyword arguments, "
+                    f"seq(x, name=tensor), which the branches receive. Or {self.step.remedy}"
+                )
+        for m in self.members.unknown(self.steps):
+            for name, v in vars(m).items():
+                node = v.grad_fn if isinstance(v, Tensor) else None
+                if node is not None and node._sequence_nr() >= start:
+                    where = f"{type(m).__name__}.{name} of {self.name}"
+                    with torch.enable_grad():
+                        # depends on the parameters, so that autograd.grad() of them reaches it
+                        leaf = v.detach().requires_grad_()
+                        vars(m)[name] = _Refused.apply(where, leaf, *self.trained[0])
+
+    # the backward pass
+
+    def _derive(
+        self, roots: Sequence[Any], grads: Gradients, inputs: Sequence[Any], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of those ``inputs`` that need one; frees the graph."""
+        known = zip(roots, grads, strict=True)
+        pairs = [(r, g) for r, g in known if g is not None and _has_graph(r)]
+        wanted = [t if n else None for t, n in zip(inputs, needs, strict=True)]
+        every = targets = [t for t in wanted if t is not None]
+        if not pairs or not targets:
+            return [None] * len(inputs)
+        others: list[Any] = []
+        if not self.members.quiet:  # it may use leaves that the function did not receive
+            received = set(map(id, inputs))
+            leaves = [node for node in _nodes([r for r, _ in pairs]) if hasattr(node, "variable")]
+            others = [node for node in leaves if id(node.variable) not in received]
+            every = [*targets, *(node.variable for node in others)]
+        # the hooks of these tensors run where their gradient arrives, not here, too
+        hooked = [(t, t._backward_hooks) for t in every if t._backward_hooks]
+        for t, _ in hooked:
+            t._backward_hooks = None
+        try:
+            found = _derivatives([r for r, _ in pairs], every, [g for _, g in pairs])
+        finally:
+            for t, hooks in hooked:
+                t._backward_hooks = hooks
+        for node, g in zip(others, found[len(targets) :], strict=True):
+            if g is not None:  # into its own accumulate node, where hooks of FSDP wait
+                torch.autograd.backward([GradientEdge(node, 0)], [g])
+        of_targets = iter(found)
+        return [None if t is None else next(of_targets) for t in wanted]
+
+    def _replayed(self, step: Step) -> Replayed:
+        half = torch.float16 in [*self.dtypes, *[d for _, d in self.conditions.autocast]]
+        return Replayed(step, name_of(step), self.limit or 0.0, half, True)
+
+
+class _Before(NamedTuple):
+    """The stream that a coupling adds to, before it: what to restore, and what to compare."""
+
+    strides: tuple[int, ...]
+    down: Tensor | None
+    total: Tensor | None  # of the words
+    values: Tensor | None  # a sample
+
+
+class Added(Executed):
+    """Additive couplings ``(x, z) -> (z, x + F(z))``, one after the other.
+
+    The function of a single one returns only the sum, since z passes it by. That of several frees
+    what it got as soon as it is used, though its caller holds it: gradients, and, if it is
+    ``private``, its input.
+    """
+
+    private = False
+    _grads: tuple[Tensor | None, ...] | None = None
+
+    def forward(self, state: State) -> Any:
+        on_grid = self.step.grid is not None and keeps_words()
+        # a stream is its floats and its words; the sum needs only the words, if there are any
+        x: tuple[Tensor, Fixed | None]
+        y: tuple[Tensor, Fixed | None]
+        x, z = ((t, fixed_of(t) if on_grid else None) for t in state)
+        self._before: list[_Before] = []
+        step: Any
+        try:
+            for at, step in enumerate(self.steps):
+                strides, dtype = _strides_of(x[0]), x[0].dtype
+                before: Tensor | Fixed = x[1] or x[0]
+                if self.private and at < len(state) and isinstance(before, Fixed):
+                    discard(x[0])
+                del x
+                value = step.checked_value(self._value(step, z[0]), before)
+                self._note(before, strides)
+                if isinstance(before, Fixed):
+                    y = plus(before, value, dtype, step)
+                else:
+                    y = before + step.fitting(value, before), None
+                    if self.private and at < len(state):
+                        discard(before)
+                x, z = z, y
+                del value, before, y  # before the next evaluation
+        except (RuntimeError, TypeError) as error:
+            explain_streams(error, step, state, "forward")
+            raise
+        self._given = {}  # the tape must not hold a graph
+        self.members.walked = True
+        self.conditions.finish()
+        for t, words in (x, z):
+            if words is not None:
+                set_words(t, words)
+        self.streams = tuple(words or t.detach() for t, words in (x, z))
+        return (x[0], z[0]) if len(self.steps) > 1 else z[0]
+
+    def _value(self, step: Invertible, z: Tensor) -> Any:
+        """What the branch returns."""
+        version = version_of(z)
+        branch: Callable[..., Any] = step.branch  # type: ignore[assignment]
+        if self.members.quiet and self.members.walked:
+            values = branch(z, **self._given)
+        else:
+            values = self._evaluate(branch, (z,), self.needs[1:])
+        refuse_changed_inputs(step, (z,), [version])
+        return values
+
+    def _note(self, before: Tensor | Fixed, strides: tuple[int, ...]) -> None:
+        guarded = self.limit is not None
+        if isinstance(before, Fixed):
+            total = sum_of(before.words) if guarded else None
+            self._before.append(_Before(strides, before.down, total, None))
+        else:
+            values = sample_of(before) if guarded else None
+            self._before.append(_Before(strides, None, None, values))
+
+    def unwind(
+        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+    ) -> tuple[Streams, list[Tensor | None]]:
+        x2, y2 = outputs
+        outputs.clear()
+        single = len(self.steps) == 1
+        if grads and self._grads is not None:
+            grads, self._grads = self._grads, None
+        gx, gy = (None, *grads)[-2:] if grads else (None, None)
+        grads = ()
+        context, arguments = self._again()
+        end = 2 + len(arguments)
+        of_others: list[Tensor | None] = []
+        rest = list(needs[end:])
+        undo = None
+        try:
+            step: Any
+            for step, before, own in zip(
+                self.steps[::-1], self._before[::-1], self.trained[::-1], strict=True
+            ):
+                cut = len(rest) - len(own)
+                wanted = [not single or needs[1], *needs[2:end], *rest[cut:]] if needs else []
+                del rest[cut:]
+                records = gy is not None and any(wanted)
+                if undo is None:
+                    undo = self.conditions.enter()
+                leaf = self._leaf(x2).requires_grad_(records and self.needs[1])
+                # code that we do not know records always: the same kernels as in forward
+                with torch.set_grad_enabled(records or not self.members.quiet):
+                    value = step.checked_value(step.branch(leaf, **context), y2)
+                # the gradients need only the node, so the difference may take the value's memory
+                root = _edge_of(value)
+                value = value.detach()
+                x1 = _with_strides(_minus(y2, value, before, step), before.strides)
+                self._compare(step, before, guard, (x1, x2), (x2, y2), leaf)
+                x2, y2 = x1, x2  # frees the sum before memory peaks
+                del value, x1
+                if self.conditions.autocast:  # gradients are computed outside of it
+                    leave(undo)
+                    undo = None
+                received = (leaf, *arguments, *own)
+                found: list[Tensor | None] = [None] * len(received)
+                if records:
+                    found = self._derive((root,), (gy,), received, wanted)
+                of_others[:0] = found[1:]
+                gx, gy = gy, _plus(gx, found[0])
+                del root, leaf, received, found  # before the next evaluation
+        finally:
+            if undo is not None:
+                leave(undo)
+        return (x2, y2), [gx, gy, *of_others]
+
+    def take(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Keep what the function gets, before it runs; it gets tensors without memory instead."""
+        self._grads = grads
+        return tuple(None if g is None else g.new_empty(()).expand(g.shape) for g in grads)
+
+    def _leaf(self, t: Tensor | Fixed) -> Tensor:
+        if isinstance(t, Fixed):
+            # code that we do not know may hold steps, which go on with the words as in forward
+            return t.read() if self.members.quiet else read_with_words(t)
+        return t.detach()
+
+    def _compare(
+        self,
+        step: Invertible,
+        before: _Before,
+        guard: Guard,
+        inputs: Streams,
+        outputs: Streams,
+        leaf: Tensor,
+    ) -> None:
+        x = inputs[0]
+        if before.total is not None and isinstance(x, Fixed):
+            note_sums(step, before.total, sum_of(x.words))
+        if before.values is not None:
+            guard.compare(self._replayed(step), [Sample(0, before.values)], inputs, outputs)
+            guard.note_uses([leaf], inputs)
+
+
+def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tensor | Fixed:
+    """``y - value``, in the memory of ``value`` if nothing else uses it."""
+    if isinstance(y, Fixed):
+        return y.minus(value, before.down, overwrite=unshared(value))
+    with torch.no_grad():
+        if value.dtype == y.dtype and unshared(value):
+            return torch.sub(y, value, out=value)
+        return y - step.fitting(value, y)
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+class Evaluated(Executed):
+    """Any invertible step."""
+
+    saved: Sequence[Tensor] = ()
+    _samples: Sequence[Sample] = ()
+    _sum: Tensor | None = None
+
+    def forward(self, state: State) -> Any:
+        saved: list[Tensor] = []
+        step = self.step
+
+        def called(*state: Tensor, **context: Any) -> Any:
+            with saving_for_replay(saved):
+                return call_on_grid(call_without_changing_hooks, step, state, context)
+
+        outputs = self._evaluate(called, state, self.needs)
+        self.saved = saved
+        self.finish(state, outputs)
+        return outputs
+
+    def finish(self, state: State, outputs: Any) -> None:
+        """Note the streams after the step; figures of those that it changes, before it."""
+        self._given = {}  # the tape must not hold a graph
+        step = self.step
+        self._shapes = [t.shape for t in state]
+        self.streams = as_fixed([t.detach() for t in streams_of(outputs, step)])
+        # without sums, which no branch reads
+        x = as_fixed(state[: len(state) - step.float_streams])
+        # without the words
+        self._fixed = [(t.scale, t.down) if isinstance(t, Fixed) else None for t in x]
+        self.conditions.finish()
+        if self.limit is None:
+            return
+        if not any(type(t) is Fixed for t in self.streams):
+            x = as_floats(x)  # the step loses the words
+        elif fixed := [t for t in x if isinstance(t, Fixed)]:
+            self._sum = words_sum(fixed)
+        if step.guarded:
+            self._samples = sample(x, self.streams)
+
+    def unwind(
+        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+    ) -> tuple[Streams, list[Tensor | None]]:
+        step = self.step
+        known = tuple(outputs)
+        outputs.clear()
+        context, arguments = self._again()
+        record = Recorder(self, records=bool(grads))
+        held = backing_tensors(known)
+        versions = versions_of(held)
+        takes_words = step.needs_words or type(step).replay is Invertible.replay
+        undo = self.conditions.enter()
+        try:
+            # code that we do not know records always: the same kernels as in forward
+            quiet = self.members.quiet and not record.records
+            with torch.set_grad_enabled(not quiet), within(step):
+                takes = known if takes_words else as_floats(known)
+                returned, recorded = step.replay(takes, record, context)
+        finally:
+            leave(undo)
+        refuse_changed_outputs(step, held, versions)
+        inputs = self._checked(returned)
+        self._compare(guard, inputs, known)
+        found: list[Tensor | None] = []
+        if record.records:
+            guard.note_uses([t for t in record.leaves if t is not None], inputs)
+            received = [*record.leaves, *arguments, *self.trained[0]]
+            found = self._derive(recorded, grads, received, needs)
+        return inputs, found
+
+    def _checked(self, returned: Sequence[Any]) -> Streams:
+        """The streams that the inverse returned, as the forward pass took them."""
+        check_stream_count(self.step, returned, len(self.needs))
+        if (shapes := [t.shape for t in returned]) != self._shapes:
+            got, expected = ([tuple(s) for s in each] for each in (shapes, self._shapes))
+            raise ValueError(
+                f"the inverse of {self.name} returned streams of shape {got}, expected {expected}, "
+                "the shapes that its forward took"
+            )
+        inputs = as_fixed(returned)
+        for t, known in zip(inputs, self._fixed, strict=False):
+            if known is not None and isinstance(t, Fixed):
+                t.scale, t.down = known
+        return tuple(map(_with_strides, inputs, self.strides))
+
+    def _compare(self, guard: Guard, inputs: Streams, known: Streams) -> None:
+        if self._sum is not None:
+            fixed = [t for t in inputs[: len(self._fixed)] if isinstance(t, Fixed)]
+            note_sums(self.step, self._sum, words_sum(fixed))
+        if self._samples:
+            guard.compare(self._replayed(self.step), self._samples, inputs, known)
+
+
+class Recorder:
+    """Leaves and graph of one replay; an argument of :meth:`Invertible.replay`.
+
+    Attributes:
+        records: whether gradients are wanted; if not, ``replay`` need not return outputs.
+        needs: which streams required gradient in the forward pass.
+        saved: what the step saved in its forward pass by ``save_for_replay``.
+    """
+
+    def __init__(self, executed: Evaluated, *, records: bool) -> None:
+        self._executed = executed
+        self.records = records
+        self.needs = executed.needs
+        self.saved = executed.saved
+        self.leaves: list[Tensor | None] = [None] * len(self.needs)
+
+    def leaf(self, i: int, t: Tensor | Fixed) -> Tensor:
+        """Stream ``i`` of the step's input in floating point, where the recorded graph ends."""
+        t = _with_strides(t, self._executed.strides[i])
+        # with words, as in the forward pass: steps inside may go on with them
+        leaf = read_with_words(t) if isinstance(t, Fixed) else t.detach()
+        self.leaves[i] = leaf = leaf.requires_grad_(self.needs[i] and self.records)
+        return leaf
+
+    def inverted(
+        self, inverse: Callable[..., Any], outputs: Streams, context: Mapping[str, Any]
+    ) -> Streams:
+        """``inverse(*outputs, **context)`` without recording, with the carried buffers."""
+        step = self._executed.step
+        undo = self._executed.conditions.enter(inverting=True)
+        try:
+            with torch.no_grad():
+                if step.moves_values and all(isinstance(t, Fixed) for t in outputs):
+                    fixed = tuple(t for t in outputs if isinstance(t, Fixed))
+                    return apply_to_words(
+                        lambda *s: inverse(*s, **context), fixed, self._executed.dtypes
+                    )
+                returned = inverse(*as_floats(outputs), **context)
+                return as_fixed(as_state(returned, step, inverse=True))
+        finally:
+            leave(undo)
+
+
+def _derivatives(
+    roots: Sequence[Tensor | GradientEdge], targets: Sequence[Tensor], grads: Gradients
+) -> Sequence[Tensor | None]:
+    """``torch.autograd.grad(roots, targets, grads, allow_unused=True)``, without its checks."""
+    run = Variable._execution_engine.run_backward
+    # positional in torch: keep the graph, create a graph, inputs, allow unused
+    return run(
+        tuple(roots), tuple(grads), False, False, tuple(targets), True, accumulate_grad=False
+    )
+
+
+def _edge_of(value: Tensor) -> GradientEdge | None:
+    if value.grad_fn is None:
+        return get_gradient_edge(value) if value.requires_grad else None
+    return GradientEdge(value.grad_fn, value.output_nr)
+
+
+def _has_graph(root: Tensor | GradientEdge | None) -> bool:
+    return root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
+
+
+def _nodes(roots: Sequence[Tensor | GradientEdge]) -> list[Any]:
+    """The nodes of the graph behind ``roots``."""
+    behind = (r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots)
+    waiting = [node for node in behind if node is not None]
+    seen: dict[Any, None] = {}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen[node] = None
+            waiting += [n for n, _ in node.next_functions if n is not None]
+    return list(seen)
+
+
+def _leaf(t: Tensor, needs: bool) -> Tensor:
+    return detached(t).requires_grad_(needs)
+
+
+def _like(t: Tensor) -> Tensor:
+    return _leaf(t, t.requires_grad)
+
+
+def _strides_of(t: Tensor) -> tuple[int, ...]:
+    return t.stride() if t.layout is torch.strided else ()
+
+
+def _with_strides(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
+    """``t`` with the strides of the forward pass, see :mod:`revzoo.core.tensors`."""
+    held = t.words if isinstance(t, Fixed) else t
+    if held.stride() == stride or held.dim() != len(stride):  # a wrong inverse: a check raises
+        return t
+    if isinstance(t, Fixed):
+        return t.with_words(with_strides(held, stride))
+    return apply_with_words(lambda x: with_strides(x, stride), (t,))[0]
+
+
+def _forget(_: Tensor) -> None:
+    return None
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError(
+        "a gradient reached a tensor of a step's forward pass, which has no graph in this memory "
+        "mode: return a tensor that a loss needs from the branch, and set the step's extras. For a "
+        "step that differentiates inside its forward, use memory='store'"
+    )
+
+
+class _Refused(torch.autograd.Function):
+    """A tensor that a step left in an attribute: to read, not to differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, where: str, t: Tensor, *_: Tensor) -> Tensor:
+        ctx.where = where
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError(
+            f"a gradient reached {ctx.where}, which belongs to an evaluation without a graph: "
+            "return such a tensor from the branch, and set the step's extras to the number of "
+            "tensors after its streams. Or use memory='recompute' or 'store' for this step"
+        )
