@@ -24,7 +24,8 @@ SHELL = re.compile(r"^ *```bash\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:revzoo|python train\.py) [a-z]+ [^`]*)`")
 PRIMARY = {"train": "train", "eval": "eval"}  # commands that take a configuration, and its file
 LOG = ROOT / "docs" / "experiments.md"  # of commands of the past
-README, WHICH = ROOT / "README.md", ROOT / "docs" / "which-mode.md"
+README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
+WHICH = ROOT / "docs" / "which-mode.md"
 SHOWN = [*sorted({*DOCS} - {LOG}), README, ROOT / "CONTRIBUTING.md"]
 OWN = ROOT / "docs" / "how-to" / "extend.md"  # its commands name what the reader has written
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -88,7 +89,7 @@ def test_make_has_the_targets_that_pages_name() -> None:
         assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page
 
 
-@pytest.mark.parametrize("page", [README, WHICH], ids=name)
+@pytest.mark.parametrize("page", [README, INDEX, WHICH], ids=name)
 def test_figures_of_a_table_stand_in_their_reports(page: Path) -> None:
     """In each row that links a report, every figure outside of names and sizes is in the report."""
     rows = [line for line in page.read_text().splitlines() if re.match(r"\|.*results/", line)]

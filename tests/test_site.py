@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +108,32 @@ def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     finally:
         sys.path[:] = path
     assert "create_model" in (tmp_path / "html" / "reference" / "api.html").read_text()
+
+
+def test_the_log_of_experiments_is_no_page(
+    reference: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a file of the checkout: the site names it and does not link it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which conf.py extends
+    source = ["[log](../experiments.md#x), [report](../benchmarks/results/zoo.md)"]
+    reference.unlink_log(None, "guide/runs", source)
+    assert source == ["log, `docs/experiments.md`, [report](../benchmarks/results/zoo.md)"]
+    assert "experiments.md" in runpy.run_path(str(DOCS / "conf.py"))["exclude_patterns"]
+
+
+def test_the_header_shows_the_version_and_links_the_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    options = runpy.run_path(str(DOCS / "conf.py"))["html_theme_options"]
+    assert options["github_url"] == "https://github.com/owner/name"
+    assert options["logo"]["text"] == f"revzoo {revzoo.__version__}"
+
+
+def test_the_api_begins_with_the_names_that_a_newcomer_needs(pages: dict[str, str]) -> None:
+    first = re.findall(r"^### (\w+)$", pages["api"], re.MULTILINE)[:4]
+    assert first == ["create_model", "ReversibleBlock", "set_memory", "make_reversible"]
 
 
 def test_public_names_lead_to_the_api(reference: ModuleType) -> None:
