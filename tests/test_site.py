@@ -136,6 +136,14 @@ def test_the_api_begins_with_the_names_that_a_newcomer_needs(pages: dict[str, st
     assert first == ["create_model", "ReversibleBlock", "set_memory", "make_reversible"]
 
 
+def test_links_of_a_copied_report_lead_to_files(reference: ModuleType) -> None:
+    source = ["[csv](curves/a.csv), [page](../../docs/guide/runs.md)"]
+    reference.link_copies(None, "reference/reports/plans_cpu", source)
+    curves = "../../../benchmarks/results/curves"
+    assert source == [f"[csv]({curves}/a.csv), [page](/guide/runs.md)"]
+    assert (DOCS / "reference" / "reports" / curves).resolve().is_dir()
+
+
 def test_public_names_lead_to_the_api(reference: ModuleType) -> None:
     text = "`revzoo.audit(model, shape)`, `revzoo.nothing`, [`revzoo.audit`](a.md)\n"
     source = [text + "```python\n# `revzoo.audit`\n```\n"]

@@ -104,6 +104,7 @@ def link_copies(app: Any, docname: str, source: list[str]) -> None:
     )
     source[0] = re.sub(r"\]\((?:\.\./)+notebooks/(\w+\.ipynb)", r"](/reference/\1", text)
     if docname.startswith("reference/reports/"):
+        text = text.replace("](curves/", "](../../../benchmarks/results/curves/")
         source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](/", text)
 
 
