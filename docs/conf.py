@@ -1,5 +1,6 @@
 """Sphinx: ``make docs`` builds the site into ``docs/_build/html``, without the network."""
 
+import os
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -16,7 +17,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "reference",  # docs/_ext
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "experiments.md"]  # the log is a file of the checkout
 
 html_theme = "pydata_sphinx_theme"
 html_title = "revzoo"
@@ -26,8 +27,11 @@ html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "header_links_before_dropdown": 6,
+    "logo": {"text": f"revzoo {release}"},
 }
-ALONE = "experiments design tutorial guide/models questions changelog contributing"
+if repository := os.environ.get("GITHUB_REPOSITORY"):  # owner/name, where GitHub builds the site
+    html_theme_options["github_url"] = f"https://github.com/{repository}"
+ALONE = "tutorial guide/models questions changelog contributing"
 html_sidebars = {page: [] for page in ALONE.split()}  # their sections have no other page
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,7 @@ def pages(reference: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def test_every_public_name_has_a_section(pages: dict[str, str]) -> None:
-    named = set(re.findall(r"^## (\w+)$", pages["api"], re.MULTILINE))
+    named = set(re.findall(r"^### (\w+)$", pages["api"], re.MULTILINE))
     assert named == set(revzoo.__all__)
     overview = pages["api"].partition("\n## ")[0]
     assert set(re.findall(r"\[`(\w+)`\]", overview)) == named
@@ -78,7 +79,7 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
     there = {
         page: page.read_text()
         for page in DOCS.rglob("*.md")
-        if page.relative_to(DOCS).parts[0] not in ("_build", "_ext", "reference")
+        if page.relative_to(DOCS).parts[0] not in ("_build", "_ext", "reference", "experiments.md")
     }
     named = {DOCS / "index.md"}
     trees = {DOCS / "reference" / f"{name}.md": pages[name] for name in ("index", "configuration")}
@@ -93,7 +94,7 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
     made = {DOCS / "reference" / f"{name}.md" for name in pages if "reports/" not in name}
     made |= {DOCS / "reference" / f"{path.stem}.md" for path in notebooks}
     assert made <= named
-    assert named - made == {*there} - {DOCS / "guide" / "README.md"}
+    assert named - made == {*there}
 
 
 @pytest.mark.slow
@@ -107,6 +108,40 @@ def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     finally:
         sys.path[:] = path
     assert "create_model" in (tmp_path / "html" / "reference" / "api.html").read_text()
+
+
+def test_the_log_of_experiments_is_no_page(
+    reference: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a file of the checkout: the site names it and does not link it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # which conf.py extends
+    source = ["[log](../experiments.md#x), [report](../benchmarks/results/zoo.md)"]
+    reference.unlink_log(None, "guide/runs", source)
+    assert source == ["log, `docs/experiments.md`, [report](../benchmarks/results/zoo.md)"]
+    assert "experiments.md" in runpy.run_path(str(DOCS / "conf.py"))["exclude_patterns"]
+
+
+def test_the_header_shows_the_version_and_links_the_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+    options = runpy.run_path(str(DOCS / "conf.py"))["html_theme_options"]
+    assert options["github_url"] == "https://github.com/owner/name"
+    assert options["logo"]["text"] == f"revzoo {revzoo.__version__}"
+
+
+def test_the_api_begins_with_the_names_that_a_newcomer_needs(pages: dict[str, str]) -> None:
+    first = re.findall(r"^### (\w+)$", pages["api"], re.MULTILINE)[:4]
+    assert first == ["create_model", "ReversibleBlock", "set_memory", "make_reversible"]
+
+
+def test_links_of_a_copied_report_lead_to_files(reference: ModuleType) -> None:
+    source = ["[csv](curves/a.csv), [page](../../docs/guide/runs.md)"]
+    reference.link_copies(None, "reference/reports/plans_cpu", source)
+    curves = "../../../benchmarks/results/curves"
+    assert source == [f"[csv]({curves}/a.csv), [page](/guide/runs.md)"]
+    assert (DOCS / "reference" / "reports" / curves).resolve().is_dir()
 
 
 def test_public_names_lead_to_the_api(reference: ModuleType) -> None:

@@ -42,15 +42,27 @@ API = """# API
 Every name is an attribute of `revzoo`. The examples assume `import torch, revzoo` and
 `from torch import nn`.
 """
-ROOMS = {
-    "models": "models and weights",
-    "core": "memory modes, recomputation, checks",
-    "layers": "invertible layers",
-    "profiling": "measure and plan",
-    "training": "train and predict",
-    "data": "data",
+TOPICS = {  # the names in the order of a reader's questions
+    "Start": "create_model ReversibleBlock set_memory make_reversible",
+    "Models and weights": "list_models from_pretrained predict load_published WeightsTable",
+    "Build a reversible network": """
+        ReversibleSequence AdditiveCoupling Coupling Residual reversible_blocks
+        recalibrate_batch_norm Step Invertible Reversed""",
+    "Choose a memory mode": "memory audit plan_memory",
+    "Recompute any function": "checkpoint invertible_checkpoint is_replaying",
+    "Check inverses and drift": "check_inverse is_invertible drift set_drift_limit",
+    "Layers that only move values": """
+        Squeeze HaarSqueeze ChannelPermutation InvertibleFlatten Split Merge ChannelPadding
+        SpatialPadding""",
+    "Layers that scale": """
+        AffineCoupling ScaledCoupling AffineAdapterSigmoid AffineAdapterNaive ActNorm
+        InvertibleBatchNorm InvertibleConv1x1 InvertibleLinear InjectiveLinear PatchConv
+        InvertibleLeakyReLU""",
+    "Register your own": "register_model register_data register_callback register_optimizer",
+    "Errors": """
+        DriftError RangeError ReplayMismatchError NotInvertibleError BudgetError ConversionError
+        WeightsError""",
 }
-SAME_ROOM = {"weights": "models", "interop": "models"}
 ROOT = Path(__file__).parents[2]
 CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,6 +73,7 @@ an option: `revzoo train model=revnet110 optim=muon optim.lr=0.02`. `revzoo trai
 the whole configuration, `revzoo options GROUP` the options of a group.
 """
 GLOBAL = "# @package _global_\n"  # a directive of Hydra, not a comment for readers
+LOG = re.compile(r"\[([^]]*)\]\((?:\.\./|docs/)*experiments\.md[^)]*\)")
 NAME = re.compile(r"(?<![`\[}])`(revzoo\.(\w+)(?:\([^`<>]*\))?)`(?!`)")
 
 
@@ -91,7 +104,13 @@ def link_copies(app: Any, docname: str, source: list[str]) -> None:
     )
     source[0] = re.sub(r"\]\((?:\.\./)+notebooks/(\w+\.ipynb)", r"](/reference/\1", text)
     if docname.startswith("reference/reports/"):
+        text = text.replace("](curves/", "](../../../benchmarks/results/curves/")
         source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](/", text)
+
+
+def unlink_log(app: Any, docname: str, source: list[str]) -> None:
+    """Name the log of experiments, a file of the checkout, where a page links it."""
+    source[0] = LOG.sub(r"\1, `docs/experiments.md`", source[0])
 
 
 def link_names(app: Any, docname: str, source: list[str]) -> None:
@@ -111,31 +130,29 @@ def _role(found: re.Match[str]) -> str:
 
 
 def api() -> str:
-    """A section for each public name, from its docstring."""
+    """A chapter for each topic, a section for each public name, from its docstring."""
     module = import_module("revzoo.api")
     lines = [API, *overview(), ""]
-    for name in module.__all__:
-        kind = "autoclass" if isinstance(getattr(module, name), type) else "autofunction"
-        value = getattr(module, name)
-        target = f"{value.__module__}.{value.__qualname__}"
-        options = [":members:", ":show-inheritance:"] if kind == "autoclass" else []
-        lines += [
-            f"## {name}", "", f"{FENCE}{{eval-rst}}", f".. {kind}:: {target}",
-            *(f"   {option}" for option in options), FENCE, "",
-        ]  # fmt: skip
+    for topic, names in TOPICS.items():
+        lines += [f"## {topic}", ""]
+        for name in names.split():
+            value = getattr(module, name)
+            kind = "autoclass" if isinstance(value, type) else "autofunction"
+            options = [":members:", ":show-inheritance:"] if kind == "autoclass" else []
+            lines += [
+                f"### {name}", "", f"{FENCE}{{eval-rst}}",
+                f".. {kind}:: {value.__module__}.{value.__qualname__}",
+                *(f"   {option}" for option in options), FENCE, "",
+            ]  # fmt: skip
     return "\n".join(lines)
 
 
 def overview() -> list[str]:
-    """A table of the public names by subject; functions first, errors last."""
-    module = import_module("revzoo.api")
-    rooms: dict[str, list[str]] = {room: [] for room in ROOMS}
-    for name in sorted(module.__all__, key=lambda n: (n.endswith("Error"), n[0].isupper(), n)):
-        owner, room, *_ = getattr(module, name).__module__.split(".")
-        if owner != "revzoo":  # torch's error, which torch's checkpoint raises
-            room = "core"
-        rooms[SAME_ROOM.get(room, room)].append(f"[`{name}`](#{name.lower()})")
-    rows = [(ROOMS[room], ", ".join(names)) for room, names in rooms.items()]
+    """A table of the public names by topic."""
+    rows = [
+        (topic, ", ".join(f"[`{name}`](#{name.lower()})" for name in names.split()))
+        for topic, names in TOPICS.items()
+    ]
     return table(("for", "names"), rows)
 
 
@@ -237,6 +254,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
     app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "reference"))
+    app.connect("source-read", unlink_log)
     app.connect("source-read", link_copies)
     app.connect("source-read", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
