@@ -208,7 +208,7 @@ def _run(
     if options["determinism_check"] == "default":
         # from the same inputs, a CPU computes the same bits
         limit = 0.0 if all(t.device.type == "cpu" for t in tensors) else Step.drift_limit
-        drift = Replayed(_Named(remedy), name, limit or 0.0, False, False)  # type: ignore[arg-type]
+        drift = Replayed((_Named(remedy),), name, limit or 0.0, False, False)  # type: ignore[arg-type]
     return run_recomputed(fn, args, kwargs, conditions, drift, **options)
 
 

@@ -180,10 +180,12 @@ class Members:
         self.modules = [m for m in found if m not in steps]
         every = [*steps, *self.modules]
         self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
-        self._tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
-        self._tables += [m._buffers for m in self.norms]  # which Module.to() replaces
+        tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
+        tables += [m._buffers for m in self.norms]  # which Module.to() replaces
+        self._tables = [t for t in tables if t]
         # another buffer may be replaced in each pass
-        self._counted = [
+        self._counted = [t for t in tables if not t]
+        self._counted += [
             table for m in every for table in (m._buffers, m._forward_hooks, m._forward_pre_hooks)
         ]
         self._counted += [vars(m) for m in self.modules]  # which may get a forward of their own
@@ -257,7 +259,7 @@ class Members:
         return not self.lazy and self._signature() == self._seen
 
     def _signature(self) -> list[int]:
-        children = chain.from_iterable(table.values() for table in self._tables)
+        children = chain.from_iterable([table.values() for table in self._tables])
         return [*map(id, children), *map(len, self._counted)]
 
     def unknown(self, steps: Sequence[nn.Module]) -> list[nn.Module]:

@@ -123,9 +123,10 @@ class Step(nn.Module):
     drift: float | None = None
     """Relative error of the last reconstruction."""
 
-    channel_checks: int = 2
-    """In how many more passes ``invert`` compares errors with the spread of each channel;
-    :func:`revzoo.set_memory` starts anew. See :mod:`revzoo.core.guard.drift`."""
+    close_checks: int = 2
+    """In how many more passes the guard compares the step by itself, and in ``invert`` each of its
+    channels. After an error, and after :func:`revzoo.set_memory`, it does so anew. See
+    :mod:`revzoo.core.guard.drift`."""
 
     early_stop: bool = True
     """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no

@@ -139,7 +139,7 @@ class _Recompute(Mode):
             # from the same inputs, a CPU computes the same bits
             if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
                 limit = 0.0
-            drift = Replayed(step, name_of(step), limit, half, False)
+            drift = Replayed((step,), name_of(step), limit, half, False)
 
         def call(*state: Tensor, **context: Any) -> Any:
             return call_on_grid(plain_call, step, state, context)
@@ -276,16 +276,16 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
 def can_share(step: Step) -> bool:
     """Whether ``step`` is a coupling that may run in one function with those beside it."""
     plain = step.adds and not step.extras and runs_forward_alone(step)
-    return plain and mode_of(step.memory).inverts and Members.of(step).may_share
+    checked = step.drift_limit is None or step.close_checks <= 0
+    return plain and checked and mode_of(step.memory).inverts and Members.of(step).may_share
 
 
 def can_run_together(step: Step, state: State) -> bool:
     """Whether steps with the settings of ``step`` may run in one function from this state."""
-    mode = mode_of(step.memory)
     return (
         tape.watcher is None
         and all(t.requires_grad for t in state)
-        and (mode.grid is None or can_have_words(state))
+        and can_have_words(state)
         and differentiates(step, state, {})
     )
 

@@ -7,6 +7,7 @@ couplings: their gradients need no graph of the sums, so it records only the bra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +41,11 @@ from revzoo.core.fixedpoint.words import (
     set_words,
     within,
 )
-from revzoo.core.guard.drift import Guard, Replayed, note_sums, sum_of, words_sum
+from revzoo.core.guard.drift import Guard, Replayed, names_of, note_sums, sum_of, words_sum
 from revzoo.core.guard.samples import Sample, sample, sample_of
 from revzoo.core.invertible import (
     Invertible,
     State,
-    Step,
     as_state,
     check_stream_count,
     name_of,
@@ -150,7 +150,9 @@ class Executed:
 
     # the forward pass
 
-    def _evaluate(self, fn: Callable[..., Any], inputs: State, needs: Sequence[bool]) -> Any:
+    def _evaluate(
+        self, step: Step, fn: Callable[..., Any], inputs: State, needs: Sequence[bool]
+    ) -> Any:
         """``fn(*inputs, **context)`` of code that may record: detached, and without a graph."""
         try:
             # torch computes some layers by other kernels if nothing is recorded
@@ -162,30 +164,30 @@ class Executed:
             if "leaf Variable that requires grad" not in str(error):
                 raise
             raise RuntimeError(
-                f"{self.name} changed its input stream in place: expected no change, since a "
+                f"{name_of(step)} changed its input stream in place: expected no change, since a "
                 "replay would start from the changed values. Make the first operation of the "
                 "branch out of place (inplace=False)"
             ) from error
-        self._refuse_graphs(values, start)
+        self._refuse_graphs(step, values, start)
         found = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
         self.differentiable = [t.requires_grad for t in found]
         return tree_map_only(Tensor, Tensor.detach, values)
 
-    def _refuse_graphs(self, values: Any, start: int) -> None:
-        """Raise if a step uses a tensor with a graph of its own, or leaves one behind."""
+    def _refuse_graphs(self, step: Step, values: Any, start: int) -> None:
+        """Raise if the step uses a tensor with a graph of its own, or leaves one behind."""
         roots = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
         for node in _nodes(roots):
             if node._sequence_nr() < start:
                 raise RuntimeError(
-                    f"{self.name} uses a tensor that was computed outside of it and requires "
+                    f"{name_of(step)} uses a tensor that was computed outside of it and requires "
                     f"gradient ({node.name()}); expected such tensors as keyword arguments, "
-                    f"seq(x, name=tensor), which the branches receive. Or {self.step.remedy}"
+                    f"seq(x, name=tensor), which the branches receive. Or {step.remedy}"
                 )
         for m in self.members.unknown(self.steps):
             for name, v in vars(m).items():
                 node = v.grad_fn if isinstance(v, Tensor) else None
                 if node is not None and node._sequence_nr() >= start:
-                    where = f"{type(m).__name__}.{name} of {self.name}"
+                    where = f"{type(m).__name__}.{name} of {name_of(step)}"
                     with torch.enable_grad():
                         # depends on the parameters, so that autograd.grad() of them reaches it
                         leaf = v.detach().requires_grad_()
@@ -221,12 +223,14 @@ class Executed:
         for node, g in zip(others, found[len(targets) :], strict=True):
             if g is not None:  # into its own accumulate node, where hooks of FSDP wait
                 torch.autograd.backward([GradientEdge(node, 0)], [g])
+        if len(targets) == len(inputs):
+            return list(found[: len(targets)])
         of_targets = iter(found)
         return [None if t is None else next(of_targets) for t in wanted]
 
-    def _replayed(self, step: Step) -> Replayed:
+    def _replayed(self) -> Replayed:
         half = torch.float16 in [*self.dtypes, *[d for _, d in self.conditions.autocast]]
-        return Replayed(step, name_of(step), self.limit or 0.0, half, True)
+        return Replayed(self.steps, names_of(self.steps), self.limit or 0.0, half, True)
 
 
 class _Before(NamedTuple):
@@ -234,8 +238,8 @@ class _Before(NamedTuple):
 
     strides: tuple[int, ...]
     down: Tensor | None
-    total: Tensor | None  # of the words
-    values: Tensor | None  # a sample
+    total: Tensor | None  # of the words; for the guard
+    values: Tensor | None  # a sample; for the guard
 
 
 class Added(Executed):
@@ -293,12 +297,13 @@ class Added(Executed):
         if self.members.quiet and self.members.walked:
             values = branch(z, **self._given)
         else:
-            values = self._evaluate(branch, (z,), self.needs[1:])
+            values = self._evaluate(step, branch, (z,), self.needs[1:])
         refuse_changed_inputs(step, (z,), [version])
         return values
 
     def _note(self, before: Tensor | Fixed, strides: tuple[int, ...]) -> None:
-        guarded = self.limit is not None
+        # what goes wrong in any coupling shows in the streams before the first
+        guarded = self.limit is not None and len(self._before) < 2
         if isinstance(before, Fixed):
             total = sum_of(before.words) if guarded else None
             self._before.append(_Before(strides, before.down, total, None))
@@ -317,18 +322,17 @@ class Added(Executed):
         gx, gy = (None, *grads)[-2:] if grads else (None, None)
         grads = ()
         context, arguments = self._again()
-        end = 2 + len(arguments)
         of_others: list[Tensor | None] = []
-        rest = list(needs[end:])
+        after = len(needs)
         undo = None
         try:
             step: Any
-            for step, before, own in zip(
-                self.steps[::-1], self._before[::-1], self.trained[::-1], strict=True
-            ):
-                cut = len(rest) - len(own)
-                wanted = [not single or needs[1], *needs[2:end], *rest[cut:]] if needs else []
-                del rest[cut:]
+            for at in reversed(range(len(self.steps))):
+                step, before, own = self.steps[at], self._before[at], self.trained[at]
+                # the arguments of a single step are before its parameters
+                start = after - len(own) - len(arguments)
+                wanted = (not single or needs[1], *needs[start:after]) if needs else ()
+                after = start
                 records = gy is not None and any(wanted)
                 if undo is None:
                     undo = self.conditions.enter()
@@ -340,7 +344,7 @@ class Added(Executed):
                 root = _edge_of(value)
                 value = value.detach()
                 x1 = _with_strides(_minus(y2, value, before, step), before.strides)
-                self._compare(step, before, guard, (x1, x2), (x2, y2), leaf)
+                self._compare(before, guard, (x1, x2), (x2, y2), leaf)
                 x2, y2 = x1, x2  # frees the sum before memory peaks
                 del value, x1
                 if self.conditions.autocast:  # gradients are computed outside of it
@@ -361,7 +365,7 @@ class Added(Executed):
     def take(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Keep what the function gets, before it runs; it gets tensors without memory instead."""
         self._grads = grads
-        return tuple(None if g is None else g.new_empty(()).expand(g.shape) for g in grads)
+        return tuple(None if g is None else _hollow(g.shape, g.dtype, g.device) for g in grads)
 
     def _leaf(self, t: Tensor | Fixed) -> Tensor:
         if isinstance(t, Fixed):
@@ -371,7 +375,6 @@ class Added(Executed):
 
     def _compare(
         self,
-        step: Invertible,
         before: _Before,
         guard: Guard,
         inputs: Streams,
@@ -380,9 +383,9 @@ class Added(Executed):
     ) -> None:
         x = inputs[0]
         if before.total is not None and isinstance(x, Fixed):
-            note_sums(step, before.total, sum_of(x.words))
+            note_sums(self.steps, before.total, sum_of(x.words))
         if before.values is not None:
-            guard.compare(self._replayed(step), [Sample(0, before.values)], inputs, outputs)
+            guard.compare(self._replayed(), [Sample(0, before.values)], inputs, outputs)
             guard.note_uses([leaf], inputs)
 
 
@@ -394,6 +397,12 @@ def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tens
         if value.dtype == y.dtype and unshared(value):
             return torch.sub(y, value, out=value)
         return y - step.fitting(value, y)
+
+
+@functools.lru_cache(maxsize=64)
+def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor whose elements share the memory of one."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -415,7 +424,7 @@ class Evaluated(Executed):
             with saving_for_replay(saved):
                 return call_on_grid(call_without_changing_hooks, step, state, context)
 
-        outputs = self._evaluate(called, state, self.needs)
+        outputs = self._evaluate(step, called, state, self.needs)
         self.saved = saved
         self.finish(state, outputs)
         return outputs
@@ -488,9 +497,9 @@ class Evaluated(Executed):
     def _compare(self, guard: Guard, inputs: Streams, known: Streams) -> None:
         if self._sum is not None:
             fixed = [t for t in inputs[: len(self._fixed)] if isinstance(t, Fixed)]
-            note_sums(self.step, self._sum, words_sum(fixed))
+            note_sums(self.steps, self._sum, words_sum(fixed))
         if self._samples:
-            guard.compare(self._replayed(self.step), self._samples, inputs, known)
+            guard.compare(self._replayed(), self._samples, inputs, known)
 
 
 class Recorder:

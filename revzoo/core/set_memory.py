@@ -167,7 +167,7 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
     grid = chosen.grid if grid is None else grid
     for step in steps:
         step.memory = mode
-        step.channel_checks = Step.channel_checks
+        step.close_checks = Step.close_checks
         step.growth = None
         # a step without inverse is recomputed from its inputs, which need no grid
         step.grid = grid if step.invertible else None

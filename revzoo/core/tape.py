@@ -31,7 +31,7 @@ NOTE [ The tape ]
        cursor has passed is reached from the known state again.
     6. First derivatives only: ``create_graph=True`` raises.
     7. A step that only moves values is plain autograd, which saves nothing; the tape undoes it.
-    8. Up to four additive couplings of a sequence share a function if they run only torch's layers
+    8. Up to eight additive couplings of a sequence share a function if they run only torch's layers
        and draw nothing: their conditions are restored once, and their gradients arrive together.
 
 NOTE [ Chains joined by hand ]

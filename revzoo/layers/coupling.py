@@ -140,6 +140,8 @@ class AdditiveCoupling(Coupling):
 
     def checked_value(self, values: Any, stream: Tensor | Fixed) -> Tensor:
         """The tensor that the branch returned; it has the stream's shape."""
+        if isinstance(values, Tensor) and values.shape == stream.shape:
+            return values
         (value,) = self._as_values(values)
         self._check_shape(value, stream)
         return value

@@ -63,7 +63,7 @@ from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split, check_cut
 
-_TOGETHER = 4  # couplings in one function; more save no time, and their gradients come together
+_TOGETHER = 8  # couplings in one function; more save no time, and their gradients come together
 
 _thread = threading.local()  # ``nested``: whether another sequence is calling this one as a step
 

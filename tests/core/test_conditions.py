@@ -24,6 +24,8 @@ from revzoo import (
 from revzoo.core import conditions
 from revzoo.profiling.live import LiveMemory
 
+pytestmark = pytest.mark.usefixtures("couplings_alone_or_together")
+
 MODES = ["recompute", "invert"]
 
 

@@ -37,7 +37,13 @@ NOTE [ Channels that are lost in rounding ]
     first input of a chain is added to, but never read.
 
     To find the spread takes longer than all other figures, and most such channels are there from
-    the start. So a step stops after two passes without one (``Step.channel_checks``).
+    the start. So a step stops after two passes without one (``Step.close_checks``).
+
+NOTE [ Couplings that share a function ]
+    From the third pass on, couplings share functions (rule 8 of NOTE [ The tape ] in
+    :mod:`revzoo.core.tape`). Then only the streams before the first coupling of each function are
+    compared, since errors add up from step to step, and an error names the first and the last one.
+    After it, each step is compared by itself again, so the next error names the step.
 """
 
 from __future__ import annotations
@@ -81,17 +87,17 @@ class DriftError(RuntimeError):
 
 
 class Replayed(NamedTuple):
-    """A replayed step.
+    """One or more replayed steps.
 
     Attributes:
-        step: the step.
-        name: its path and type.
-        limit: its largest allowed drift.
-        half: whether it ran in float16.
+        steps: the steps.
+        name: their path and type.
+        limit: their largest allowed drift.
+        half: whether they ran in float16.
         inverts: whether the replay inverts, or starts from values with rounding errors.
     """
 
-    step: Step
+    steps: tuple[Step, ...]
     name: str
     limit: float
     half: bool
@@ -150,7 +156,7 @@ class Guard:
                 comparison = Comparison(stream, expected, values_in(t), size)
                 found.append((weakref.ref(t), expected))
                 self._comparisons.append((replayed, comparison))
-                if replayed.inverts and replayed.step.channel_checks > 0:
+                if replayed.inverts and replayed.steps[0].close_checks > 0:
                     comparison.spread = spread_of_channels(t)
                     self._waiting.append((storage_id(t), comparison))
         self._sampled = [*(each for each in self._sampled if each[0]() is not None), *found]
@@ -193,7 +199,7 @@ class _Pass:
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        self.sums: list[tuple[Step, Tensor, Tensor]] = []
+        self.sums: list[tuple[tuple[Step, ...], Tensor, Tensor]] = []
         self.scales: dict[Scale, None] = {}
 
     @staticmethod
@@ -255,25 +261,34 @@ def sum_of(words: Tensor) -> Tensor:
     return flat.view(torch.int64).sum()
 
 
-def note_sums(step: Step, expected: Tensor, found: Tensor) -> None:
-    """Compare the sums of a step's words at the end of the running backward pass."""
+def note_sums(steps: tuple[Step, ...], expected: Tensor, found: Tensor) -> None:
+    """Compare sums of words before ``steps`` at the end of the running backward pass."""
     if (running := _Pass.running()) is not None and has_values(expected):
-        running.sums.append((step, expected, found))
+        running.sums.append((steps, expected, found))
 
 
-def _check_sums(sums: list[tuple[Step, Tensor, Tensor]]) -> None:
+def names_of(steps: Sequence[Step]) -> str:
+    """The path and type of a step; of several, of the first and the last."""
+    first = name_of(steps[0])
+    return first if len(steps) == 1 else f"{first} to {name_of(steps[-1])}"
+
+
+def _check_sums(sums: list[tuple[tuple[Step, ...], Tensor, Tensor]]) -> None:
     """Raise a DriftError for the first replay whose words differ from the forward pass's."""
-    by_device: dict[torch.device, list[tuple[Step, Tensor, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[tuple[Step, ...], Tensor, Tensor]]] = {}
     for each in sums:
         by_device.setdefault(each[1].device, []).append(each)
     for of_device in by_device.values():
         expected, found = (torch.stack([s[i] for s in of_device]) for i in (1, 2))  # type: ignore[misc]
         equal = (expected == found).tolist()
-        for (step, _, _), same in zip(of_device, equal, strict=True):
+        for (steps, _, _), same in zip(of_device, equal, strict=True):
+            for step in steps:
+                step.drift = 0.0 if same else math.inf
+                step.close_checks = step.close_checks - 1 if same else Step.close_checks
             if same:
-                step.drift = 0.0
                 continue
-            reason = f"{name_of(step)}: its replay did not repeat the forward pass"
+            step = steps[0]
+            reason = f"{names_of(steps)}: its replay did not repeat the forward pass"
             error = DriftError(
                 f"{reason}, so the gradients are wrong. The step is not deterministic, or "
                 "something has changed that a replay does not restore: it restores torch's random "
@@ -317,21 +332,23 @@ def _check_comparisons(comparisons: list[_Compared]) -> None:
     measure([c for _, c in comparisons])
     of_step: dict[Step, float] = {}
     for replayed, c in comparisons:
-        of_step[replayed.step] = max(of_step.get(replayed.step, 0.0), c.drift)
+        for step in replayed.steps:
+            of_step[step] = max(of_step.get(step, 0.0), c.drift)
     for step, error in of_step.items():
         step.drift = error
     if overflowed := [each for each in comparisons if each[1].overflowed]:
         _warn_of_overflow(overflowed)
     for replayed, c in comparisons:
         if not c.drift <= replayed.limit:  # not >, so that NaN raises, too
+            for step in replayed.steps:
+                step.close_checks = Step.close_checks
             raise _failure(replayed, *_explain(replayed, c.drift, max(of_step.values())))
     for replayed, c in comparisons:
-        if c.spread is None:
-            continue
         # a channel must keep half as many digits as the limit demands of the stream
-        if c.used and not c.lost <= math.sqrt(replayed.limit):
+        if c.spread is not None and c.used and not c.lost <= math.sqrt(replayed.limit):
             raise _failure(replayed, *_explain_lost(replayed, c))
-        replayed.step.channel_checks -= 1
+        if replayed.inverts:
+            replayed.steps[0].close_checks -= 1
 
 
 def _warn_of_overflow(comparisons: list[_Compared]) -> None:
@@ -353,13 +370,14 @@ def _warn(what: str, where_else: str) -> None:
 
 def _failure(replayed: Replayed, reason: str, advice: str) -> DriftError:
     error = DriftError(reason + advice)
-    error.step, error.reason = replayed.step, reason
+    error.step, error.reason = replayed.steps[0], reason
     return error
 
 
 def _explain(replayed: Replayed, error: float, worst: float) -> tuple[str, str]:
     """The reason and the advice of an error."""
-    step, name, limit, _, inverts = replayed
+    steps, name, limit, _, inverts = replayed
+    step = steps[0]
     reason = (
         f"{name}: a recomputed stream is off by {error:.2g} of its size (limit {limit:g}; worst of "
         f"this backward pass {worst:.2g})"
@@ -394,7 +412,7 @@ def _explain_lost(replayed: Replayed, comparison: Comparison) -> tuple[str, str]
     return reason, (
         ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "
         "If a normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
-        f"channels, streams of zeros. Remedy: {replayed.step.drift_remedy}"
+        f"channels, streams of zeros. Remedy: {replayed.steps[0].drift_remedy}"
     )
 
 

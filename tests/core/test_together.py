@@ -1,0 +1,213 @@
+"""Couplings that share a function: as if each had its own."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo import AdditiveCoupling, DriftError, ReversibleBlock, ReversibleSequence, set_memory
+from revzoo.core.invertible import Step
+
+MODES = ["invert", "exact"]
+
+
+def branch(channels, *, bias=False):
+    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=bias)
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv)
+
+
+def net_of(mode, depth=6, dtype=torch.float32):
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(branch(4), branch(4)) for _ in range(depth)]
+    net = ReversibleSequence(blocks).to(dtype)
+    set_memory(net, mode, grid=23 if mode == "store" else None)
+    return net
+
+
+def images(dtype=torch.float32, batch=3):
+    return torch.randn(batch, 8, 5, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def functions_of(y):
+    """How many functions of couplings the graph of ``y`` holds."""
+    waiting, seen = [y.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [n for n, _ in node.next_functions]
+    return sum(type(node).__name__ == "_ExecutedBackward" for node in seen)
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_pass_on(monkeypatch):
+    monkeypatch.setattr(Step, "close_checks", 0)
+
+
+def plain(net, x):
+    return torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+
+
+def one_output(net, x):
+    y1, _ = net(*x.chunk(2, 1))
+    return torch.autograd.grad(y1.square().sum(), [x, net[2][0].branch[2].weight])
+
+
+def kept_graph(net, x):
+    y = net(x)
+    first = torch.autograd.grad(y.sum(), [x, *net[3].parameters()], retain_graph=True)
+    again = torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    return [*first, *again, *torch.autograd.grad(y.square().sum(), list(net.parameters()))]
+
+
+def frozen_middle(net, x):
+    net[1].requires_grad_(False)
+    found = torch.autograd.grad(net(x).square().sum(), [x, *net[0].parameters()])
+    net[1].requires_grad_(True)
+    return found
+
+
+def frozen_norms(net, x):
+    net.eval()
+    return plain(net, x)
+
+
+def autocast(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(x).float().square().sum()
+    return torch.autograd.grad(loss, [x, *net.parameters()])
+
+
+def accumulated(net, x):
+    for _ in range(2):
+        net(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+
+def channels_last(net, x):
+    net.to(memory_format=torch.channels_last)
+    return plain(net, x.detach().to(memory_format=torch.channels_last).requires_grad_())
+
+
+def two_calls(net, x):
+    return torch.autograd.grad((net(net(x)) * net(x)).sum(), [x, *net.parameters()])
+
+
+USES = [plain, one_output, kept_graph, frozen_middle, frozen_norms, autocast, accumulated]
+USES += [channels_last, two_calls]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_gradients_and_statistics_equal_stores(use, mode):
+    results = []
+    for m in (mode, "store"):
+        net = net_of(m)
+        net(images())  # not at first: a first pass looks for tensors that a branch captures
+        gradients = use(net, images().requires_grad_())
+        results.append([*gradients, *net.buffers()])
+    for found, expected in zip(*results, strict=True):
+        if mode == "exact" and use is not two_calls:  # store on the same grid
+            assert torch.equal(found, expected)
+        error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)
+        assert error < (5e-2 if use is autocast else 1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_up_to_eight_couplings_share_a_function(mode):
+    net = net_of(mode)
+    y = net(images().requires_grad_())
+    # 12 couplings; and in invert the split and the merge are no functions of couplings
+    assert functions_of(y) == 2
+
+
+def test_only_plain_couplings_with_equal_settings_share():
+    x = images().requires_grad_()
+    net = net_of("exact", depth=2)
+    assert functions_of(net(x)) == 1
+    set_memory(net[1][0], "recompute")
+    assert functions_of(net(x)) == 2
+    net = net_of("exact", depth=2)
+    net[0][1].register_forward_hook(lambda *_: None)
+    assert functions_of(net(x)) == 3
+    net = net_of("exact", depth=2)
+    net[0][1].branch.append(nn.Dropout(0.1))
+    assert functions_of(net(x)) == 3
+    assert functions_of(net.eval()(x)) == 1
+    net = net_of("exact", depth=2)
+    net[1] = net[0]  # the couplings 1 and 2 share no parameters
+    assert functions_of(net(x)) == 3
+
+
+def test_a_state_without_gradient_is_not_shared():
+    net = net_of("exact", depth=2)
+    assert functions_of(net(images())) == 3  # the first two couplings have one of their own
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_changed_weight_is_named(mode):
+    net = net_of(mode)
+    y = net(images().requires_grad_())
+    with torch.no_grad():
+        net[1][1].branch[2].weight += 1
+    with pytest.raises(RuntimeError, match=r"'weight' of steps\.1\.steps\.1 .*changed between"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_change_behind_autograds_back_names_the_function_then_the_step(mode, monkeypatch):
+    monkeypatch.undo()
+    net = net_of(mode)
+    for step in net.modules():
+        if isinstance(step, AdditiveCoupling):
+            step.close_checks = 0
+
+    def run():
+        y = net(images().requires_grad_())
+        net[1][1].branch[2].weight.data += 1
+        y.sum().backward()
+
+    with pytest.raises(DriftError, match=r"steps\.0\.steps\.0 \w+ to steps\.3\.steps\.1 "):
+        run()
+    with pytest.raises(DriftError, match=r"^steps\.1\.steps\.1 \w+: "):
+        run()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_branch_that_changes_its_input_is_refused(mode):
+    net = net_of(mode, depth=2)
+    net[0][1].branch[0] = nn.ReLU(inplace=True)
+    with pytest.raises(RuntimeError, match=r"steps\.0\.steps\.1 .* changed its input stream"):
+        net(images().requires_grad_())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_a_branch_names_its_step(mode):
+    net = net_of(mode, depth=2)
+    net[1][0].branch[2] = nn.Conv2d(5, 4, 3, padding=1)
+    with pytest.raises(RuntimeError) as error:
+        net(images().requires_grad_())
+    assert "steps.1.steps.0" in error.value.__notes__[0]
+
+
+def test_a_hook_of_a_parameter_runs_once():
+    net = net_of("exact", depth=2)
+    calls = []
+    for p in net.parameters():
+        p.register_hook(lambda g: calls.append(1))
+    net(images().requires_grad_()).sum().backward()
+    assert len(calls) == len(list(net.parameters()))
+
+
+def test_a_deep_copy_has_functions_of_its_own():
+    net = net_of("exact", depth=2)
+    net(images().requires_grad_()).sum().backward()
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other[0][0].branch[2].weight.zero_()
+    x = images().requires_grad_()
+    y = [m(x) for m in (net, other)]
+    assert not torch.equal(*y)
+    for out, m in zip(y, (net, other), strict=True):
+        assert all(g is not None for g in torch.autograd.grad(out.sum(), list(m.parameters())))
