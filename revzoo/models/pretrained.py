@@ -33,7 +33,7 @@ from revzoo.weights.errors import (
     UnknownWeightsError,
 )
 from revzoo.weights.files import read_bytes
-from revzoo.weights.source import SUFFIX, find_entry
+from revzoo.weights.source import CHECKPOINTS, SUFFIX, find_entry
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 log = logging.getLogger(__name__)
@@ -88,17 +88,15 @@ def find_model(
                 return NamedModel(text)
             weights_address(text)  # raises if the library has none
             return NamedModel(text, options={"pretrained": True})  # the library loads its weights
-        shelf = SHIPPED if table is None else table
+        if text.endswith(".ckpt") or Path(text, CHECKPOINTS).is_dir():
+            raise UnknownWeightsError(
+                f"{text} is a run or its checkpoint, not weights: "
+                "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
+                "revzoo export RUN --format safetensors writes its weights"
+            )
         try:
-            entry = shelf.find(text)
+            entry = (SHIPPED if table is None else table).find(text)
         except UnknownWeightsError as error:
-            if text in known and not shelf.names(text):
-                raise UnknownWeightsError(
-                    f"there are no weights for {text}: use pretrained=False "
-                    "(model.pretrained=false), or your own file as checkpoint_path "
-                    "(+model.checkpoint_path=FILE); list_models(pretrained=True) (revzoo list "
-                    "--pretrained) lists all weights"
-                ) from None
             hint = "" if is_known else library_hint(text)
             in_programs = error.in_programs and f"{error.in_programs}{hint}"
             raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None

@@ -28,11 +28,10 @@ from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
-from revzoo.models.weights_file import within_size_of
 from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.last_step import LastStep
-from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, check_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
 from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
@@ -46,7 +45,6 @@ from revzoo.training.optim.optimizers import (
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.resume.run_state import RunState
 from revzoo.training.step_retry import StepRetry
-from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source
 
 
@@ -166,10 +164,7 @@ class Classifier(pl.LightningModule):
         """
         hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
         try:
-            with within_size_of(state["state_dict"], where):
-                module = cls(**{**hyper, **options})
-        except WeightsError as error:
-            raise CheckpointError(str(error)) from None
+            module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
             # the caller's own arguments may be wrong, not the file
             if options:
@@ -179,7 +174,8 @@ class Classifier(pl.LightningModule):
                 "use the version of revzoo that wrote it"
             ) from None
         module.on_load_checkpoint(state)  # Lightning's loader would call it
-        load_tensors(module, state["state_dict"], where, strict=strict)
+        check_tensors(module, state["state_dict"], where, strict=strict)
+        module.load_state_dict(state["state_dict"], strict=strict)
         states = data_states(state)
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.weights.run_files import best_of_run, checkpoint_of
+from revzoo.weights.source import best_of_run, checkpoint_of
 
 
 @pytest.mark.parametrize("name", ["run", "checkpoints"])

@@ -26,7 +26,7 @@ from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.resume.resume_point import can_resume_here, is_last_chance
 from revzoo.training.resume.run_state import RunState
-from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
+from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 

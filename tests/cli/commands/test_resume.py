@@ -30,7 +30,7 @@ from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
 from revzoo.training.resume import graceful_stop as stop_module
 from revzoo.training.resume.graceful_stop import GracefulStop
-from revzoo.weights.run_files import LAST, PREVIOUS
+from revzoo.weights.source import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = (
