@@ -94,9 +94,17 @@ def find_model(
                 "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
                 "revzoo export RUN --format safetensors writes its weights"
             )
+        shelf = SHIPPED if table is None else table
         try:
-            entry = (SHIPPED if table is None else table).find(text)
+            entry = shelf.find(text)
         except UnknownWeightsError as error:
+            if text in known and not shelf.names(text):
+                raise UnknownWeightsError(
+                    f"there are no weights for {text}: use pretrained=False "
+                    "(model.pretrained=false), or your own file as checkpoint_path "
+                    "(+model.checkpoint_path=FILE); list_models(pretrained=True) (revzoo list "
+                    "--pretrained) lists all weights"
+                ) from None
             hint = "" if is_known else library_hint(text)
             in_programs = error.in_programs and f"{error.in_programs}{hint}"
             raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None

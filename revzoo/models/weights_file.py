@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo._checks import is_count, shortened
 from revzoo.weights.entry import entry_beside, metadata_of, with_sorted_strings
@@ -224,6 +224,28 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], whe
     missing, unexpected = expected.keys() - shared, tensors.keys() - shared
     if missing or unexpected or misshapen:
         raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
+
+
+def check_module(
+    module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
+) -> None:
+    """Check the names, shapes and values of a ``state_dict`` before ``module`` loads it.
+
+    torch's ``load_state_dict`` accepts NaN, and complex numbers for real ones. Without ``strict``,
+    names may differ. What a module adds by ``get_extra_state`` is not checked.
+
+    Raises:
+        WeightsError: names the tensors of the file ``where`` that do not fit.
+    """
+    known = module.state_dict()
+    expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in state.items() if key in expected or key not in known}
+    if not strict:
+        shared = expected.keys() & tensors.keys()
+        expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
+    check_dense(tensors, where)
+    check_fit(expected, tensors, where)
+    check_finite(tensors, where)
 
 
 def _kind(t: Tensor) -> str:

@@ -21,8 +21,6 @@ from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
 Kind = TypeVar("Kind", bound=pl.Callback)
 
-# a key in the state of a fit loop
-
 
 def batches_of_run(trainer: pl.Trainer) -> int:
     """Training batches of the run so far, over all epochs."""

@@ -39,7 +39,7 @@ def test_states_of_this_and_of_older_versions_are_accepted() -> None:
         *[("pixel_max", v) for v in (None, 0, -1, True, "255", float("nan"))],
         *[("normalisation", v) for v in (None, 5, {}, {"mean": [1.0]}, {"_target_": "os.system"})],
         *[("normalisation", {**NUMBERS, **v}) for v in ({"x": 1}, {"mean": "x"}, {"mean": 5.0})],
-        *[("normalisation", {**NUMBERS, "mean": [v]}) for v in ("x", float("inf"), 10**400)],
+        *[("normalisation", {**NUMBERS, "mean": [v]}) for v in ("x", float("inf"))],
         *[("normalisation", {**NUMBERS, "std": [v]}) for v in (0.0, -1.0, float("nan"))],
         *[("normalisation", {name: [1.0] * n for name in NUMBERS}) for n in (0, 3)],
         ("normalisation", {**NUMBERS, "std": [1.0, 1.0]}),

@@ -116,9 +116,12 @@ def check_fits(
     """
     # before check_complete, which builds the model that they describe
     check_hyperparameters(state.get("hyper_parameters"))
-    check_same_run(config, state, path, run_dir)
     callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
-    check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
+    try:
+        check_same_run(config, state, path, run_dir)
+        check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
+    except ValueError as error:  # options of another version
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _of_device(

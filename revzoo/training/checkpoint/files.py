@@ -21,16 +21,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins import CheckpointIO
-from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from revzoo._checks import UserError, shortened
-from revzoo.models.weights_file import REMEDY, check_dense, check_finite, check_fit, read_torch_file
+from revzoo.models.weights_file import REMEDY, read_torch_file
 from revzoo.training.distributed import is_first_process
-from revzoo.weights.errors import UnreadableWeightsError, WeightsError
+from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.source import LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
@@ -125,31 +123,6 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     return state
 
 
-def check_tensors(
-    module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
-) -> None:
-    """Check the names, shapes and values of a ``state_dict`` before ``module`` loads it.
-
-    torch's ``load_state_dict`` accepts NaN, and complex numbers for real ones. Without ``strict``,
-    names may differ. What a module adds by ``get_extra_state`` is not checked.
-
-    Raises:
-        DamagedCheckpointError: names the tensors of the file ``where`` that do not fit.
-    """
-    known = module.state_dict()
-    expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
-    tensors = {key: value for key, value in state.items() if key in expected or key not in known}
-    if not strict:
-        shared = expected.keys() & tensors.keys()
-        expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
-    try:
-        check_dense(tensors, where)
-        check_fit(expected, tensors, where)
-        check_finite(tensors, where)
-    except WeightsError as error:
-        raise DamagedCheckpointError(str(error)) from None
-
-
 def has_saved(folder: Path) -> bool:
     """Whether the folder has a checkpoint to resume from."""
     # a kill between two renames can leave previous.ckpt alone
@@ -223,10 +196,3 @@ class PlainCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
-
-
-def was_saved(trainer: pl.Trainer, path: Path) -> bool:
-    """Whether the last save to ``path`` succeeded; the same answer in all processes."""
-    # a user's trainer may have another plugin
-    saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
-    return trainer.strategy.broadcast(saved)  # only process 0 writes

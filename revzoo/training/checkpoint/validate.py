@@ -12,9 +12,11 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo.training.checkpoint.files import DamagedCheckpointError, check_tensors
+from revzoo.models.weights_file import check_module
+from revzoo.training.checkpoint.files import DamagedCheckpointError
 from revzoo.training.classifier import Classifier
 from revzoo.training.resume.run_state import RunState
+from revzoo.weights.errors import WeightsError
 
 PARTS = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
 
@@ -41,4 +43,7 @@ def check_complete(
         raise DamagedCheckpointError(f"{where} lacks {', '.join(lacking)}: use another checkpoint")
     with torch.device("meta"):  # names and shapes, but no values
         module = Classifier(**state["hyper_parameters"])
-    check_tensors(module, state["state_dict"], where)
+    try:
+        check_module(module, state["state_dict"], where)
+    except WeightsError as error:
+        raise DamagedCheckpointError(" ".join(str(error).split())) from None  # one line
