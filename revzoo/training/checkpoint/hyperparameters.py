@@ -3,7 +3,7 @@
 A checkpoint may come from anyone, so it must not choose which code is imported or called, or which
 files are read. Lightning's ``load_from_checkpoint`` passes all hyperparameters to the constructor,
 lets ``_instantiator`` load classes, and reads URLs with pickles enabled. We accept the names of the
-zoo; its constructors refuse unknown options and wrong values.
+zoo; its constructors refuse unknown options and wrong values, as your own networks should.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict
     return values
 
 
-def check_model_options(options: Any) -> None:
-    """Refuse options that are not the name of a model and plain keywords.
+def check_model_options(options: Any) -> dict[str, Any]:
+    """Return ``options`` if they are the name of a model and plain keywords.
 
     Raises:
         CheckpointError: naming the key.
@@ -62,6 +62,7 @@ def check_model_options(options: Any) -> None:
             if type(item) not in SCALARS:
                 expected = f"expected a number, word or list of them, got {item!r:.80}"
                 raise _refused(f"model.{key}", expected)
+    return options
 
 
 def _refused(key: object, why: str) -> CheckpointError:

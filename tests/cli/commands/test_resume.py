@@ -230,12 +230,12 @@ def test_a_state_with_wrong_parts_is_damaged(
         (
             "hyper_parameters/model/_target_",
             "os.system",
-            "last.ckpt: revnet38 takes no keyword '_target_'",
+            "revnet38 takes no keyword '_target_'",
         ),
         (
             "hyper_parameters/optim/_target_",
             "os.system",
-            "last.ckpt: optim._target_: no such option",
+            "last.ckpt: optim._target_: no such",
         ),
         ("hyper_parameters/model/units", [1, 1, 2], "differ in model"),
         ("CIFAR10", {}, "differ in data: Digits and Digits, CIFAR10"),
