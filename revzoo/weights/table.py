@@ -57,7 +57,8 @@ class WeightsTable:
 
         Reads no entries: the file names are enough.
         """
-        return sorted(path.stem for path in self._files() if _matches(path.stem, pattern))
+        stems, match = [path.stem for path in self._files()], fnmatch.fnmatchcase
+        return sorted(s for s in stems if match(s, pattern) or match(s.partition(".")[0], pattern))
 
     def find(self, name: str) -> WeightsEntry:
         """The entry of ``architecture.tag``, or the default one of ``architecture``.
@@ -89,10 +90,6 @@ class WeightsTable:
             if not folder.is_dir():
                 raise EntryError(f"{folder} is not a folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(n, pattern) for n in (name, name.partition(".")[0]))
 
 
 SHIPPED = WeightsTable(Path(__file__).parent / "entries")

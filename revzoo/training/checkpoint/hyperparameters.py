@@ -60,8 +60,7 @@ def check_model_options(options: Any) -> dict[str, Any]:
             raise _refused(f"model.{key}", "a checkpoint contains the weights; remove the key")
         for item in value if isinstance(value, (list, tuple)) else [value]:
             if type(item) not in SCALARS:
-                expected = f"expected a number, word or list of them, got {item!r:.80}"
-                raise _refused(f"model.{key}", expected)
+                raise _refused(f"model.{key}", f"got {item!r:.80}, expected numbers or words")
     return options
 
 
