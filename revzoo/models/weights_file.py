@@ -245,7 +245,7 @@ def check_module(
         expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
     check_dense(tensors, where)
     check_fit(expected, tensors, where)
-    check_finite(tensors, where)
+    check_finite(tensors, where, expected)
 
 
 def _kind(t: Tensor) -> str:
