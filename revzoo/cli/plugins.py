@@ -9,6 +9,7 @@ the command line or an installation can import code.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import shlex
 import sys
@@ -23,7 +24,6 @@ from typing import Any
 from revzoo._files import check_regular
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.status import status_of
-from revzoo.weights.entry import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
     if not path.is_file():
         return []
     try:
-        words = parse_json(path.read_text().splitlines()[session]).get(key, [])
+        words = json.loads(path.read_text().splitlines()[session]).get(key, [])
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{key}: {words!r:.40}, expected a list of words")
     except (OSError, ValueError, IndexError, AttributeError) as error:

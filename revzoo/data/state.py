@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
-from revzoo._checks import is_count, shortened
+from revzoo._checks import is_count, is_number, shortened
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
-from revzoo.weights.limits import MAX_SIDE, is_crop, is_mean, is_scale, is_side
 
 _COUNTS = {"train": "to train", "val": "to validate"}
 BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
@@ -55,7 +55,7 @@ def _rules(
     complete = is_list and 0 < len(classes) == (num_classes or len(classes))
     count = f", not {len(classes)}" if is_list else ""
     yield "classes", complete, f"a list of {num_classes or 'some'} names, by label{count}"
-    yield "pixel_max", is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
+    yield "pixel_max", _is_above(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
     stored: Any = state.get("in_chans")
     same = is_count(stored) and stored == (in_chans or stored)
     yield "in_chans", stored is None or same, f"{in_chans or 'a whole number >= 1'}"
@@ -64,11 +64,10 @@ def _rules(
     each = channels or "the"
     yield "normalisation", valid, f"mean and std, finite and std above 0, of {each} channels"
     size: Any = state.get("image_size")
-    sized = is_side(size)
-    yield "image_size", size is None or sized, f"a side in pixels, 1 to {MAX_SIDE}"
+    yield "image_size", size is None or is_count(size), "a side in pixels"
     crop: Any = state.get("crop_pct")
-    share = crop is None or is_crop(crop, size if sized else 1)
-    yield "crop_pct", share, f"a share above 0, up to 1, and at least side / {MAX_SIDE}"
+    share = crop is None or (_is_above(crop) and crop <= 1)
+    yield "crop_pct", share, "a share above 0, up to 1"
     seed = state.get("order_seed")
     yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
     images: Any = state.get("images")
@@ -82,7 +81,12 @@ def _is_normalisation(value: Any, channels: int | None) -> bool:
     if not (isinstance(mean, list) and isinstance(std, list)):
         return False
     fits = 0 < len(mean) == len(std) == (channels or len(mean))
-    return fits and all(map(is_mean, mean)) and all(map(is_scale, std))
+    return fits and all(_is_above(v, -inf) for v in mean) and all(map(_is_above, std))
+
+
+def _is_above(value: Any, low: float = 0) -> bool:
+    """Whether ``value`` is a finite number above ``low``."""
+    return is_number(value) and low < value < inf
 
 
 def _is_identity(value: Any) -> bool:

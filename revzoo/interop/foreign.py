@@ -1,6 +1,6 @@
 """Reads the state dict in other programs' checkpoints.
 
-:mod:`revzoo.weights.torch_file` reads the file, and refuses what holds more than tensors and plain
+:mod:`revzoo.models.weights_file` reads the file, and refuses what holds more than tensors and plain
 values, such as a whole model or an ``argparse.Namespace``: loading these runs code.
 """
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from revzoo.models.weights_file import check_dense, read_torch_file
 from revzoo.weights.errors import UnreadableWeightsError
-from revzoo.weights.torch_file import described, read_torch_file
 
 Weights = Mapping[str, Tensor]
 
@@ -55,12 +55,10 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
             f"{' or '.join(map(repr, WRAPPERS))}"
         )
     tensors = dict(content)
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise ConversionError(
-                f"{path}: {key!r}: {described(value)}, expected a tensor. Load the file with the "
-                "program that wrote it and save a plain state_dict"
-            )
+    try:
+        check_dense(tensors, str(path))
+    except UnreadableWeightsError as error:
+        raise ConversionError(str(error)) from None
     # a loop: a model wrapped in DataParallel twice has the prefix twice
     while tensors and all(key.startswith("module.") for key in tensors):
         tensors = {key.removeprefix("module."): value for key, value in tensors.items()}

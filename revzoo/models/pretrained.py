@@ -33,7 +33,7 @@ from revzoo.weights.errors import (
     UnknownWeightsError,
 )
 from revzoo.weights.files import read_bytes
-from revzoo.weights.source import SUFFIX, find_entry
+from revzoo.weights.source import CHECKPOINTS, SUFFIX, find_entry
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 log = logging.getLogger(__name__)
@@ -88,6 +88,12 @@ def find_model(
                 return NamedModel(text)
             weights_address(text)  # raises if the library has none
             return NamedModel(text, options={"pretrained": True})  # the library loads its weights
+        if text.endswith(".ckpt") or Path(text, CHECKPOINTS).is_dir():
+            raise UnknownWeightsError(
+                f"{text} is a run or its checkpoint, not weights: "
+                "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
+                "revzoo export RUN --format safetensors writes its weights"
+            )
         shelf = SHIPPED if table is None else table
         try:
             entry = shelf.find(text)

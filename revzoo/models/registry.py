@@ -9,7 +9,6 @@ import inspect
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -43,7 +42,7 @@ from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
-from revzoo.models.weights_file import TensorFile, read_weights_file, within_size_of
+from revzoo.models.weights_file import TensorFile, read_weights_file
 from revzoo.models.wrapped import OwnNetwork, keywords_of
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import EntryError
@@ -309,8 +308,7 @@ def create_model(
     elif pretrained and named.entry is not None:
         file = read_weights(named.entry, cache_dir=cache_dir)
     try:
-        with nullcontext() if file is None else within_size_of(file.tensors, file.where):
-            model = _build(named, file, numbers, keywords)
+        model = _build(named, file, numbers, keywords)
     except (ValueError, TypeError) as error:
         # without arguments of the caller, only the entry's options can be wrong
         if numbers or keywords or file is None or not named.options:

@@ -22,10 +22,9 @@ from revzoo.layers.make_reversible import has_uniform_bits, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes
 from revzoo.weights.card import model_card
-from revzoo.weights.entry import HUB, WeightsEntry
+from revzoo.weights.entry import CONFIG_FILE, HUB, WeightsEntry, metadata_for
 from revzoo.weights.errors import EntryError, StateMismatchError
-from revzoo.weights.header import metadata_for
-from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
+from revzoo.weights.files import TENSORS_FILE, push_folder
 
 if TYPE_CHECKING:
     from torchvision.transforms import v2

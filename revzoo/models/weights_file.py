@@ -1,29 +1,28 @@
 """Reads a model's weights from safetensors, a ``state_dict`` or a training checkpoint.
 
-safetensors files hold only bytes and shapes. :mod:`revzoo.weights.torch_file` reads torch's files.
+safetensors files hold only bytes and shapes. Of torch's files, ``torch.load(weights_only=True)``
+alone decides what they hold; it runs no code (``docs/decisions/017-one-reader-of-torch-files.md``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from revzoo._checks import is_count, shortened
+from revzoo.weights.entry import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
-from revzoo.weights.header import entry_beside, metadata_of, with_sorted_strings
-from revzoo.weights.torch_file import is_dense, read_torch_file
 
 PICKLED = (".pt", ".pth", ".ckpt")
-# how far a network may exceed its file: a new classifier, or layers that the constructor replaces
-MORE_PARAMETERS, MORE_VALUES = 1000, 2**28
+REMEDY = "use another copy of it, or another checkpoint of the run"
 
 
 class TensorFile(NamedTuple):
@@ -42,14 +41,13 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
         UnreadableWeightsError: the bytes are not a complete safetensors file.
     """
     try:
-        tensors = load(data)
+        tensors, metadata = load(data), metadata_of(data)
     except Exception as error:  # SafetensorError, or a KeyError for a dtype that torch lacks
         raise UnreadableWeightsError(
             f"{where} is not a complete safetensors file: {error}. Fetch it again"
         ) from error
-    metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
-    # any program may write this string, and a network of 10**9 channels would fill the memory
+    # any program may write this string
     in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
@@ -81,6 +79,55 @@ def read_weights_file(path: Path) -> TensorFile:
         )
     tensors = tensors_in(content, str(path))
     return TensorFile(tensors, str(path), *_model_in(content, str(path)))
+
+
+def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
+    """The content of a file of ``torch.save``: plain values and tensors. No code in it runs.
+
+    Args:
+        path: a regular file.
+        map_location: the device of the tensors, as in ``torch.load``.
+
+    Raises:
+        UnreadableWeightsError: the file is missing or damaged, or holds other objects.
+        OSError: the system does not open the file.
+    """
+    if not path.is_file():  # a pipe would block
+        raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
+    # a file that the system refuses, for now perhaps, is not a damaged one
+    path.open("rb").close()
+    try:
+        _check_sums(path)
+        # no mmap: saving a state again under its own name would then end the process (SIGBUS)
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # damaged files raise many types
+        raise UnreadableWeightsError(f"{path} {_reason(error)}") from None
+
+
+def _check_sums(path: Path) -> None:
+    """Refuse damage, which torch's reader ignores.
+
+    Files from before torch 1.6 have no checksums, nor those of ``set_crc32_options(False)``.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            with_sums = any(record.CRC for record in archive.infolist())
+            if with_sums and (damaged := archive.testzip()):
+                raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be loaded, and what to do."""
+    text = str(error)
+    if found := re.search(r"GLOBAL \S+|TorchScript archive|legacy .tar format", text):
+        return (
+            f"was not loaded, since it could run code ({found[0]}): expected a state_dict, a dense "
+            "tensor by each name. If you trust the file, load it with the program that wrote it "
+            "(weights_only=False), and torch.save its state_dict()"
+        )
+    # not torch's whole message, which recommends weights_only=False
+    text = " ".join(text.rpartition("WeightsUnpickler error: ")[2].split())[:200]
+    return f"is damaged, cut off or not a checkpoint ({type(error).__name__}: {text}): {REMEDY}"
 
 
 def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
@@ -125,12 +172,16 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
     Raises:
         UnreadableWeightsError: names these items.
     """
-    others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
-    if others:
+    if others := sorted(str(key) for key, value in tensors.items() if not _is_dense(key, value)):
         raise UnreadableWeightsError(
             f"{where} does not hold only tensors: {shortened(others)}; expected a "
             "state_dict: a dense tensor by each name"
         )
+
+
+def _is_dense(key: Any, value: Any) -> bool:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    return dense and isinstance(key, str)
 
 
 def check_finite(
@@ -156,38 +207,6 @@ def check_finite(
         )
 
 
-@contextmanager
-def within_size_of(tensors: Mapping[str, Any], where: str) -> Iterator[None]:
-    """Stop the construction of a network that is much larger than the weights of a file.
-
-    The file's options may describe 10**9 blocks, or layers of terabytes. A parameter is registered
-    before its memory is filled.
-
-    Raises:
-        UnreadableWeightsError: the network has too many parameters.
-    """
-    count, values = MORE_PARAMETERS, MORE_VALUES
-    for tensor in tensors.values():
-        count += 1
-        values += tensor.numel() if isinstance(tensor, Tensor) else 0
-
-    def subtract(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        nonlocal count, values
-        count -= 1
-        values -= 0 if parameter is None else parameter.numel()
-        if min(count, values) < 0:
-            raise UnreadableWeightsError(
-                f"{where} describes a network that is much larger than its {len(tensors)} tensors: "
-                "use another copy of it"
-            )
-
-    hook = register_module_parameter_registration_hook(subtract)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors whose names, shapes or kinds (float or not) differ from the ``expected`` ones.
 
@@ -207,12 +226,34 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], whe
         raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
 
 
+def check_module(
+    module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
+) -> None:
+    """Check the names, shapes and values of a ``state_dict`` before ``module`` loads it.
+
+    torch's ``load_state_dict`` accepts NaN, and complex numbers for real ones. Without ``strict``,
+    names may differ. What a module adds by ``get_extra_state`` is not checked.
+
+    Raises:
+        WeightsError: names the tensors of the file ``where`` that do not fit.
+    """
+    known = module.state_dict()
+    expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in state.items() if key in expected or key not in known}
+    if not strict:
+        shared = expected.keys() & tensors.keys()
+        expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
+    check_dense(tensors, where)
+    check_fit(expected, tensors, where)
+    check_finite(tensors, where, expected)
+
+
 def _kind(t: Tensor) -> str:
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`).
+    """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.entry`).
 
     The same tensors and metadata give the same bytes.
     """

@@ -28,11 +28,11 @@ from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
-from revzoo.models.weights_file import within_size_of
+from revzoo.models.weights_file import check_module
 from revzoo.training.callbacks.epoch_figures import EpochFigures
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.last_step import LastStep
-from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
 from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
@@ -166,10 +166,7 @@ class Classifier(pl.LightningModule):
         """
         hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
         try:
-            with within_size_of(state["state_dict"], where):
-                module = cls(**{**hyper, **options})
-        except WeightsError as error:
-            raise CheckpointError(str(error)) from None
+            module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
             # the caller's own arguments may be wrong, not the file
             if options:
@@ -179,7 +176,11 @@ class Classifier(pl.LightningModule):
                 "use the version of revzoo that wrote it"
             ) from None
         module.on_load_checkpoint(state)  # Lightning's loader would call it
-        load_tensors(module, state["state_dict"], where, strict=strict)
+        try:
+            check_module(module, state["state_dict"], where, strict=strict)
+        except WeightsError as error:
+            raise CheckpointError(str(error)) from None
+        module.load_state_dict(state["state_dict"], strict=strict)
         states = data_states(state)
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module

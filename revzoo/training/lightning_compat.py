@@ -14,16 +14,12 @@ from typing import Any, TypeVar
 import pytorch_lightning as pl
 from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
 Kind = TypeVar("Kind", bound=pl.Callback)
-
-# a key in the state of a fit loop
-OPTIMISER_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 
 def batches_of_run(trainer: pl.Trainer) -> int:
@@ -66,17 +62,6 @@ def count_epochs(trainer: pl.Trainer) -> None:
     """
     assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
     trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-
-
-def new_fit_state() -> dict[str, Any]:
-    """The state of a new fit loop: the parts that a checkpoint must have."""
-    return _FitLoop(None).state_dict()  # type: ignore[arg-type]  # only a running loop needs one
-
-
-def optimiser_steps(fit_state: dict[str, Any]) -> int:
-    """The number of optimiser steps in the state of a fit loop."""
-    steps: int = fit_state[OPTIMISER_STEPS]["optimizer"]["step"]["total"]["completed"]
-    return steps
 
 
 def pending_row(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 from revzoo.weights.entry import WeightsEntry
 
@@ -16,57 +15,44 @@ def model_card(entry: WeightsEntry, *, source: str = "DIR", reversible: bool = F
         source: the argument of ``from_pretrained`` in the example: a folder or a repository.
         reversible: whether the network has steps with an inverse, for the tags.
     """
-    return "\n".join([*_header(entry, reversible), "", *_body(entry, source)]) + "\n"
-
-
-def _header(entry: WeightsEntry, reversible: bool) -> Iterator[str]:
-    """YAML; strings are JSON strings, which are valid YAML."""
-    yield "---"
-    if entry.license:
-        yield f"license: {json.dumps(entry.license.lower())}"  # the hub's spelling of SPDX names
-    yield "library_name: revzoo"
-    yield "pipeline_tag: image-classification"
-    yield f"tags: [image-classification, {'reversible, ' * reversible}revzoo]"
-    if entry.metrics:
-        yield "model-index:"
-        yield f"- name: {json.dumps(entry.name)}"
-        yield "  results:"
-        yield "  - task: {type: image-classification}"
-        yield f"    dataset: {{name: {json.dumps(entry.measured_on or 'unknown')}, type: unknown}}"
-        yield "    metrics:"
-        for name, value in entry.metrics.items():
-            yield f"    - {{type: {json.dumps(name)}, value: {value}}}"
-    yield "---"
-
-
-def _body(entry: WeightsEntry, source: str) -> Iterator[str]:
-    yield f"# {entry.name}"
-    yield ""
-    size = " x ".join(map(str, entry.input_size))
-    yield f"Weights of `{entry.architecture}` for images of {size}, {entry.num_classes} classes."
-    yield ""
-    yield from ("```python", "import revzoo", "")
-    yield f"model = revzoo.from_pretrained({json.dumps(source)})"
-    yield "```"
-    # empty values are left out below; `and` keeps None
+    # JSON is valid YAML
+    header = {
+        "license": entry.license and entry.license.lower(),  # the hub's spelling of SPDX names
+        "library_name": "revzoo",
+        "pipeline_tag": "image-classification",
+        "tags": ["image-classification", *["reversible"] * reversible, "revzoo"],
+        "model-index": entry.metrics and [{"name": entry.name, "results": [_result(entry)]}],
+    }
     facts = {
-        "Mean of pixels in [0, 1]": entry.mean and _numbers(entry.mean),
-        "Standard deviation": entry.std and _numbers(entry.std),
+        "Mean of pixels in [0, 1]": _numbers(entry.mean),
+        "Standard deviation": _numbers(entry.std),
         "Centre crop, share of the shorter side": entry.crop_pct,
-        "Classes": entry.classes and ", ".join(entry.classes),
+        "Classes": ", ".join(entry.classes or ()),
         "Options": entry.options and f"`{json.dumps(dict(entry.options))}`",
         "Licence": entry.license,
         "Measured": ", ".join(f"{name} {value:g}" for name, value in entry.metrics.items()),
         "Measured on": entry.measured_on,
         "SHA-256": f"`{entry.sha256}`",
     }
-    yield ""
-    for name, value in facts.items():
-        if value:
-            yield f"- {name}: {value}"
-    if entry.recipe:
-        yield from ("", "Trained with", "", "```bash", entry.recipe, "```")
+    size = " x ".join(map(str, entry.input_size))
+    yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in header.items() if value)
+    listed = "".join(f"- {name}: {value}\n" for name, value in facts.items() if value)
+    recipe = f"\nTrained with\n\n```bash\n{entry.recipe}\n```\n" if entry.recipe else ""
+    return (
+        f"---\n{yaml}---\n\n# {entry.name}\n\n"
+        f"Weights of `{entry.architecture}` for images of {size}, {entry.num_classes} classes.\n\n"
+        "```python\nimport revzoo\n\n"
+        f"model = revzoo.from_pretrained({json.dumps(source)})\n```\n\n{listed}{recipe}"
+    )
 
 
-def _numbers(values: tuple[float, ...]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
+def _result(entry: WeightsEntry) -> dict[str, object]:
+    return {
+        "task": {"type": "image-classification"},
+        "dataset": {"name": entry.measured_on or "unknown", "type": "unknown"},
+        "metrics": [{"type": name, "value": value} for name, value in entry.metrics.items()],
+    }
+
+
+def _numbers(values: tuple[float, ...] | None) -> str:
+    return ", ".join(f"{value:.6g}" for value in values or ())

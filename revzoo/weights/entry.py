@@ -1,36 +1,33 @@
 """The description of one set of trained weights: network, file, training, measurements.
 
 An entry is a JSON object with the fields of :class:`WeightsEntry`. It lies beside its file, in the
-package, in a folder made by ``save_pretrained`` or in a repository of the hub.
+package, in a folder made by ``save_pretrained`` or in a repository of the hub; and, without the
+file's hash, name and url, in the header of the file (``__metadata__``, key ``entry``; see
+https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, get_type_hints
-from urllib.parse import urlsplit
 
 from revzoo._checks import expected_type, is_count, is_number
-from revzoo.weights.errors import EntryError
-from revzoo.weights.limits import (
-    MAX_OPTION,
-    MAX_SIDE,
-    MAX_VALUE,
-    is_crop,
-    is_mean,
-    is_option,
-    is_scale,
-    is_side,
-)
+from revzoo.weights.errors import EntryError, UnreadableWeightsError
 
+CONFIG_FILE = "config.json"  # of an entry in a folder of save_pretrained, or on the hub
 HUB = "hf-hub:"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHECKED_BELOW = ("num_classes", "input_size", "crop_pct")  # in more detail than by their type
+WEB = ("https://", "http://")
+KEY = "entry"
+# fields that the file cannot hold (its hash), or that change when someone renames or moves the file
+_OUTSIDE = ("sha256", "file", "url", "default")
+_LISTS = ("input_size", "classes", "mean", "std")
 _NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")  # timm:resnet50.tag
 
 
@@ -83,7 +80,7 @@ class WeightsEntry:
     folder: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("input_size", "classes", "mean", "std"):
+        for name in _LISTS:
             value = getattr(self, name)
             # the class is frozen, and JSON has lists only
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
@@ -91,7 +88,8 @@ class WeightsEntry:
             items = self.metrics.items()
             plain = {k: v if isinstance(v, int) or not is_number(v) else float(v) for k, v in items}
             object.__setattr__(self, "metrics", plain)
-        if faults := "; ".join(self._faults()):
+        # the other rules rely on the types
+        if faults := "; ".join(self._wrong_types()) or "; ".join(self._faults()):
             raise EntryError(f"the entry of weights {self.name!r} is not valid: {faults}")
 
     @property
@@ -105,74 +103,45 @@ class WeightsEntry:
         # `in` compares with ==, so it would drop 0, too; no field may be 0
         return {k: v for k, v in values if k != "folder" and v not in (None, {}, False)}
 
-    def _faults(self) -> Iterator[str]:
-        wrong_types = list(self._faults_of_type())
-        if wrong_types:  # the other checks rely on the types
-            yield from wrong_types
-            return
-        if not _NAME.fullmatch(self.name):
-            yield f"name={self.name!r}, expected architecture.dataset_recipe"
-        elif self.name.partition(".")[0] != self.architecture:
-            yield (
-                f"name={self.name!r}, expected the architecture and a name of your own, "
-                f"{self.architecture}.NAME"
-            )
-        if not _SHA256.fullmatch(self.sha256):
-            yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
-        if not all(map(is_option, self.options.values())):
-            yield f"options={dict(self.options)!r:.200}, expected no number beyond {MAX_OPTION}"
-        if not all(map(_is_finite, self.metrics.values())):
-            yield f"metrics={dict(self.metrics)}, expected finite numbers"
-        yield from self._faults_of_place()
-        yield from self._faults_of_shape()
-
-    def _faults_of_type(self) -> Iterator[str]:
+    def _wrong_types(self) -> Iterator[str]:
         for name, hint in get_type_hints(WeightsEntry).items():
-            value = getattr(self, name)
-            if name not in _CHECKED_BELOW and (expected := expected_type(value, hint)):
-                yield f"{name}={value!r}, expected {expected}"
-        if not isinstance(self.input_size, tuple):
-            yield f"input_size={self.input_size!r}, expected [channels, height, width]"
-        if isinstance(self.classes, tuple) and not all(map(_is_text, self.classes)):
-            yield "classes holds items that are not names"
+            if expected := expected_type(value := getattr(self, name), hint):
+                yield f"{name}={value!r:.200}, expected {expected}"
 
-    def _faults_of_place(self) -> Iterator[str]:
-        if self.file is None and self.url is None:
-            yield "file and url are both missing: give one"
+    def _faults(self) -> Iterator[str]:
+        for name, valid, expected in self._rules():
+            if not valid:
+                yield f"{name}={getattr(self, name)!r:.200}, expected {expected}"
+
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Name, whether its value is valid, and the expected value."""
+        named = _NAME.fullmatch(self.name) and self.name.partition(".")[0] == self.architecture
+        yield "name", bool(named), f"the architecture, or {self.architecture}.NAME of your own"
+        is_hash = re.fullmatch("[0-9a-f]{64}", self.sha256)
+        yield "sha256", bool(is_hash), "64 hexadecimal digits in lower case"
+        placed = self.url.startswith((*WEB, HUB)) if self.url else self.file is not None
+        yield "url", placed, f"https://... or {HUB}owner/name, or a file beside the entry"
         # an entry from the hub must not reach files outside its folder
-        if self.file is not None and (
-            Path(self.file).name != self.file or not self.file.endswith(".safetensors")
-        ):
-            yield f"file={self.file!r}, expected the name of a .safetensors file, without folders"
-        if self.url is not None and not (self.url.startswith(HUB) or is_web_address(self.url)):
-            yield f"url={self.url!r}, expected https://... or {HUB}owner/name"
-
-    def _faults_of_shape(self) -> Iterator[str]:
-        if not is_count(self.num_classes):
-            yield f"num_classes={self.num_classes!r}, expected a positive whole number"
-        elif self.classes is not None and len(self.classes) != self.num_classes:
-            yield f"classes has {len(self.classes)} names, expected num_classes={self.num_classes}"
-        if len(self.input_size) != 3 or not all(map(is_count, self.input_size)):
-            yield f"input_size={self.input_size}, expected [channels, height, width]"
-            return
-        sides = self.input_size[1:]
-        if not all(map(is_side, self.input_size)):
-            yield f"input_size={self.input_size}, expected numbers of at most {MAX_SIDE}"
-        for name, is_valid, what in (
-            ("mean", is_mean, "numbers"),
-            ("std", is_scale, "numbers above 0"),
-        ):
+        name = Path(self.file or "").name
+        beside = self.file is None or (name == self.file and name.endswith(".safetensors"))
+        yield "file", beside, "the name of a .safetensors file, without folders"
+        yield "num_classes", is_count(self.num_classes), "a whole number >= 1"
+        words = self.classes
+        complete = words is None or len(words) == self.num_classes
+        names = all(isinstance(word, str) for word in words or ())
+        yield "classes", complete and names, f"names, num_classes={self.num_classes} of them"
+        sized = len(self.input_size) == 3 and all(map(is_count, self.input_size))
+        yield "input_size", sized, "[channels, height, width]"
+        for name, least in (("mean", -inf), ("std", 0)):
             values = getattr(self, name)
-            if values is not None and len(values) != self.in_chans:
-                yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
-            elif values is not None and not all(map(is_valid, values)):
-                yield f"{name}={values}, expected {what}, at most {MAX_VALUE:g}"
-        crop = self.crop_pct
-        if crop is not None and not is_crop(crop, max(sides)):
-            yield (
-                f"crop_pct={crop!r}, expected a share above 0, up to 1, and at least side / "
-                f"{MAX_SIDE}"
-            )
+            valid = values is None or (sized and len(values) == self.in_chans)
+            valid = valid and all(is_number(v) and least < v < inf for v in values or ())
+            above = " above 0" if least == 0 else ""
+            yield name, valid, f"numbers{above}, one for each channel"
+        share = self.crop_pct is None or 0 < self.crop_pct <= 1
+        yield "crop_pct", share, "a share above 0, up to 1"
+        numbers = all(is_number(value) and abs(value) < inf for value in self.metrics.values())
+        yield "metrics", numbers, "finite numbers"
 
 
 def read_entry(path: Path) -> WeightsEntry:
@@ -182,8 +151,8 @@ def read_entry(path: Path) -> WeightsEntry:
         EntryError: the file is not a JSON object, or has unknown, missing or invalid fields.
     """
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise EntryError(f"{path} is not a readable JSON file: {error}") from error
     if not isinstance(values, dict):
         raise EntryError(f"{path} holds a {type(values).__name__}, expected a JSON object")
@@ -210,32 +179,67 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
         raise EntryError(f"{where}: {error}") from None
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
+def metadata_of(data: bytes) -> dict[str, str]:
+    """The strings in the header of a safetensors file's bytes; damaged ones raise any error."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return dict(header.get("__metadata__", {}))
+
+
+def with_sorted_strings(data: bytes) -> bytes:
+    """The same file, with the strings of its header in alphabetical order.
+
+    safetensors writes them in random order, so two files of the same weights would differ.
+    """
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def metadata_for(entry: WeightsEntry) -> dict[str, str]:
+    """The header's strings for the file that ``entry`` will describe."""
+    fields = {key: value for key, value in entry.plain().items() if key not in _OUTSIDE}
+    return {
+        "format": "pt",  # as safetensors.torch writes it, for programs that ask
+        # apart from the entry: reading tensors needs these two, but not a valid entry
+        "architecture": entry.architecture,
+        "in_chans": str(entry.in_chans),
+        KEY: json.dumps(fields),
+    }
+
+
+def entry_of_file(path: Path) -> WeightsEntry:
+    """The entry of a safetensors file: beside it (``NAME.json``, ``config.json``), or inside it.
 
     Raises:
-        ValueError: the text is not JSON, or nested too deep.
+        EntryError: the entry is not valid.
+        UnreadableWeightsError: the file is damaged, or has no entry.
     """
+    if (entry := entry_beside(path)) is not None:
+        return entry
+    data = path.read_bytes()
     try:
-        return json.loads(text)
-    except RecursionError:  # a file of "[[[[..." raises it
-        raise ValueError("its lists or objects are nested too deep") from None
+        fields = dict(json.loads(metadata_of(data)[KEY]))
+    except Exception:  # damaged headers raise many types
+        raise UnreadableWeightsError(
+            f"{path} is damaged or does not describe its model, and there is no {path.stem}.json "
+            "beside it: put one there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
+        ) from None
+    fields |= {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
+    return entry_from(fields, where=str(path), folder=path.parent)
 
 
-def is_web_address(url: str) -> bool:
-    """Whether ``url`` is an http or https address with a host."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:  # half of an IPv6 address
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+def entry_beside(path: Path) -> WeightsEntry | None:
+    """The entry beside a safetensors file that names it; None if there is none.
 
-
-def _is_text(value: Any) -> bool:
-    # surrogates, as in names that are not UTF-8, cannot be written
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-
-
-def _is_finite(value: Any) -> bool:
-    # not math.isfinite, which raises for integers beyond the floats: JSON may hold any number
-    return is_number(value) and abs(value) <= sys.float_info.max
+    Raises:
+        EntryError: the entry is not valid.
+    """
+    for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
+        # config.json may be another program's
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(beside.read_text(encoding="utf-8"))["file"] == path.name:
+                return read_entry(beside)
+    return None

@@ -60,18 +60,15 @@ class StateMismatchError(WeightsError):
         unexpected: Iterable[str] = (),
         misshapen: Iterable[str] = (),
     ) -> None:
-        self.missing = sorted(missing)
-        self.unexpected = sorted(unexpected)
+        self.missing, self.unexpected = sorted(missing), sorted(unexpected)
         self.misshapen = sorted(misshapen)
-        lists = {
+        kinds = {
             "missing": self.missing,
             "unexpected": self.unexpected,
             "of another shape or type": self.misshapen,
         }
-        lines = [
-            f"  {len(names)} {kind}: {shortened(names)}" for kind, names in lists.items() if names
-        ]
+        lists = [f"\n  {len(n)} {kind}: {shortened(n)}" for kind, n in kinds.items() if n]
         super().__init__(
             f"the tensors of {where} do not fit the model; nothing was loaded. Create the model "
-            "with the keywords that the weights were trained with\n" + "\n".join(lines)
+            f"with the keywords that the weights were trained with{''.join(lists)}"
         )

@@ -1,26 +1,32 @@
-"""Reads and verifies the file of an entry: beside it, from the cache, or downloaded."""
+"""Finds, downloads and verifies the file of an entry, from the web or the Hugging Face hub.
+
+A repository of the hub holds ``config.json`` (the entry), ``model.safetensors`` and ``README.md``
+(the card). The package ``huggingface_hub`` (the extra ``hub``) talks to it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 
+from revzoo._checks import package_needed
 from revzoo._files import file_name
-from revzoo.weights.entry import HUB, WeightsEntry, is_web_address
-from revzoo.weights.errors import DownloadError, HashMismatchError, UnknownWeightsError
-from revzoo.weights.hub import fetch
+from revzoo.weights.entry import CONFIG_FILE, HUB, WEB, WeightsEntry
+from revzoo.weights.errors import DownloadError, HashMismatchError, HubError, UnknownWeightsError
+
+TENSORS_FILE = "model.safetensors"
 
 
 def cache_folder(cache_dir: str | Path | None = None) -> Path:
     """``cache_dir``, else ``$REVZOO_CACHE``, else ``revzoo`` in the user's cache folder (XDG)."""
-    if cache_dir is not None:
-        return Path(cache_dir)
-    if folder := os.environ.get("REVZOO_CACHE"):
+    if folder := cache_dir or os.environ.get("REVZOO_CACHE"):
         return Path(folder)
     base = os.environ.get("XDG_CACHE_HOME")  # empty counts as unset, as XDG asks
     return (Path(base) if base else Path.home() / ".cache") / "revzoo"
@@ -53,11 +59,11 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
         if beside.is_file():
             return beside
     if entry.url is not None and entry.url.startswith(HUB):
-        return fetch(entry.url, entry.file or "model.safetensors", cache_dir=cache_dir)
+        return fetch(entry.url, entry.file or TENSORS_FILE, cache_dir=cache_dir)
     # the hash in the name keeps versions of the weights apart
     cached = cache_folder(cache_dir) / f"{file_name(entry.name)}-{entry.sha256[:16]}.safetensors"
     # a damaged file in the cache is downloaded again
-    if cached.is_file() and sha256_of(cached) == entry.sha256:
+    if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest() == entry.sha256:
         return cached
     if entry.url is None:
         raise UnknownWeightsError(
@@ -81,7 +87,7 @@ def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> N
         DownloadError: the address is not http, or the server does not answer with a file.
         HashMismatchError: the connection ended early, or the server has another file.
     """
-    if not is_web_address(url):
+    if not url.startswith(WEB):
         raise DownloadError(f"{url}: expected an address that begins with https:// or http://")
     from torch.hub import download_url_to_file  # torch is slow to import, and only this needs it
 
@@ -109,7 +115,54 @@ def socket_timeout(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def sha256_of(path: Path) -> str:
-    """The hash of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Path:
+    """The path of one file of ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``.
+
+    Raises:
+        HubError: huggingface_hub is missing, the name is invalid, or the hub refuses.
+    """
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    hub = _library()
+    try:
+        path = hub.hf_hub_download(
+            repo_id=name, filename=file, revision=revision or None, cache_dir=cache_dir
+        )
+    except (OSError, ValueError) as error:  # base classes of the library's errors
+        raise HubError(f"{source}: {file} could not be fetched from the hub: {error}") from error
+    return Path(path)
+
+
+def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: bool) -> Path:
+    """A folder with the entry of ``hf-hub:owner/name`` and, if ``tensors``, its weights.
+
+    Raises:
+        HubError: as :func:`fetch`.
+    """
+    config = fetch(source, CONFIG_FILE, cache_dir=cache_dir)
+    if tensors:  # the library puts all files of one revision into one folder
+        fetch(source, TENSORS_FILE, cache_dir=cache_dir)
+    return config.parent
+
+
+def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:
+    """Upload the files of ``folder`` to ``owner/name``, created if missing; returns its address.
+
+    huggingface_hub handles the login (``hf auth login``, or ``HF_TOKEN``).
+
+    Raises:
+        HubError: huggingface_hub is missing, the name is invalid, or the hub refuses.
+    """
+    name, api = repository.removeprefix(HUB), _library().HfApi()
+    try:
+        api.create_repo(repo_id=name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
+    except (OSError, ValueError) as error:
+        raise HubError(f"{repository}: the hub refused the upload: {error}") from error
+    return f"https://huggingface.co/{name}"
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise HubError(package_needed("models of the hub need", "huggingface_hub")) from error

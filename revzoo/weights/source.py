@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from revzoo._checks import did_you_mean, shortened
-from revzoo.weights.entry import HUB, WeightsEntry, read_entry
+from revzoo._checks import did_you_mean, either, shortened
+from revzoo.weights.entry import CONFIG_FILE, HUB, WeightsEntry, entry_of_file, read_entry
 from revzoo.weights.errors import UnknownWeightsError
-from revzoo.weights.header import entry_of_file
-from revzoo.weights.hub import CONFIG_FILE, fetch_folder
-from revzoo.weights.run_files import BEST, CHECKPOINTS, best_of_run
+from revzoo.weights.files import fetch_folder
 from revzoo.weights.table import SHIPPED
 
 SUFFIX = ".safetensors"
+CHECKPOINTS = "checkpoints"  # the folder in that of a run
+BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 SAVED = "saved"
 """As ``bits``: keep the bits that the weights were saved with."""
 
-FILES = (".ckpt", SUFFIX, ".pt", ".pth", ".pt2", ".onnx")
+
+def best_of_run(folder: Path) -> Path | None:
+    """The best checkpoint in the folder of a run; None for anything else.
+
+    Raises:
+        UnknownWeightsError: the run has none.
+    """
+    # a user may give the folder inside the run's folder, or name a run "checkpoints"
+    inside = folder.name == CHECKPOINTS and not (folder / CHECKPOINTS).is_dir()
+    run = folder.parent if inside else folder
+    checkpoints = run / CHECKPOINTS
+    if not checkpoints.is_dir():
+        return None
+    if (checkpoints / BEST).is_file():
+        return checkpoints / BEST
+    others = sorted(str(path) for path in checkpoints.glob("*.ckpt"))
+    remedy = f"give another checkpoint, {either(others)}" if others else "it has none at all"
+    raise UnknownWeightsError(f"the run in {run} has no {CHECKPOINTS}/{BEST}: {remedy}")
+
+
+def checkpoint_of(path: Path) -> Path | None:
+    """``path`` if its name ends in ``.ckpt``; the best checkpoint of a run's folder; else None."""
+    return path if path.suffix == ".ckpt" else best_of_run(path)
 
 
 def resolve_source(source: str | Path) -> str:
@@ -33,12 +55,10 @@ def resolve_source(source: str | Path) -> str:
     text, path, names = str(source), Path(source), SHIPPED.names()
     if best := best_of_run(path):
         return str(best)
-    if text.startswith(HUB) or text in names:
-        return text
-    if text in {name.partition(".")[0] for name in names}:
+    if text.startswith(HUB) or text in {*names, *(name.partition(".")[0] for name in names)}:
         return text
     if path.is_dir() and not (path / CONFIG_FILE).is_file():
-        if packed := only_file_in(path):
+        if packed := _only_file_in(path):
             return str(packed)
         raise UnknownWeightsError(
             f"{text} holds no run and no weights: expected the folder of a run, with "
@@ -47,14 +67,9 @@ def resolve_source(source: str | Path) -> str:
         )
     if path.exists():
         return text
-    if "/" in text or path.suffix in FILES:
-        raise UnknownWeightsError(
-            f"there is no checkpoint {text}: expected a file, the folder of a run or of weights, "
-            f"or a name of weights, such as {names[0]}"
-        )
     raise UnknownWeightsError(
-        f"there are no weights, file or folder {text!r}{did_you_mean(text, names) or '.'} "
-        f"Known are {', '.join(names)}; or give the path of a .ckpt file"
+        f"there are no weights, file or folder {text!r}{did_you_mean(text, names) or '.'} Expected "
+        f"a .ckpt or {SUFFIX} file, the folder of a run or of weights, or one of {', '.join(names)}"
     )
 
 
@@ -74,21 +89,15 @@ def find_entry(
     """
     text, path = str(source), Path(source)
     if text.startswith(HUB):
-        return read_entry(fetch_folder(text, cache_dir=cache_dir, tensors=tensors) / CONFIG_FILE)
-    if path.suffix == SUFFIX and path.is_file():
-        return entry_of_file(path)
+        path = fetch_folder(text, cache_dir=cache_dir, tensors=tensors)
     if (path / CONFIG_FILE).is_file():
         return read_entry(path / CONFIG_FILE)
-    packed = only_file_in(path)
-    return None if packed is None else entry_of_file(packed)
+    file = path if path.suffix == SUFFIX and path.is_file() else _only_file_in(path)
+    return None if file is None else entry_of_file(file)
 
 
-def only_file_in(folder: Path) -> Path | None:
-    """The safetensors file in a folder, as ``revzoo pack`` writes it; None if there is none.
-
-    Raises:
-        UnknownWeightsError: there are several.
-    """
+def _only_file_in(folder: Path) -> Path | None:
+    """The safetensors file in a folder, as ``revzoo pack`` writes it; None if there is none."""
     files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     if len(files) > 1:
         raise UnknownWeightsError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from revzoo._checks import did_you_mean
 from revzoo.weights.entry import WeightsEntry, read_entry
 from revzoo.weights.errors import EntryError, UnknownWeightsError
-from revzoo.weights.run_files import CHECKPOINTS
 
 
 class WeightsTable:
@@ -47,10 +46,10 @@ class WeightsTable:
                     f"{path} describes {entry.name!r}: expected one file, named like its entry"
                 )
             entries[entry.name] = entry
-        for architecture in {entry.architecture for entry in entries.values()}:
-            defaults = [e.name for e in _of(architecture, entries.values()) if e.default]
-            if len(defaults) > 1:
-                raise EntryError(f"{' and '.join(defaults)} are both the default: keep one")
+        defaults = [entry for entry in entries.values() if entry.default]
+        if len({entry.architecture for entry in defaults}) < len(defaults):
+            names = " and ".join(entry.name for entry in defaults)
+            raise EntryError(f"of {names}, two are the default of one architecture: keep one")
         return entries
 
     def names(self, pattern: str = "*") -> list[str]:
@@ -58,7 +57,8 @@ class WeightsTable:
 
         Reads no entries: the file names are enough.
         """
-        return sorted(path.stem for path in self._files() if matches(path.stem, pattern))
+        stems, match = [path.stem for path in self._files()], fnmatch.fnmatchcase
+        return sorted(s for s in stems if match(s, pattern) or match(s.partition(".")[0], pattern))
 
     def find(self, name: str) -> WeightsEntry:
         """The entry of ``architecture.tag``, or the default one of ``architecture``.
@@ -69,23 +69,15 @@ class WeightsTable:
         if name in self.entries:
             return self.entries[name]
         architecture = name.partition(".")[0]
-        candidates = _of(architecture, self.entries.values())
-        if name == architecture and candidates:
-            # an architecture's only weights need no mark
-            default = [e for e in candidates if e.default] or candidates
-            if len(default) == 1:
-                return default[0]
-        # no weights have this name: guess the name that the user meant
-        if name.endswith(".ckpt") or Path(name, CHECKPOINTS).is_dir():
-            raise UnknownWeightsError(
-                f"{name} is a run or its checkpoint, not weights: "
-                "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
-                "revzoo export RUN --format safetensors writes its weights"
-            )
-        known = [e.name for e in candidates]
-        nearest = did_you_mean(name, known or self.entries) or "."
-        start = f"there are no weights, file or folder {name!r}{nearest}"
-        listed = f"Known for {architecture}: {', '.join(known)}" if known else ""
+        known = [entry for entry in self.entries.values() if entry.architecture == architecture]
+        # an architecture's only weights need no mark
+        default = [entry for entry in known if entry.default or len(known) == 1]
+        if name == architecture and default:
+            return default[0]
+        names = [entry.name for entry in known]
+        start = f"there are no weights, file or folder {name!r}"
+        start += did_you_mean(name, names or self.entries) or "."
+        listed = f"Known for {architecture}: {', '.join(names)}" if names else ""
         raise UnknownWeightsError(
             f"{start} {listed or 'list_models(pretrained=True) lists all weights'}. Use "
             "pretrained=False, or checkpoint_path for your own file",
@@ -98,15 +90,6 @@ class WeightsTable:
             if not folder.is_dir():
                 raise EntryError(f"{folder} is not a folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether ``name``, or its part before the tag, matches (``*``, ``?``, ``[...]``)."""
-    return any(fnmatch.fnmatchcase(n, pattern) for n in (name, name.partition(".")[0]))
-
-
-def _of(architecture: str, entries: Iterable[WeightsEntry]) -> list[WeightsEntry]:
-    return [entry for entry in entries if entry.architecture == architecture]
 
 
 SHIPPED = WeightsTable(Path(__file__).parent / "entries")

@@ -21,7 +21,7 @@ from revzoo.cli.run.train import train
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.resume import graceful_stop as stop_module
 from revzoo.training.resume.graceful_stop import GracefulStop
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -59,7 +59,7 @@ WITHOUT_TORCH = {
     "eval ckpt=revnet38.cifar10 split=train": "split=train: expected one of test, val",
     "eval data=cifar10": "ckpt is needed",
     "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
-    "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
+    "eval ckpt=nowhere.ckpt": "no weights, file or folder 'nowhere.ckpt'",
 }
 WITHOUT_LIGHTNING = {
     "train precision=fp16 trainer=cpu": "needs a GPU",

@@ -9,7 +9,6 @@ import torch
 
 from revzoo.data import DataError, Digits
 from revzoo.data.state import check_state
-from revzoo.weights.limits import MAX_SIDE
 
 NUMBERS = {"mean": [4.9], "std": [6.0]}
 STATE = {
@@ -37,16 +36,16 @@ def test_states_of_this_and_of_older_versions_are_accepted() -> None:
     ("name", "value"),
     [
         *[("classes", v) for v in (None, 5, "ab", [], ["a"], ["a", "b", "c"], [1, 2], {"a": "b"})],
-        *[("pixel_max", v) for v in (None, 0, -1, True, "255", float("nan"), 1e300)],
+        *[("pixel_max", v) for v in (None, 0, -1, True, "255", float("nan"))],
         *[("normalisation", v) for v in (None, 5, {}, {"mean": [1.0]}, {"_target_": "os.system"})],
         *[("normalisation", {**NUMBERS, **v}) for v in ({"x": 1}, {"mean": "x"}, {"mean": 5.0})],
-        *[("normalisation", {**NUMBERS, "mean": [v]}) for v in ("x", float("inf"), 10**400)],
-        *[("normalisation", {**NUMBERS, "std": [v]}) for v in (0.0, -1.0, float("nan"), 1e-60)],
+        *[("normalisation", {**NUMBERS, "mean": [v]}) for v in ("x", float("inf"))],
+        *[("normalisation", {**NUMBERS, "std": [v]}) for v in (0.0, -1.0, float("nan"))],
         *[("normalisation", {name: [1.0] * n for name in NUMBERS}) for n in (0, 3)],
         ("normalisation", {**NUMBERS, "std": [1.0, 1.0]}),
-        *[("image_size", v) for v in ("big", -5, 0, 8.5, True, [8], MAX_SIDE + 1)],
+        *[("image_size", v) for v in ("big", -5, 0, 8.5, True, [8])],
         *[("in_chans", v) for v in ("1", 0, 3, True, torch.ones(2))],
-        *[("crop_pct", v) for v in ("x", 0, 1.5, float("nan"), 1e-6, True)],
+        *[("crop_pct", v) for v in ("x", 0, 1.5, float("nan"), True)],
         *[("order_seed", v) for v in ("x", -1, 0.5, torch.zeros(2))],
         *[("images", v) for v in (3, {"train": 9}, {"train": -1, "val": 1, "digest": ""})],
     ],

@@ -59,7 +59,7 @@ def test_files_with_other_objects_are_refused_with_the_way_out(zipped, tmp_path,
     ):
         content = {"state_dict": TENSORS, "other": other}
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
-        with pytest.raises(ConversionError, match=r"a\.pt names .*state_dict\(\)"):
+        with pytest.raises(ConversionError, match=r"a\.pt was not loaded.*state_dict\(\)"):
             read_tensors(path)
     assert not (tmp_path / "marker").exists()
     assert capsys.readouterr().out == ""
@@ -67,7 +67,7 @@ def test_files_with_other_objects_are_refused_with_the_way_out(zipped, tmp_path,
 
 def test_a_value_in_the_place_of_a_tensor_is_refused(tmp_path):
     torch.save({"w": torch.ones(1), "v": 2.5}, tmp_path / "a.pt")
-    with pytest.raises(ConversionError, match=r"'v': 2\.5 is a builtins\.float"):
+    with pytest.raises(ConversionError, match=r"not hold only tensors: v;"):
         read_tensors(tmp_path / "a.pt")
 
 
@@ -99,7 +99,7 @@ def test_other_files_are_refused(content, tmp_path):
 def test_tar_files_are_refused(tmp_path):
     with tarfile.open(tmp_path / "b.pt", "w") as archive:
         archive.addfile(tarfile.TarInfo("storages"))
-    with pytest.raises(ConversionError, match=r"b\.pt is a tar file"):
+    with pytest.raises(ConversionError, match=r"b\.pt was not loaded.*tar"):
         read_tensors(tmp_path / "b.pt")
 
 

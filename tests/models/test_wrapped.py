@@ -205,4 +205,4 @@ def test_a_keyword_that_no_checkpoint_can_hold_is_refused_before_training():
     """The run trained, and then its checkpoint could not be loaded."""
     assert Classifier({"name": "mynet", "depths": [1, 2], "name_of_head": "fc"})
     with pytest.raises(ValueError, match=r"model.name_of_head is refused.*choose a number"):
-        Classifier({"name": "mynet", "name_of_head": "timm/resnet.pt"})
+        Classifier({"name": "mynet", "name_of_head": nn.Linear})

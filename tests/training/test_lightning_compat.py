@@ -86,10 +86,6 @@ def test_their_values_in_a_run(tmp_path: Path) -> None:
         (False, 3),
     ]
     assert lightning_compat.started_processes(runner) == []
-    state = lightning_compat.new_fit_state()
-    assert state.keys() == runner.fit_loop.state_dict().keys()
-    assert lightning_compat.optimiser_steps(state) == 0
-    assert lightning_compat.optimiser_steps(runner.fit_loop.state_dict()) == 4
     assert lightning_compat.trainer_of(Classifier(TinyNet())) is None
 
 

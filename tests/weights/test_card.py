@@ -35,8 +35,8 @@ def test_unknown_facts_are_left_out():
         file="model.safetensors",
     )
     card = model_card(entry)
-    assert "tags: [image-classification, revzoo]" in card
-    assert "classification, reversible, revzoo]" in model_card(entry, reversible=True)
+    assert header(card)["tags"] == ["image-classification", "revzoo"]
+    assert "reversible" in header(model_card(entry, reversible=True))["tags"]
     assert {"license", "model-index"}.isdisjoint(header(card))
     assert "None" not in card
     assert "Trained with" not in card

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from revzoo.weights.errors import HubError
-from revzoo.weights.hub import fetch, fetch_folder, push_folder
+from revzoo.weights.files import fetch, fetch_folder, push_folder
 
 
 @pytest.fixture
@@ -61,15 +61,6 @@ def test_refusals_of_the_hub_are_reported(library, tmp_path):
         fetch("hf-hub:me/net", "none")
     with pytest.raises(HubError, match="refused the upload: no space"):
         push_folder(tmp_path, "me/full", private=False, message="")
-
-
-@pytest.mark.parametrize("name", ["net", "/net", "me/", "a/b/c", ""])
-def test_a_name_that_is_none_is_refused(library, tmp_path, name):
-    with pytest.raises(HubError, match="expected owner/name"):
-        fetch(f"hf-hub:{name}", "config.json")
-    with pytest.raises(HubError, match="expected owner/name"):
-        push_folder(tmp_path, name, private=False, message="")
-    assert library.calls == []
 
 
 def test_a_missing_library_raises_with_the_remedy(monkeypatch):

@@ -38,7 +38,7 @@ def test_of_several_entries_the_default_is_chosen(folder):
     change(folder, "revnet38.small", default=True)
     assert WeightsTable(folder).find("revnet38").name == "revnet38.small"
     change(folder, "revnet38.other", default=True)
-    with pytest.raises(EntryError, match="are both the default"):
+    with pytest.raises(EntryError, match="two are the default"):
         WeightsTable(folder).find("revnet38")
 
 

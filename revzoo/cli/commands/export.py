@@ -29,8 +29,7 @@ from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded
 from revzoo.profiling.units import in_units
-from revzoo.weights.run_files import checkpoint_of
-from revzoo.weights.source import SAVED
+from revzoo.weights.source import SAVED, checkpoint_of
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export

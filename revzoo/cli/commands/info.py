@@ -29,8 +29,7 @@ from revzoo.cli.status import status_of
 from revzoo.cli.terminal import columns, folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
-from revzoo.weights.run_files import checkpoint_of
-from revzoo.weights.source import SAVED, find_entry, resolve_source
+from revzoo.weights.source import SAVED, checkpoint_of, find_entry, resolve_source
 
 if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the weights
     import torch

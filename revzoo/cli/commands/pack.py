@@ -20,8 +20,7 @@ from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, recorded_words
 from revzoo.cli.status import status_of
 from revzoo.cli.terminal import folded_command
-from revzoo.weights.run_files import CHECKPOINTS
-from revzoo.weights.source import resolve_source
+from revzoo.weights.source import CHECKPOINTS, resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +114,7 @@ def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
-    from revzoo.weights.run_files import LAST
+    from revzoo.weights.source import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE
     if not path.is_file():

@@ -16,7 +16,7 @@ from revzoo.cli.config.config import parse, quoted_if_needed
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import recorded_words
-from revzoo.weights.run_files import CHECKPOINTS, LAST
+from revzoo.weights.source import CHECKPOINTS, LAST
 
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"

@@ -30,7 +30,7 @@ from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import epochs_of_run
 from revzoo.training.metrics import in_order
-from revzoo.weights.run_files import CHECKPOINTS, LAST
+from revzoo.weights.source import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 

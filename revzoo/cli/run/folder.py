@@ -37,8 +37,7 @@ from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
 from revzoo.training.resume.run_state import RunState
-from revzoo.weights.entry import parse_json
-from revzoo.weights.run_files import CHECKPOINTS
+from revzoo.weights.source import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +237,7 @@ def seconds_before(run_dir: Path) -> float:
     A killed session writes no summary and does not count.
     """
     try:
-        seconds = parse_json((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
+        seconds = json.loads((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
         check_number("train_seconds", seconds, high=MAX_SECONDS)
         return float(seconds)
     except FileNotFoundError:

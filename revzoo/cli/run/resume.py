@@ -33,10 +33,10 @@ from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CheckpointError, has_saved, read_last
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.checkpoint.validate import check_contents, check_parts
+from revzoo.training.checkpoint.validate import check_complete
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
+from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -105,19 +105,23 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def check_fits(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
-    """Check that a checkpoint fits the run's configuration.
+def check_fits(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, *, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` fits the run's configuration.
 
     Raises:
         DamagedCheckpointError: the checkpoint is damaged.
         CheckpointError: it comes from another run, or its hyperparameters are refused.
     """
-    check_parts(state)
-    # before check_contents, which builds the model that they describe
-    check_hyperparameters(state["hyper_parameters"])
-    check_same_run(config, state, run_dir)
+    # before check_complete, which builds the model that they describe
+    check_hyperparameters(state.get("hyper_parameters"))
     callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
-    check_contents(state, data=data_name(config), callbacks=callbacks)
+    try:
+        check_same_run(config, state, path, run_dir)
+        check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
+    except ValueError as error:  # options of another version
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _of_device(
@@ -158,8 +162,10 @@ def _changes(
     return changed
 
 
-def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
-    """Check that a checkpoint has the model and the recipe of the configuration.
+def check_same_run(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` has the model and the recipe of the configuration.
 
     Raises:
         CheckpointError: naming the section that differs.
@@ -167,7 +173,7 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     hyper = state["hyper_parameters"]
     model = hyper["model"]
     # these come from the data, which are compared by themselves
-    same_size = {name: model[name] for name in ("num_classes", "in_chans")}
+    same_size = {name: model.get(name) for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
     # a checkpoint contains the weights and does not record the source of the initial ones
     others = {*WEIGHTS_ARGUMENTS, "memory"}
@@ -178,14 +184,14 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     spec["name"] = spec["name"].partition(".")[0]
     # OptimSpec adds the defaults of options that are newer than the checkpoint
     expected: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
-    optim = OptimSpec.of(hyper["optim"]).plain()
+    optim = OptimSpec.of(hyper.get("optim")).plain()
     saved: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
     if names := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
         expected["data"], saved["data"] = data_name(config), ", ".join(names)
     for section, options in expected.items():
         if options != saved[section]:
             raise CheckpointError(
-                f"{run_dir / CONFIG_FILE} and the checkpoint differ in {section}: {options} and "
+                f"{run_dir / CONFIG_FILE} and {path} differ in {section}: {options} and "
                 f"{saved[section]}; restore the configuration with which the run started"
             )
 

@@ -21,12 +21,12 @@ from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from revzoo._checks import check_number
-from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved, was_saved
+from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.resume.resume_point import can_resume_here, is_last_chance
 from revzoo.training.resume.run_state import RunState
-from revzoo.weights.run_files import BEST, CHECKPOINTS, LAST
+from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,13 @@ class LastCheckpoint(Checkpoint):
             # due again in a minute, not after the whole interval
             self._saved_at += SAVE_AGAIN_AFTER - self.minutes * 60
             note_failed_save(trainer, self.path)
+
+
+def was_saved(trainer: pl.Trainer, path: Path) -> bool:
+    """Whether the last save to ``path`` succeeded; the same answer in all processes."""
+    # a user's trainer may have another plugin
+    saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
+    return trainer.strategy.broadcast(saved)  # only process 0 writes
 
 
 def note_failed_save(trainer: pl.Trainer, path: Path) -> None:

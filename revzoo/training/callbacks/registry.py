@@ -25,7 +25,7 @@ from revzoo._checks import (
 )
 from revzoo._lazy import LazyTable
 from revzoo.training.callbacks.checkpoints import BestCheckpoint
-from revzoo.weights.run_files import BEST, CHECKPOINTS
+from revzoo.weights.source import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
 

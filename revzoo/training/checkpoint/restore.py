@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ class Restored:
         network = self.module.model
         assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
         return network
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the classes, by label."""
-        return list(self.data_state["classes"])
 
     @property
     def image_size(self) -> int | None:
@@ -99,11 +93,18 @@ def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
     # checks hyperparameters and tensors
     module = Classifier.from_state(state, str(path))
-    data = _data_state(state, path)
+    # Lightning's key is the name of the class; two data modules would leave open which one trained
+    if len(states := data_states(state)) != 1:
+        raise CheckpointError(
+            f"{path} does not have the classes and the normalisation of its training, as after "
+            "training with your own DataModule: save them in Python, model = Classifier."
+            f"load_from_checkpoint({str(path)!r}).model, then {describing_save()}, and give "
+            "FOLDER; or use a checkpoint of a run of revzoo train"
+        )
     module.lay_out(channels_last=False)  # the layout of training does not matter here
-    restored = Restored(module.eval(), data)
+    restored = Restored(module.eval(), states[0])
     try:
-        check_state(data, num_classes=restored.network.num_classes, in_chans=restored.in_chans)
+        check_state(states[0], num_classes=restored.network.num_classes, in_chans=restored.in_chans)
     except DataError as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
     return restored
@@ -130,17 +131,3 @@ def _from_weights(source: str | Path) -> Restored:
         "crop_pct": entry.crop_pct,
     }
     return Restored(Classifier(model).eval(), data)
-
-
-def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """The saved state of the data module; Lightning's key for it is the name of its class."""
-    states = data_states(state)
-    # two data modules would leave open which one trained
-    if len(states) != 1:
-        raise CheckpointError(
-            f"{path} does not have the classes and the normalisation of its training, as after "
-            "training with your own DataModule: save them in Python, model = Classifier."
-            f"load_from_checkpoint({str(path)!r}).model, then {describing_save()}, and give "
-            "FOLDER; or use a checkpoint of a run of revzoo train"
-        )
-    return states[0]

@@ -27,13 +27,6 @@ from revzoo.training.resume.csv_logger import MetricsCSV
 
 def generator_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
-    # of all devices: this process learns its device later
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {**random_states_of_cpu(), "cuda": cuda}
-
-
-def random_states_of_cpu() -> dict[str, Any]:
-    """The part of :func:`generator_states` that every machine has."""
     # lists: weights_only refuses NumPy's arrays
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
@@ -41,6 +34,8 @@ def random_states_of_cpu() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
+        # of all devices: this process learns its device later
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }
@@ -106,29 +101,6 @@ class RunState(pl.Callback):
             # of each process: its grids have adapted to its own samples
             "growth": gathered(growth_of(self._module)),
             "row": None if row is None else [row[0], row[1]],
-        }
-
-    @staticmethod
-    def layout(saved: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, Any]:
-        """An example of :meth:`state_dict`, for :func:`.validate.differences`.
-
-        Values have the right types. None stands for any value.
-
-        Args:
-            saved: the state to validate, whose lists and mappings may have any length.
-            metrics: of the training steps, by name.
-        """
-        names = saved.get("recomputed")
-        growth = saved.get("growth")
-        steps = growth[0] if isinstance(growth, list) and growth else {}
-        return {
-            "random": [{**random_states_of_cpu(), "cuda": None}] * len(saved["random"]),
-            "metrics": states_of({n: m for n, m in metrics.items() if n in saved["metrics"]}),
-            "figures": dict.fromkeys(saved["figures"], 0.0),
-            "notes": {},
-            "recomputed": [""] * len(names if isinstance(names, list) else ()),
-            "growth": [{path: [0.0, 0.0, None] for path in steps}] * len(saved["random"]),
-            "row": None if saved.get("row") is None else [0, {}],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

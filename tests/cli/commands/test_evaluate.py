@@ -203,13 +203,13 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ([], "ckpt is needed"),
-        (["ckpt=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["ckpt=nowhere.ckpt"], "no weights, file or folder 'nowhere.ckpt'"),
         (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
         (["optim=adam"], "optim=adam: expected one of the keys of an evaluation, ckpt, "),
         (["memory=store"], "the memory mode does not matter"),
-        (["ckpt.ckpt"], "there is no checkpoint ckpt.ckpt"),
+        (["ckpt.ckpt"], "no weights, file or folder 'ckpt.ckpt'"),
         (["a.ckpt", "b.ckpt"], "b.ckpt: expected KEY=VALUE"),
         (["model=revnet38.cifar10"], "expected ckpt=revnet38.cifar10"),
     ],
@@ -338,7 +338,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
         (ENTRY.name, "give data=NAME"),
         ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
         ("resnet164", "there are no weights, file or folder 'resnet164'"),
-        ("nothing.safetensors", "there is no checkpoint"),
+        ("nothing.safetensors", "there are no weights, file"),
     ],
 )
 def test_missing_weights_end_with_a_message(ckpt: str, message: str) -> None:
@@ -438,7 +438,7 @@ def test_a_run_is_exported_with_its_classes(
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if kind == "safetensors":
         again = restore(path)
-        assert again.classes == data.classes
+        assert again.data_state["classes"] == data.classes
         numbers = normalisation_for(again.data_state, data.pixel_max)
         assert numbers["mean"] == pytest.approx(data.normalisation.state_dict()["mean"])
 
@@ -456,7 +456,7 @@ def test_a_name_is_exported(
         assert getattr(model.entry, fact) == getattr(ENTRY, fact)
     main(["export", "torchvision:resnet18", "--format", "safetensors"])
     assert (tmp_path / "torchvision-resnet18.safetensors").is_file()  # no colon
-    with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
+    with pytest.raises(SystemExit, match=r"no weights, file or folder 'nowhere\.ckpt'"):
         main(["export", "nowhere.ckpt", "--format", "pt2"])
     with pytest.raises(SystemExit, match="there are no weights, file or folder 'revnet83'"):
         main(["export", "revnet83", "--format", "pt2"])

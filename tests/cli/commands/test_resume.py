@@ -30,7 +30,7 @@ from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
 from revzoo.training.resume import graceful_stop as stop_module
 from revzoo.training.resume.graceful_stop import GracefulStop
-from revzoo.weights.run_files import LAST, PREVIOUS
+from revzoo.weights.source import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = (
@@ -209,11 +209,11 @@ def test_a_state_with_wrong_parts_is_damaged(
     last, previous = (stopped / "checkpoints" / name for name in (LAST, PREVIOUS))
     change(last, *DAMAGE)
     good = previous.read_bytes()
-    change(previous, "global_step", 99)
+    change(previous, "state_dict/model.fc.bias", torch.ones(3))
     before = files(stopped)
     message = refused(stopped)
-    assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
-    assert f"the one before it, too: {previous} is damaged (global_step is 99" in message
+    assert f"{last} has NaN or Inf in model.fc.bias" in message
+    assert f"the one before it, too: the tensors of {previous} do not fit the model" in message
     assert len(message.splitlines()) == 1
     assert files(stopped) == before
     previous.write_bytes(good)
@@ -227,8 +227,16 @@ def test_a_state_with_wrong_parts_is_damaged(
     ("key", "value", "message"),
     [
         ("hyper_parameters/_target_", "os.system", "hyperparameter _target_ is refused"),
-        ("hyper_parameters/model/_target_", "os.system", "model._target_ is refused"),
-        ("hyper_parameters/optim/_target_", "os.system", "optim._target_ is refused"),
+        (
+            "hyper_parameters/model/_target_",
+            "os.system",
+            "revnet38 takes no keyword '_target_'",
+        ),
+        (
+            "hyper_parameters/optim/_target_",
+            "os.system",
+            "last.ckpt: optim._target_: no such",
+        ),
         ("hyper_parameters/model/units", [1, 1, 2], "differ in model"),
         ("CIFAR10", {}, "differ in data: Digits and Digits, CIFAR10"),
         ("Digits/classes", list("abcdefghij"), "only in the data: 0, 1, 2"),
@@ -476,10 +484,11 @@ def test_options_newer_than_the_checkpoint_are_ignored(compose: Any, tmp_path: P
     config = compose()
     model = {**config["model"], "num_classes": 10, "in_chans": 1}
     optim = {key: value for key, value in config["optim"].items() if key != "decay_all"}
-    check_same_run(config, {"hyper_parameters": {"model": model, "optim": optim}}, tmp_path)
+    state, paths = {"model": model, "optim": optim}, (tmp_path / "last.ckpt", tmp_path)
+    check_same_run(config, {"hyper_parameters": state}, *paths)
     kept = {"model": model, "optim": {**optim, "weight_decay": 0.1}}
     with pytest.raises(CheckpointError, match="differ in optim"):
-        check_same_run(config, {"hyper_parameters": kept}, tmp_path)
+        check_same_run(config, {"hyper_parameters": kept}, *paths)
 
 
 @pytest.mark.parametrize(

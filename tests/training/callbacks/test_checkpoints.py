@@ -16,7 +16,11 @@ from revzoo.training.callbacks.checkpoints import (
     best_checkpoint_path,
 )
 from revzoo.training.checkpoint import files
-from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoint.files import (
+    PlainCheckpointIO,
+    UnwritableCheckpointError,
+    read_checkpoint,
+)
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.run_state import RunState
 
@@ -211,15 +215,14 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run ended without a best.ckpt."""
-    monkeypatch.setattr(files, "RETRY_AFTER", ())
-    write = files._write
+    write = files.write_checkpoint
 
     def full_in_epoch_1(state: Any, path: Path) -> None:
         if state["epoch"] == 1:
-            raise OSError(28, "No space left on device")
+            raise UnwritableCheckpointError("No space left on device")
         write(state, path)
 
-    monkeypatch.setattr(files, "_write", full_in_epoch_1)
+    monkeypatch.setattr(files, "write_checkpoint", full_in_epoch_1)
     runner, _ = trainer_with_best(tmp_path, 4)
     module = Scripted([0.5, 0.9, 0.7, 0.6], [1.0, 1.0, 1.0, 1.0])
     runner.fit(module, loader(), loader(), weights_only=True)
@@ -229,11 +232,8 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count(
     assert best_checkpoint_path(runner) is None
 
 
-def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(tmp_path: Path) -> None:
     """A read-only or deleted checkpoint folder ended the run with a traceback."""
-    monkeypatch.setattr(files, "RETRY_AFTER", ())
     (tmp_path / "checkpoints").write_text("no folder")
     (last,) = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
     runner = trainer(

@@ -10,7 +10,7 @@ from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 

@@ -13,7 +13,7 @@ from revzoo.training.callbacks.finite import FirstFailure
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.run_state import RunState
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 
 class Spoil(pl.Callback):

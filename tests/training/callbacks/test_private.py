@@ -16,7 +16,7 @@ from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.private import PrivateTraining, noise_seed
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 pytest.importorskip("opacus")
 

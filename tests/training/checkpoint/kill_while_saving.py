@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from revzoo.training.checkpoint.files import read_checkpoint, write_checkpoint
-from revzoo.weights.run_files import LAST, PREVIOUS
+from revzoo.weights.source import LAST, PREVIOUS
 
 
 def save_forever(folder: Path, number: int, pipe: int) -> None:

@@ -26,7 +26,7 @@ from revzoo.training.checkpoint.files import (
     read_last,
     write_checkpoint,
 )
-from revzoo.weights.run_files import LAST, PREVIOUS
+from revzoo.weights.source import LAST, PREVIOUS
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,22 +58,20 @@ class Word(str):
 
 
 @pytest.mark.parametrize(
-    "value", [np.float64(1), Path("a"), {1, 2}, len, Word("a"), torch.nn.Parameter(torch.ones(1))]
+    ("value", "named"),
+    [
+        (np.float64(1), "numpy.*scalar"),
+        (Path("a"), "pathlib.PosixPath"),
+        (len, "builtin"),
+        (Word("a"), "test_files.Word"),
+    ],
 )
-def test_other_types_are_refused_by_their_key(value: Any, tmp_path: Path) -> None:
+def test_what_no_run_could_read_is_not_written(value: Any, named: str, tmp_path: Path) -> None:
     path = save(tmp_path / LAST, 1)
-    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['x'\]\[1\]: .* is a "):
+    with pytest.raises(CheckpointError, match=f"last.ckpt is not written.*{named}.*expected"):
         write_checkpoint(state(2, callbacks={"x": [0, value]}), path)
     assert read_checkpoint(path)["number"] == 1
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
-
-
-def test_a_key_is_refused_by_its_type_not_by_its_text(tmp_path: Path) -> None:
-    """A plain value under ``a: the key`` was refused, and a tensor as a key was written."""
-    write_checkpoint(state(1, callbacks={"a: the key": 3}), tmp_path / LAST)
-    assert read_checkpoint(tmp_path / LAST)["callbacks"] == {"a: the key": 3}
-    with pytest.raises(CheckpointError, match=r"\['callbacks'\]: the key tensor\(1.*Tensor"):
-        write_checkpoint(state(2, callbacks={torch.tensor(1): 3}), tmp_path / LAST)
 
 
 def test_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
@@ -127,18 +125,7 @@ def test_file_and_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         events.clear()
         save(tmp_path / LAST)
     temporary = tmp_path / ".last.ckpt.saving"
-    assert events == [
-        str(temporary),
-        ".previous.ckpt.saving->previous.ckpt",
-        ".last.ckpt.saving->last.ckpt",
-        str(tmp_path),
-    ]
-
-
-def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".best.ckpt.saving").write_bytes(b"half")
-    save(tmp_path / LAST)
-    assert [p.name for p in tmp_path.iterdir()] == [LAST]
+    assert events == [str(temporary), ".last.ckpt.saving->last.ckpt", str(tmp_path)]
 
 
 class Hostile:
@@ -186,7 +173,12 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "0 bytes"), (b"<html>", "6 bytes"), ({"a": 1}, r"got \['a'\]"), ([1], "got list")],
+    [
+        (b"", "not a checkpoint"),
+        (b"<html>", "not a checkpoint"),
+        ({"a": 1}, r"got \['a'\]"),
+        ([1], "got list"),
+    ],
 )
 def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -199,9 +191,9 @@ def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*a\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"there is no file .*a\.ckpt"):
         read_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*last\.ckpt"):
+    with pytest.raises(CheckpointError, match=r"there is no file .*last\.ckpt"):
         read_last(tmp_path)
 
 
@@ -242,11 +234,11 @@ def test_a_file_that_the_system_does_not_open_is_not_damaged(
 def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
     """A check that refuses states with these numbers as damaged, or as another run's."""
 
-    def check(found: dict[str, Any]) -> None:
+    def check(found: dict[str, Any], path: Path) -> None:
         if found["number"] in damaged:
-            raise DamagedCheckpointError(f"number {found['number']} is bad")
+            raise DamagedCheckpointError(f"{path} is bad")
         if found["number"] in refused:
-            raise CheckpointError("of another run")
+            raise CheckpointError(f"{path}: of another run")
 
     return check
 
@@ -258,7 +250,7 @@ def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
         (checker(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
         (
             checker(damaged=[0, 1]),
-            r"1 is bad\): restore .*; the one before it, too: .*previous\.ckpt",
+            r"last.ckpt is bad; the one before it, too: .*previous\.ckpt is bad",
             {LAST, PREVIOUS},
         ),
         (checker(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
@@ -318,31 +310,6 @@ def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
     assert files.TEMPORARY not in "".join(p.name for p in tmp_path.iterdir())
 
 
-@pytest.fixture
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "RETRY_AFTER", (0.0, 0.0))
-
-
-@pytest.mark.usefixtures("no_waiting")
-@pytest.mark.parametrize(("failures", "saved"), [(1, 2), (2, 2), (3, 1)])
-def test_a_transient_error_is_retried(
-    failures: int, saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One transient EIO or ESTALE while saving ended a healthy run."""
-    path, fsync, errors = save(tmp_path / LAST, 1), os.fsync, [5, 116, 5][:failures]
-
-    def flaky(handle: int) -> None:
-        if errors:
-            raise OSError(errors.pop(), "transient")
-        fsync(handle)
-
-    monkeypatch.setattr(os, "fsync", flaky)
-    PlainCheckpointIO().save_checkpoint(state(2), path)
-    assert read_checkpoint(path)["number"] == saved
-    assert not [p.name for p in tmp_path.iterdir() if p.name.endswith(".saving")]
-
-
-@pytest.mark.usefixtures("no_waiting")
 def test_only_an_hour_of_failed_saves_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -362,39 +329,3 @@ def test_only_an_hour_of_failed_saves_ends_the_run(
     clock[0] += 1000
     with pytest.raises(CheckpointError, match=r"cannot write .*file/last.ckpt"):
         io.save_checkpoint(state(), blocked / LAST)
-
-
-def nested(levels: int, width: int) -> list[Any]:
-    found: list[Any] = [1]
-    for _ in range(levels):
-        found = [found] * width
-    return found
-
-
-@pytest.mark.parametrize(("levels", "width"), [(40, 10), (2000, 1)], ids=["wide", "deep"])
-@pytest.mark.timeout(20)
-def test_lists_that_nest_too_deeply_are_refused_by_name(
-    levels: int, width: int, tmp_path: Path
-) -> None:
-    """Nested shared lists in hyperparameters or optimiser state made validation hang."""
-    place = r"\['hyper_parameters'\]\['model'\]\['units'\].* holds more than 2,000,000"
-    bad = state(hyper_parameters={"model": {"units": nested(levels, width)}})
-    with pytest.raises(CheckpointError, match=place):
-        write_checkpoint(bad, tmp_path / LAST)
-    if width > 1:  # torch itself cannot save the deep one
-        torch.save(bad, tmp_path / LAST)
-        with pytest.raises(
-            DamagedCheckpointError, match=r"last\.ckpt\S* holds more than 2,000,000 values"
-        ):
-            read_checkpoint(tmp_path / LAST)
-
-
-@pytest.mark.timeout(10)
-def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
-    """A tensor larger than its storage is refused before memory is allocated."""
-    huge = torch.zeros(1).expand(700_000_000_000)
-    torch.save(state(optimizer_states=[{"state": {0: {"momentum_buffer": huge}}}]), tmp_path / LAST)
-    with pytest.raises(
-        DamagedCheckpointError, match=r"last\.ckpt.*'momentum_buffer'\] of shape .* more than"
-    ):
-        read_checkpoint(tmp_path / LAST)

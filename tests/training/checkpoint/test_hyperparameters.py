@@ -43,32 +43,27 @@ def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("hyper", "key"),
+    ("hyper", "message"),
     [
-        ({"model": TINY, "_target_": "hostile.act"}, "_target_"),
-        ({"model": {**TINY, "_target_": "hostile.act"}}, "model._target_"),
-        ({"model": {**TINY, "norm": {"_target_": "hostile.act"}}}, "model.norm"),
-        ({"model": {**TINY, "units": [1, {"_target_": "hostile.act"}]}}, "model.units"),
-        ({"model": {**TINY, "norm": "hostile.act"}}, "model.norm"),
-        ({"model": {**TINY, "name": "hostile"}}, "model.name"),
-        ({"model": {**TINY, "norm": "${hostile}"}}, "model.norm"),
-        ({"model": {**TINY, "checkpoint_path": "hostile"}}, "model.checkpoint_path"),
-        ({"model": {**TINY, "pretrained": True}}, "model.pretrained"),
-        ({"model": TINY, "optim": {"name": "hostile.act"}}, "optim.name"),
+        ({"model": TINY, "_target_": "hostile.act"}, "hyperparameter _target_ is refused"),
+        ({"model": TINY, "_instantiator": "hostile.act"}, "_instantiator is refused"),
+        ({"model": {**TINY, "name": "hostile"}}, "model.name is refused"),
+        ({"model": {**TINY, "checkpoint_path": "hostile"}}, "model.checkpoint_path is refused"),
+        ({"model": {**TINY, "pretrained": True}}, "model.pretrained is refused"),
+        ({"model": {**TINY, "norm": {"_target_": "hostile.act"}}}, "model.norm is refused"),
+        ({"model": {**TINY, "units": [1, {"_target_": "x"}]}}, "model.units is refused"),
+        ({"model": {**TINY, "_target_": "hostile.act"}}, "no keyword '_target_'"),
+        ({"model": {**TINY, "norm": "hostile.act"}}, "cannot be created .*norm=hostile.act"),
+        ({"model": {**TINY, "norm": "${hostile}"}}, "cannot be created .*norm="),
+        ({"model": TINY, "optim": {"name": "hostile.act"}}, "cannot be created .*optim.name"),
         ({"model": TINY, "optim": {"schedule": SHARED}}, "optim.schedule._target_"),
-        (
-            {"model": SHARED, "optim": {"schedule": SHARED}},
-            "optim.schedule._target_|model._target_",
-        ),
-        ({"model": TINY, "_instantiator": "hostile.act"}, "_instantiator"),
-        ({"model": TINY, "_class_path": "hostile.act"}, "_class_path"),
     ],
 )
 def test_references_are_refused_before_anything_is_imported(
-    hyper: Any, key: str, hostile: Path, tmp_path: Path
+    hyper: Any, message: str, hostile: Path, tmp_path: Path
 ) -> None:
     path = checkpoint(tmp_path / "a.ckpt", hyper)
-    with pytest.raises(CheckpointError, match=f"hyperparameter ({key}) is refused"):
+    with pytest.raises(CheckpointError, match=message):
         Classifier.load_from_checkpoint(path)
     assert "hostile" not in sys.modules
     assert list(hostile.iterdir()) == []
@@ -88,7 +83,7 @@ def test_pickled_calls_are_not_made(hostile: Path, tmp_path: Path) -> None:
             return Path.touch, (hostile / "called",)
 
     torch.save({"state_dict": {}, "hyper_parameters": {"model": Call()}}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="names getattr"):
+    with pytest.raises(CheckpointError, match=r"was not loaded.*GLOBAL getattr"):
         Classifier.load_from_checkpoint(tmp_path / "a.ckpt")
     for reader in ({"weights_only": False}, {"hparams_file": "hparams.yaml"}):
         with pytest.raises(ValueError, match="read as plain data only"):

@@ -145,7 +145,7 @@ def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
 )
 def test_impossible_data_states_are_refused(data: Any, message: str, tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
-    assert restore(path).classes == DATA["classes"]
+    assert restore(path).data_state["classes"] == DATA["classes"]
     save(path, Data={**DATA, **data})
     with pytest.raises(CheckpointError, match=rf"a\.ckpt cannot be used: .*{message}"):
         restore(path)

@@ -16,7 +16,7 @@ from revzoo.training import Classifier, Reconstructions, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import RunStopped
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 
 def rows(path: Path) -> list[dict[str, str]]:

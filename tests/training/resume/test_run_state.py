@@ -24,7 +24,7 @@ from revzoo.training.checkpoint.files import (
 from revzoo.training.resume import graceful_stop as stop_module
 from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.resume.run_state import RunState, generator_states, set_generator_states
-from revzoo.weights.run_files import LAST
+from revzoo.weights.source import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs
