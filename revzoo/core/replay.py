@@ -151,7 +151,7 @@ class Executed:
     # the forward pass
 
     def _evaluate(
-        self, step: Step, fn: Callable[..., Any], inputs: State, needs: Sequence[bool]
+        self, step: Invertible, fn: Callable[..., Any], inputs: State, needs: Sequence[bool]
     ) -> Any:
         """``fn(*inputs, **context)`` of code that may record: detached, and without a graph."""
         try:
@@ -173,7 +173,7 @@ class Executed:
         self.differentiable = [t.requires_grad for t in found]
         return tree_map_only(Tensor, Tensor.detach, values)
 
-    def _refuse_graphs(self, step: Step, values: Any, start: int) -> None:
+    def _refuse_graphs(self, step: Invertible, values: Any, start: int) -> None:
         """Raise if the step uses a tensor with a graph of its own, or leaves one behind."""
         roots = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
         for node in _nodes(roots):
