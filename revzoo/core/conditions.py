@@ -11,8 +11,9 @@ NOTE [ The contract ]
     3. the ``training`` flags of the step's modules;
     4. parameters: the same tensors as in the forward pass. One that was changed in place raises;
     5. buffers: torch's norms update scratch tensors, so a batch counts once. Other small buffers
-       start from their values before the forward pass. A large one that changed raises. Grids of
-       inner chains start from what they were, too;
+       start from their values before the forward pass. A large one that changed raises, and so do
+       statistics that a norm read in evaluation mode. Grids of inner chains start from what they
+       were, too;
     6. the buffers that an inverse needs (``Invertible.carried``): their values after the forward
        pass.
 
@@ -407,6 +408,10 @@ class Conditions:
             held = [(table, key, table[key]) for table, key in members.buffers]
             self._copies = [(d, key, t.clone()) for d, key, t in held if t.numel() <= SMALL]
             self._watched = [(b, version_of(b[2])) for b in held if b[2].numel() > SMALL]
+        if read := [m._buffers for m in members.norms if not m.training]:
+            # BatchNorm changes its averages without a new version, but not its counter
+            statistics = [(d, k, t) for d in read for k, t in d.items() if t is not None]
+            self._watched = [*self._watched, *((b, version_of(b[2])) for b in statistics)]
 
     @property
     def name(self) -> str:
