@@ -59,6 +59,14 @@ def test_list_prints_names_that_match(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "revnet110\n"
 
 
+@pytest.mark.parametrize("arguments", [["*"], ["*", "--all"], ["*_memcnn"]])
+def test_memcnns_variants_are_listed_where_asked_for(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["list", *arguments])
+    assert ("revnet38_memcnn" in capsys.readouterr().out) == (arguments != ["*"])
+
+
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
 def test_list_prints_networks_of_libraries(
     library: str, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,6 @@
 """``revzoo list 'revnet*'``: names of models; with ``--pretrained``, of weights.
 
-    revzoo list                   all models of the zoo
+    revzoo list                   the models of the zoo; --all: MemCNN's variants of them, too
     revzoo list 'torchvision:*'   networks of torchvision; 'timm:*' of timm
 
 Does not import torch, so it answers at once.
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "pattern", nargs="?", default="*", help="may have *, ? and [...]; all by default"
     )
+    parser.add_argument("--all", action="store_true", help="variants ending in _memcnn, too")
     parser.add_argument("--pretrained", action="store_true", help="names of weights instead")
     add_weights_option(parser)
 
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> None:
         names = weights_table(args).names(args.pattern)
     else:
         names = fnmatch.filter(model_names(), args.pattern) + matching_names(args.pattern)
+        if not (args.all or "memcnn" in args.pattern):
+            names = [name for name in names if not name.endswith("_memcnn")]
     if not names:
         raise ValueError(_no_match(args.pattern, pretrained=args.pretrained))
     sys.stdout.write("\n".join(names) + "\n")

@@ -52,7 +52,7 @@ def choices(folder: Path) -> dict[str, list[str]]:
 
 
 def groups(folder: Path, *, margin: int = 0) -> list[str]:
-    """A line for each group, wrapped to the terminal.
+    """A line for each group, wrapped to the terminal; without MemCNN's variants of networks.
 
     Args:
         folder: of the groups.
@@ -61,7 +61,7 @@ def groups(folder: Path, *, margin: int = 0) -> list[str]:
     column = 12  # of the choices
     return [
         textwrap.fill(
-            f"{name:{column}}{', '.join(names)}",
+            f"{name:{column}}{', '.join(n for n in names if not n.endswith('_memcnn'))}",
             shutil.get_terminal_size().columns - margin,
             initial_indent=" " * margin,
             subsequent_indent=" " * (margin + column),
