@@ -1,6 +1,6 @@
 """``revzoo list 'revnet*'``: names of models; with ``--pretrained``, of weights.
 
-    revzoo list                   the models of the zoo; --all: MemCNN's variants, too
+    revzoo list                   the models of the zoo; --all: MemCNN's, too
     revzoo list 'torchvision:*'   networks of torchvision; 'timm:*' of timm
 
 Does not import torch, so it answers at once.
