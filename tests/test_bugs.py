@@ -791,7 +791,7 @@ def test_check_inverse_where_an_inverse_lacks_a_dtype():
 @pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
 @pytest.mark.parametrize("kind", ["step", "pre", "global", "in place"])
 def test_a_forward_hook_on_a_step_that_changes_its_streams(mode, kind):
-    """The replay ignored it: gradients of a different loss, without an error."""
+    """The replay ignored it: gradients of a different loss. Such a step is recomputed."""
     net, x = linear_net().float(), vectors().detach().float().requires_grad_()
     step = net[1][0]
 
@@ -813,14 +813,13 @@ def test_a_forward_hook_on_a_step_that_changes_its_streams(mode, kind):
     grid = 14 if mode == "exact" else None
     try:
         expected = gradients(net, "store", x, grid=grid)
-        if mode in ("invert", "exact"):
-            with pytest.raises(RuntimeError, match=r"hook on steps\.1\.steps\.0 .*'recompute'"):
+        if kind == "global" and mode in ("invert", "exact"):
+            with pytest.raises(DriftError):
                 gradients(net, mode, x, grid=grid)
         else:
-            assert error(gradients(net, mode, x, grid=grid), expected) < 1e-12
+            assert error(gradients(net, mode, x, grid=grid), expected) < 1e-5
     finally:
         handle.remove()
-    assert "forward" not in vars(step)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
@@ -837,8 +836,12 @@ def test_a_hook_on_a_step_with_its_log_determinant():
     """There the step is called inside another one."""
     net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))])
     net[0].register_forward_hook(lambda m, args, outputs: tuple(2 * t for t in outputs))
-    with pytest.raises(RuntimeError, match="hook on"):
-        net.forward_with_log_det(torch.randn(2, 8, requires_grad=True))
+    x, found = torch.randn(2, 8, requires_grad=True), []
+    for mode in ("invert", "store"):
+        set_memory(net, mode)
+        y, _ = net.forward_with_log_det(x)
+        found.append(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
+    assert error(*found) < 1e-5
 
 
 def kept_bytes(run):

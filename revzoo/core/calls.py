@@ -1,16 +1,14 @@
 """Calls a step or its inverse.
 
-On a grid, the integer words of the streams move with the float values. A hook that changes a
-stream, or a change in place, raises: the inverse would not undo it.
+On a grid, the integer words of the streams move with the float values. A change of a stream in
+place raises: the inverse would not undo it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module
@@ -21,25 +19,33 @@ from revzoo.core.fixedpoint.words import (
     move_words,
     within,
 )
-from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
-from revzoo.core.tensors import as_dense, storage_id, version_of, versions_of
+from revzoo.core.invertible import Invertible, State, Step, as_state, name_of
+from revzoo.core.tensors import as_dense, versions_of
 
 
 def call_on_grid(
-    call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
+    call: Callable[..., Any],
+    step: Step,
+    state: State,
+    context: Mapping[str, Any],
+    *,
+    inverts: bool = False,
 ) -> Any:
-    """``call(step, *state, **context)``; the words move with the values."""
+    """``call(step, *state, **context)``; the words move with the values.
+
+    Not if a hook may change the outputs, unless the step ``inverts``: then no hook may.
+    """
     if not _keeps_words_of(step):
         return call(step, *state, **context)
     with within(step):
         if not step.moves_values:
             return call(step, *state, **context)
-        # plain_call does not check hooks: outputs that a hook may have changed get no words
-        trusted = call is call_without_changing_hooks or not hooked(step)
         return _call_with_words(
             step,
             functools.partial(call, step, *state, **context),
-            functools.partial(step.forward, **context) if trusted else None,
+            functools.partial(step.forward, **context)
+            if inverts or runs_forward_alone(step)
+            else None,
             state,
             step.extras,
         )
@@ -113,89 +119,14 @@ def _call_with_words(
     return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 
-def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
-    """Call ``step``; its forward hooks may read the streams, but not change them.
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether the layer has hooks of its own.
 
-    Raises:
-        RuntimeError: a hook changed a stream, which the inverse of the step would not undo.
+    Forward hooks may change streams, which no inverse undoes. Backward hooks need a graph of the
+    call, which an inverted step does not have.
     """
-    if not hooked(step):
-        return plain_call(step, *state, **context)
-    before = _identity(state)
-    # a hook sees the tensors before and after forward(), so compare what forward() got and returned
-    # with the caller's tensors
-    with _watched(step) as inside:
-        outputs = plain_call(step, *state, **context)
-    if inside and inside != [before, _identity(as_state(outputs, step))]:
-        raise RuntimeError(
-            f"a forward hook on {name_of(step)} changed its streams, which its inverse would not "
-            "undo: put the change into a step, or use memory='recompute' or 'store' for this step"
-        )
-    return outputs
-
-
-class _Watch(NamedTuple):
-    """A step whose ``forward`` is wrapped while calls of one or more threads run."""
-
-    users: list[int]  # number of running calls
-    on_instance: bool  # whether ``forward`` was an attribute of the step, not only of its class
-    forward: Callable[..., Any]
-
-
-class _Thread(threading.local):
-    inside: dict[int, list[list[Any]]] = {}  # noqa: RUF012 -- replaced, never changed
-
-
-_thread = _Thread()  # the records of _watched, by the id of the step
-_watches: dict[int, _Watch] = {}
-_watching = threading.Lock()
-
-
-@contextlib.contextmanager
-def _watched(step: Step) -> Iterator[list[list[Any]]]:
-    """Record arguments and outputs of this thread's last call of ``forward`` in a list."""
-    inside: list[list[Any]] = []
-    # a new dictionary: all threads share the first one
-    outer = _thread.inside
-    _thread.inside = {**outer, id(step): inside}
-    with _watching:
-        watch = _watches.get(id(step))
-        if watch is None:
-            # one wrapper for all threads, counted: the last call to end removes it
-            watch = _Watch([0], "forward" in vars(step), step.forward)
-            _watches[id(step)] = watch
-            step.forward = functools.partial(_watched_forward, step, watch.forward)
-        watch.users[0] += 1
-    try:
-        yield inside
-    finally:
-        _thread.inside = outer
-        with _watching:
-            watch.users[0] -= 1
-            if not watch.users[0]:
-                del _watches[id(step)]
-                if watch.on_instance:
-                    step.forward = watch.forward
-                else:
-                    # deleted, not assigned: as an attribute it would hold the step in a cycle
-                    del step.forward
-
-
-def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    outputs = forward(*args, **kwargs)
-    inside = _thread.inside.get(id(step))
-    if inside is not None:
-        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
-    return outputs
-
-
-def hooked(layer: nn.Module) -> bool:
-    """Whether forward hooks run on the layer, either its own or global ones."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks) or _global_hooks()
-
-
-def _global_hooks() -> bool:
-    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def calls_only_forward(layer: nn.Module) -> bool:
@@ -205,20 +136,8 @@ def calls_only_forward(layer: nn.Module) -> bool:
 
 def runs_forward_alone(layer: nn.Module) -> bool:
     """Whether ``nn.Module.__call__`` of ``layer`` runs its class's ``forward`` and no hook."""
-    own = layer._backward_hooks or layer._backward_pre_hooks
-    of_all = module._global_backward_hooks or module._global_backward_pre_hooks
     replaced = layer._compiled_call_impl is not None or "forward" in vars(layer)
-    return not (hooked(layer) or own or of_all or replaced)
-
-
-def _identity(state: tuple[Any, ...]) -> list[Any]:
-    """Memory, geometry and version of each stream; equal for an alias."""
-    return [
-        (storage_id(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
-        if isinstance(t, Tensor)
-        else t
-        for t in state
-    ]
+    return not (has_hooks(layer) or replaced or module._has_any_global_hook())
 
 
 def explain_transforms(error: Exception, step: Step) -> None:

@@ -32,6 +32,7 @@ from revzoo.core.calls import (
     call_on_grid,
     explain_streams,
     explain_transforms,
+    has_hooks,
     refuse_changed_inputs,
     runs_forward_alone,
 )
@@ -163,9 +164,7 @@ class _Invert(_Recompute):
     inverts = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        # backward hooks need a graph of the call, which an inverted step does not have
-        watched = step._backward_hooks or step._backward_pre_hooks
-        if not isinstance(step, Invertible) or not step.invertible or watched:
+        if not isinstance(step, Invertible) or not step.invertible or has_hooks(step):
             return super().run(step, state, context)
         limit = self.drift_limit(step)
         return tape.run_inverting((step,), Members.of(step), state, context, limit)
@@ -236,7 +235,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     branches instead.
 
     Raises:
-        RuntimeError: the step changed its input in place, or a hook on it changed its streams.
+        RuntimeError: the step changed its input in place.
         ValueError: the step takes a different number of streams, or only integers can invert it.
     """
     return as_state(run_in_mode(step, state, context), step)

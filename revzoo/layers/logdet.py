@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.core.calls import call_on_grid, call_without_changing_hooks, inverse_on_grid
+from revzoo.core.calls import call_on_grid, has_hooks, inverse_on_grid
 from revzoo.core.invertible import (
     Invertible,
     Recorder,
@@ -55,6 +55,8 @@ class WithLogDet(Invertible):
         self.streams = step.streams + 1
         self.extras = step.extras
         Settings.of(step).assign(self)
+        if has_hooks(step) and mode_of(self.memory).inverts:
+            self.memory = "recompute"  # hooks may change the streams
         self.label = name_of(step)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
@@ -66,14 +68,10 @@ class WithLogDet(Invertible):
             log_dets.append(log_det)
             return outputs
 
-        call: Callable[..., Any]
+        call: Callable[..., Any] = plain_call
+        # otherwise forward and log_det are separate, and the step can be called with its hooks
         if type(step).forward_with_log_det is not Invertible.forward_with_log_det:
             call = with_log_det
-        # otherwise forward and log_det are separate, and the step can be called with its hooks
-        elif mode_of(self.memory).inverts:
-            call = call_without_changing_hooks
-        else:
-            call = plain_call
         outputs = as_state(call_on_grid(call, step, tuple(streams), context))
         log_det = log_dets[0] if log_dets else step.log_det(*streams, **context)
         cut = len(outputs) - self.extras
