@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -16,7 +16,7 @@ from revzoo.core.calls import refuse_changed_outputs
 from revzoo.core.conditions import leave, repeating
 from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.guard.ranges import RangeError
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state, streams_of
 from revzoo.core.modes import on_grid_of
 from revzoo.core.tensors import versions_of
 
@@ -33,12 +33,11 @@ class StepError(NamedTuple):
 
 
 class InverseReport(tuple[StepError, ...]):
-    """Errors per dtype and step; the row ``"whole"`` is the round trip of the whole module.
+    """Errors per dtype and step; it prints as a table of the relative errors.
 
-    For a model with invertible parts it has a row for each part, and none for the whole.
-
-    It prints as a table of the relative errors. ``skipped`` maps each dtype without rows to the
-    error that the module raised in it.
+    The row ``"whole"`` is the round trip of the whole module; a model with invertible parts has a
+    row for each part instead. ``skipped`` maps each dtype without rows to the error that the module
+    raised in it.
     """
 
     skipped: dict[torch.dtype, str]
@@ -56,29 +55,24 @@ class InverseReport(tuple[StepError, ...]):
         Raises:
             ValueError: ``dtype`` was skipped, or not checked.
         """
-        if dtype in self.skipped:
-            raise ValueError(f"{dtype} was skipped: {self.skipped[dtype]}")
         errors = [row.relative for row in self if row.dtype == dtype]
         if not errors:
-            checked = ", ".join(dict.fromkeys(str(row.dtype) for row in self))
-            raise ValueError(f"dtype={dtype} was not checked; this report has {checked}")
+            why = self.skipped.get(dtype, "pass it in dtypes")
+            raise ValueError(f"dtype={dtype} was not checked: {why}")
         return float(torch.tensor(errors).max())  # NaN if one is NaN
 
     def __str__(self) -> str:
         dtypes = list(dict.fromkeys(row.dtype for row in self))
         columns = [[row for row in self if row.dtype == dtype] for dtype in dtypes]
         width = max(len(row.name) for row in self)
-        heads = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        lines = [
-            "largest error of inverse(forward(x)), relative to the largest x",
-            f"{'':{width}}" + "".join(f"{head:>10}" for head in heads),
-        ]
+        table = [("", [str(dtype).removeprefix("torch.") for dtype in dtypes])]
         for rows in zip(*columns, strict=True):  # the same steps for each dtype
             errors = [f"{row.relative:.1e}" if row.relative else "0" for row in rows]
-            lines.append(f"{rows[0].name:{width}}" + "".join(f"{error:>10}" for error in errors))
-        for dtype, why in self.skipped.items():
-            lines.append(f"{str(dtype).removeprefix('torch.')} skipped: {why}")
-        return "\n".join(lines)
+            table.append((rows[0].name, errors))
+        lines = [f"{name:{width}}" + "".join(f"{e:>10}" for e in row) for name, row in table]
+        lines += [f"{dtype} skipped: {why}" for dtype, why in self.skipped.items()]
+        title = "largest error of inverse(forward(x)), relative to the largest x"
+        return "\n".join([title, *lines])
 
 
 def check_inverse(
@@ -97,13 +91,12 @@ def check_inverse(
             parts, each of which is tested on the state that reaches it.
         *inputs: inputs of ``module``, e.g. one tensor ``(B, C, H, W)``.
         dtypes: module and inputs are cast to each. A dtype in which the module raises is skipped
-            and reported (``torch.linalg`` has no bfloat16), unless all raise. With a grid, inputs
-            are first rounded to it.
+            and reported (``torch.linalg`` has no bfloat16), unless all raise.
         **context: keyword arguments of every step; floating-point tensors among them are cast, too.
 
     Raises:
-        ValueError: the streams that an inverse returns differ in number or shape from those that
-            its step took, or ``inputs`` or ``dtypes`` is empty.
+        ValueError: an inverse returns streams of other shapes than its step took; ``inputs`` or
+            ``dtypes`` is empty.
         NotInvertibleError: neither the module nor any of its parts has an inverse, or a step of a
             sequence has none.
 
@@ -120,10 +113,8 @@ def check_inverse(
             f"{type(module).__name__} has no inverse to check, nor has any of its parts: pass a "
             "ReversibleSequence, an Invertible, or a model that holds some"
         )
-    if not inputs:
-        raise ValueError(f"got no inputs: pass the inputs of {type(module).__name__}, too")
-    if not dtypes:
-        raise ValueError(f"dtypes={dtypes}: expected at least one, such as (torch.float32,)")
+    if not inputs or not dtypes:
+        raise ValueError(f"got {inputs=}, {dtypes=}: pass the inputs of the module, and dtypes")
     rows: list[StepError] = []
     skipped: dict[torch.dtype, str] = {}
     for dtype in dtypes:
@@ -162,16 +153,12 @@ def is_invertible(
         >>> revzoo.is_invertible(nn.ReLU(), torch.randn(8, 4, 6, 6))
         False
     """
-    if not _has_inverse(module):
+    if not _has_inverse(module) or not inputs:
+        return _has_inverse(module)
+    try:
+        _run(*_copies_in(torch.float64, module, inputs, context))  # raises its own errors
+    except RangeError:  # a stream beyond its range cannot be recovered
         return False
-    if not inputs:
-        return True
-    net, state, cast_context = _copies_in(torch.float64, module, inputs, context)
-    with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-        try:
-            net(*state, **cast_context)  # raises its own errors
-        except RangeError:  # a stream beyond its range cannot be recovered
-            return False
     try:
         report = check_inverse(module, *inputs, dtypes=(torch.float64,), **context)
     except (RuntimeError, ValueError, TypeError):  # errors of the inverse
@@ -200,29 +187,10 @@ def _rows(
     net, state, cast_context = _copies_in(dtype, module, inputs, context)
     if _has_inverse(net):
         if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
-            with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-                net(*state, **cast_context)  # creates the weights of lazy layers
+            _run(net, state, cast_context)  # creates the weights of lazy layers
         return _round_trips(net, state, cast_context)
     parts = _outermost(net)
-    rows: list[StepError] = []
-    calls = _calls_of(net, parts, state, cast_context)
-    if missing := [path for path in parts if path not in calls]:
-        raise NotInvertibleError(
-            f"{type(net).__name__} did not call its part {missing[0]}, so nothing reached it: pass "
-            "that part, and its inputs"
-        )
-    for path, (taken, keywords) in calls.items():
-        whole, *steps = _round_trips(parts[path], taken, keywords)
-        rows += [whole._replace(name=f"{path} {type(parts[path]).__name__}")]
-        rows += [step._replace(name=f"{path}.{step.name}") for step in steps if len(steps) > 1]
-    return rows
-
-
-def _calls_of(
-    net: nn.Module, parts: Mapping[str, Invertible], state: State, context: Mapping[str, Any]
-) -> dict[str, tuple[State, Mapping[str, Any]]]:
-    """What each of ``parts`` gets in its first call while ``net`` runs."""
-    calls: dict[str, tuple[State, Mapping[str, Any]]] = {}
+    calls: dict[str, tuple[State, Mapping[str, Any]]] = {}  # the first call of each part
 
     def keep_first(path: str, _: nn.Module, args: Any, keywords: Any) -> None:
         calls.setdefault(path, (args, keywords))
@@ -231,29 +199,41 @@ def _calls_of(
         part.register_forward_pre_hook(partial(keep_first, path), with_kwargs=True)
         for path, part in parts.items()
     ]
-    with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-        net(*state, **context)
+    _run(net, state, cast_context)
     for handle in handles:
         handle.remove()
-    return calls
+    if missing := [path for path in parts if path not in calls]:
+        raise NotInvertibleError(
+            f"{type(net).__name__} did not call its part {missing[0]}, so nothing reached it: pass "
+            "that part, and its inputs"
+        )
+    rows: list[StepError] = []
+    for path, (taken, keywords) in calls.items():
+        whole, *steps = _round_trips(parts[path], taken, keywords)
+        rows += [whole._replace(name=f"{path} {type(parts[path]).__name__}")]
+        rows += [step._replace(name=f"{path}.{step.name}") for step in steps if len(steps) > 1]
+    return rows
 
 
-def _devices(state: State) -> list[torch.device]:
-    return list({t.device for t in state if t.device.type == "cuda"})
+def _run(net: nn.Module, state: State, context: Mapping[str, Any]) -> None:
+    """Call ``net``; the random state does not change."""
+    devices = list({t.device for t in state if t.device.type == "cuda"})
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        net(*state, **context)
 
 
 def _round_trips(net: Invertible, state: State, cast_context: Mapping[str, Any]) -> list[StepError]:
-    first = next((step for _, step in _atoms(net)), None)
-    state = state if first is None else on_grid_of(first, state)
+    steps = _atoms(net)
+    state = on_grid_of(steps[0][1], state) if steps else state
     with torch.no_grad():
         rows = [_round_trip("whole", net, state, cast_context)[0]]
         if len(state) == 1 and net.streams == 2:
-            (x,), dim, parts = state, getattr(net, "dim", 1), getattr(net, "split", (1, 1))
-            sizes = [x.shape[dim] // sum(parts) * n for n in parts]
+            dim, parts = getattr(net, "dim", 1), getattr(net, "split", (1, 1))
+            sizes = [state[0].shape[dim] // sum(parts) * n for n in parts]
             state = apply_with_words(
                 lambda x: [piece.clone() for piece in torch.split(x, sizes, dim=dim)], state
             )
-        for name, step in _atoms(net):
+        for name, step in steps:
             row, state = _round_trip(name, step, state, cast_context)
             rows.append(row)
     return rows
@@ -263,34 +243,20 @@ def _copies_in(
     dtype: torch.dtype, module: Module, inputs: State, context: Mapping[str, Any]
 ) -> tuple[Module, State, Mapping[str, Any]]:
     """Copies of the module, its inputs and its keyword arguments in ``dtype``."""
-    state = tuple(_cast(x, dtype) for x in inputs)
+
+    def cast(t: Tensor) -> Tensor:
+        if t.is_complex():
+            if dtype == torch.bfloat16:
+                raise RuntimeError("torch computes nothing in complex numbers of this type")
+            return t.to(dtype.to_complex())
+        return t.to(dtype) if t.is_floating_point() else t
+
+    state = tuple(cast(x.detach()) for x in inputs)
     if _has_inverse(module):  # streams of integers, such as torch.arange(8), become floating-point
         state = tuple(x if x.is_complex() else x.to(dtype) for x in state)
-    cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)
-    return _in(dtype, module), state, cast_context
-
-
-def _in(dtype: torch.dtype, module: Module) -> Module:
-    """A copy of ``module`` in ``dtype``; ``nn.Module.to`` would make complex parameters real."""
-    net = copy.deepcopy(module)
-    return net._apply(lambda t: t.to(_type_of(t, dtype)))  # type: ignore[no-untyped-call]
-
-
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.detach().to(_type_of(t, dtype))
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.complex128) if t.is_complex() else t.double()
-
-
-def _type_of(t: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """``dtype`` for floating-point tensors, its complex counterpart for complex ones."""
-    if t.is_complex():
-        if dtype == torch.bfloat16:
-            raise RuntimeError("torch computes nothing in complex numbers of this type")
-        return dtype.to_complex()
-    return dtype if t.is_floating_point() else t.dtype
+    # nn.Module.to would make complex parameters real
+    net = copy.deepcopy(module)._apply(cast)  # type: ignore[no-untyped-call]
+    return net, state, tree_map_only(Tensor, lambda t: cast(t.detach()), context)
 
 
 def _round_trip(
@@ -302,20 +268,19 @@ def _round_trip(
     versions = versions_of(outputs)
     undo = conditions.enter(inverting=True)
     try:
-        back: Any = step.inverse(*outputs, **context)
+        back = as_state(step.inverse(*outputs, **context), step, inverse=True)
     finally:
         leave(undo)
     refuse_changed_outputs(step, outputs, versions)
-    back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
-    shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]
-    if not all(isinstance(t, Tensor) for t in back) or shapes[0] != shapes[1]:
-        got = ", ".join(str(tuple(getattr(t, "shape", (type(t).__name__,)))) for t in back)
+    got, expected = ([tuple(t.shape) for t in streams] for streams in (back, state))
+    if got != expected:
         raise ValueError(
-            f"the inverse of {name} returned {len(back)} streams ({got}), expected the "
-            f"{len(state)} that its forward took, of shapes {shapes[1]}: return them in that order"
+            f"the inverse of {name} returned streams of shapes {got}, expected {expected}, those "
+            "that its forward took, in that order"
         )
     # in float64: the difference of two bfloat16 values rounds
-    error = _largest(_wide(b) - _wide(x) for b, x in zip(back, state, strict=True))
+    wide = torch.complex128 if state[0].is_complex() else torch.float64
+    error = _largest(b.to(wide) - x.to(wide) for b, x in zip(back, state, strict=True))
     scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)
     return row, outputs
@@ -323,21 +288,17 @@ def _round_trip(
 
 def _largest(tensors: Iterable[Tensor]) -> float:
     """Largest magnitude; NaN if one is NaN, which Python's max would ignore."""
-    magnitudes = [_wide(t).abs().max() for t in tensors if t.numel()]
+    magnitudes = [t.abs().max().double() for t in tensors if t.numel()]
     return torch.stack(magnitudes).max().item() if magnitudes else 0.0
 
 
-def _atoms(module: Invertible) -> Iterator[tuple[str, Invertible]]:
+def _atoms(module: Invertible) -> list[tuple[str, Invertible]]:
     """The steps that are not containers, in order, with their paths and types."""
     paths = {part: path for path, part in module.named_modules()}
-    for step in _in_order(module):
-        yield f"{paths[step]} {type(step).__name__}".strip(), step
 
+    def members(step: Any) -> list[Invertible]:
+        return (
+            [m for inner in step for m in members(inner)] if hasattr(step, "__iter__") else [step]
+        )
 
-def _in_order(module: nn.Module) -> Iterator[Invertible]:
-    if isinstance(module, Iterable):
-        for step in module:
-            yield from _in_order(step)
-    else:
-        assert isinstance(module, Invertible)
-        yield module
+    return [(f"{paths[m]} {type(m).__name__}".strip(), m) for m in members(module)]

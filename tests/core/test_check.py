@@ -40,7 +40,7 @@ def test_rows_per_step_and_dtype():
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14
     assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
-    with pytest.raises(ValueError, match=r"torch.float16 was not checked; this report has torch"):
+    with pytest.raises(ValueError, match=r"torch.float16 was not checked: pass it"):
         report.worst(torch.float16)
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     title, head, *lines = str(report).splitlines()
@@ -93,9 +93,7 @@ def test_what_has_no_inverse():
     with pytest.raises(NotInvertibleError, match="Linear has no inverse"):
         check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))
     seq = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))])
-    with pytest.raises(
-        ValueError, match="got no inputs: pass the inputs of ReversibleSequence, too"
-    ):
+    with pytest.raises(ValueError, match="pass the inputs of the module"):
         check_inverse(seq)
 
 
@@ -165,16 +163,19 @@ class Returns(Invertible):
 
 
 @pytest.mark.parametrize(
-    ("back", "got"),
+    ("back", "error", "message"),
     [
-        (lambda a, b: None, "1 streams"),
-        (lambda a, b: a, "1 streams"),
-        (lambda a, b: (a, b, a), "3 streams"),
-        (lambda a, b: (a, b[:, :1]), r"2 streams \(\(3, 2\), \(3, 1\)\)"),
+        (lambda a, b: None, TypeError, "returned a NoneType"),
+        (
+            lambda a, b: a,
+            ValueError,
+            r"of whole returned .*\[\(3, 2\)\], expected \[\(3, 2\), \(3, 2\)\]",
+        ),
+        (lambda a, b: (a, b[:, :1]), ValueError, r"returned .*\[\(3, 2\), \(3, 1\)\]"),
     ],
 )
-def test_an_inverse_that_returns_something_else(back, got):
-    with pytest.raises(ValueError, match=f"the inverse of whole returned {got}.*expected the 2"):
+def test_an_inverse_that_returns_something_else(back, error, message):
+    with pytest.raises(error, match=message):
         check_inverse(Returns(back), torch.ones(3, 2), torch.ones(3, 2))
 
 
