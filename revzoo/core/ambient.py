@@ -76,9 +76,3 @@ def autocast_device_types(devices: frozenset[torch.device]) -> list[str]:
     # the CPU always: branches may compute there, whatever the inputs' device
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
-
-
-def autocast_dtypes(*devices: torch.device) -> list[torch.dtype]:
-    """The dtypes of autocast on the CPU and ``devices``; empty if it is off on all of them."""
-    kinds = autocast_device_types(frozenset(devices))
-    return [torch.get_autocast_dtype(d) for d in kinds if torch.is_autocast_enabled(d)]

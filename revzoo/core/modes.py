@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 from revzoo._checks import did_you_mean
 from revzoo.core import tape
-from revzoo.core.ambient import autocast_dtypes, runs_eagerly
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import (
     call_on_grid,
     explain_streams,
@@ -81,10 +81,6 @@ def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool
     return any(t.requires_grad for t in tensors_of(context)) or any(Members.of(step).trained())
 
 
-def _devices(state: State) -> set[torch.device]:
-    return {t.device for t in state}
-
-
 class Mode:
     """The interface of a memory mode, and the mode ``store``."""
 
@@ -136,11 +132,10 @@ class _Recompute(Mode):
         conditions = Conditions((step,), members, state, ambient=False)
         limit, drift = step.drift_limit, None
         if limit is not None and not members.quiet:
-            half = torch.float16 in (*(t.dtype for t in state), *autocast_dtypes(*_devices(state)))
             # from the same inputs, a CPU computes the same bits
             if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
                 limit = 0.0
-            drift = Replayed((step,), name_of(step), limit, half, False)
+            drift = Replayed((step,), name_of(step), limit, False)
 
         def call(*state: Tensor, **context: Any) -> Any:
             return call_on_grid(plain_call, step, state, context)

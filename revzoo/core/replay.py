@@ -229,8 +229,7 @@ class Executed:
         return [None if t is None else next(of_targets) for t in wanted]
 
     def _replayed(self) -> Replayed:
-        half = torch.float16 in [*self.dtypes, *[d for _, d in self.conditions.autocast]]
-        return Replayed(self.steps, names_of(self.steps), self.limit or 0.0, half, True)
+        return Replayed(self.steps, names_of(self.steps), self.limit or 0.0, True)
 
 
 class _Before(NamedTuple):

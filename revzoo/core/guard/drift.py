@@ -14,13 +14,9 @@ guarded: nothing is compared or read, and a value beyond the range shows only as
 
 NOTE [ Streams that overflow ]
     An infinite output cannot be inverted, and plain training has no finite gradient there either.
-    In float16 this is a normal event: GradScaler skips the step. So:
-
-    1. Chains that ran in float16 and ended in values that are not finite are skipped.
-    2. A sample of a fixed-point stream with such a value becomes NaN as a whole. Its words are
-       restored all the same, so their sums must be equal.
-    3. In other streams it compares the values that are finite in both passes, so a wrong inverse
-       does not hide behind an overflow, and warns about the rest.
+    In float16 this is a normal event: GradScaler skips the step. So chains that end in values that
+    are not finite are not compared, nor are single such values. Words are restored all the same, so
+    their sums must be equal.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -48,10 +44,12 @@ NOTE [ Couplings that share a function ]
 
 from __future__ import annotations
 
+import functools
 import math
-import warnings
+import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -62,14 +60,7 @@ from revzoo._checks import is_number
 from revzoo.core.fixedpoint.scale import Scale, magnitudes
 from revzoo.core.fixedpoint.words import Fixed, Streams
 from revzoo.core.guard.ranges import check_ranges
-from revzoo.core.guard.samples import (
-    Comparison,
-    Sample,
-    measure,
-    operand_of,
-    spread_of_channels,
-    values_in,
-)
+from revzoo.core.guard.samples import Sample, operand_of, spread_of_channels, values_in
 from revzoo.core.invertible import Step, all_steps, name_of
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
@@ -93,48 +84,59 @@ class Replayed(NamedTuple):
         steps: the steps.
         name: their path and type.
         limit: their largest allowed drift.
-        half: whether they ran in float16.
         inverts: whether the replay inverts, or starts from values with rounding errors.
     """
 
     steps: tuple[Step, ...]
     name: str
     limit: float
-    half: bool
     inverts: bool
 
 
-_Compared = tuple[Replayed, Comparison]
+@dataclass(slots=True, eq=False)
+class _Comparison:
+    """Sampled values of one reconstructed stream, to compare with the forward pass's.
+
+    Attributes:
+        replayed: the steps.
+        stream: its index in the state.
+        expected: the values in the forward pass.
+        actual: the values now.
+        operand: values of the stream from which it was computed.
+        end: the largest value at the end of the chain, ``(1,)``; None of outputs.
+        spread: of the channel of each value; None if it is not checked.
+        used: whether a replay has read the stream.
+    """
+
+    replayed: Replayed
+    stream: int
+    expected: Tensor
+    actual: Tensor
+    operand: Tensor
+    end: Tensor | None
+    spread: Tensor | None = None
+    used: bool = False
 
 
 class Guard:
-    """Collects the figures of one backward pass and checks them at its end."""
+    """Collects what the replays of one chain compare in a backward pass."""
 
     def __init__(self) -> None:
-        self._drop(-1)
-
-    def _drop(self, task: int) -> None:
-        self._task = task
-        self._start: list[Tensor] = []
-        self._comparisons: list[_Compared] = []
-        self._sampled: list[tuple[weakref.ref[Tensor], Tensor]] = []  # of the current state
-        self._waiting: list[tuple[int, Comparison]] = []  # not yet used, by storage_id
+        self._pass: _Pass | None = None
+        self._end: Tensor | None = None
+        self._unread: dict[int, _Comparison] = {}  # by storage_id
 
     def begin(self, state: Streams) -> None:
         """Record the state that a backward pass starts from; no effect later in the same pass."""
-        # drops figures of a backward pass that an exception ended
-        task: int = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._drop(task)
-            # -1 outside a backward pass, as when a user reads a saved tensor: then nothing calls
-            # check()
-            if task != -1:
-                self._start = [
-                    magnitudes(values_of(t), 1)[0]
-                    for t in state
-                    if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
-                ]
-                _Pass.of(task).guards.append(self)
+        if self._pass is (running := _Pass.running()):
+            return
+        self._pass, self._unread = running, {}
+        sizes = [
+            magnitudes(values_of(t), 1)
+            for t in state
+            if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
+        ]
+        self._end = functools.reduce(torch.maximum, sizes) if sizes else None
 
     def compare(
         self, replayed: Replayed, samples: Sequence[Sample], computed: Streams, known: Streams = ()
@@ -147,46 +149,31 @@ class Guard:
             computed: the streams that the replay computed.
             known: the streams that it started from.
         """
-        found = []
         for stream, expected in samples:
             t = computed[stream]
-            if isinstance(t, Tensor):
-                operand = operand_of(t, computed, known)
-                size = expected if operand is None else self._sample_of(operand)
-                comparison = Comparison(stream, expected, values_in(t), size)
-                found.append((weakref.ref(t), expected))
-                self._comparisons.append((replayed, comparison))
-                if replayed.inverts and replayed.steps[0].close_checks > 0:
-                    comparison.spread = spread_of_channels(t)
-                    self._waiting.append((storage_id(t), comparison))
-        self._sampled = [*(each for each in self._sampled if each[0]() is not None), *found]
-
-    def _sample_of(self, t: Tensor) -> Tensor:
-        # the replay of a later step has mostly compared it
-        for ref, values in self._sampled:
-            if ref() is t:
-                return values
-        return values_in(t)
+            if self._pass is None or not isinstance(t, Tensor):
+                continue
+            values, operand = values_in(t), operand_of(t, computed, known)
+            size = values if operand is t else values_in(operand)
+            comparison = _Comparison(replayed, stream, expected, values, size, self._end)
+            self._pass.comparisons.append(comparison)
+            if replayed.inverts and replayed.steps[0].close_checks > 0:
+                comparison.spread = spread_of_channels(t)
+                self._unread[storage_id(t)] = comparison
 
     def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
         """Record the streams that a replay read; the next replay starts from ``state``.
 
         See NOTE [ Channels that are lost in rounding ].
         """
-        if not self._waiting:
+        if not self._unread:
             return
-        storages = {storage_id(t) for t in used}
         # by storage_id: the next replay reads the reconstructed stream itself or an alias
-        for at, comparison in self._waiting:
-            comparison.used |= at in storages
-        storages = {storage_id(t) for t in state if isinstance(t, Tensor)}
-        self._waiting = [(at, c) for at, c in self._waiting if at in storages and not c.used]
-
-    def pop_figures(self) -> tuple[list[Tensor], list[_Compared]]:
-        """Return and clear the figures: sizes at the start, comparisons."""
-        figures = self._start, self._comparisons
-        self._drop(-1)
-        return figures
+        for t in used:
+            if (comparison := self._unread.get(storage_id(t))) is not None:
+                comparison.used = True
+        kept = {storage_id(t) for t in state if isinstance(t, Tensor)}
+        self._unread = {at: c for at, c in self._unread.items() if at in kept and not c.used}
 
 
 class _Pass:
@@ -195,28 +182,23 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "guards", "scales", "sums")
-
     def __init__(self) -> None:
-        self.guards: list[Guard] = []
+        self.comparisons: list[_Comparison] = []
         self.sums: list[tuple[tuple[Step, ...], Tensor, Tensor]] = []
         self.scales: dict[Scale, None] = {}
 
     @staticmethod
-    def of(task: int) -> _Pass:
-        """The object of a running graph task of autograd."""
+    def running() -> _Pass | None:
+        """The running pass; None if someone uses a node or a saved tensor by hand."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return None
         running = _passes.get(task)
         if running is None:
             running = _passes[task] = _Pass()
             # autograd runs it once, after the whole pass, where reading values stalls nothing
             Variable._execution_engine.queue_callback(running.check)
         return running
-
-    @staticmethod
-    def running() -> _Pass | None:
-        """The running pass; None if someone uses a node or a saved tensor by hand."""
-        task = torch._C._current_graph_task_id()
-        return None if task == -1 else _Pass.of(task)
 
     def check(self) -> None:
         """Read the figures, set each step's drift, and raise for figures beyond their limit.
@@ -225,12 +207,11 @@ class _Pass:
             RangeError: a stream reached its limit; names the step and a grid that fits.
             DriftError: a drift beyond the step's limit; names the step.
         """
-        figures = [guard.pop_figures() for guard in self.guards]
-        sums, self.sums = self.sums, []
-        scales, self.scales = self.scales, {}
+        comparisons, sums, scales = self.comparisons, self.sums, self.scales
+        self.__init__()  # type: ignore[misc]  # chains may hold this object
         check_ranges(scales)
         _check_sums(sums)
-        _check_comparisons(_comparable(figures))
+        _check_comparisons(comparisons)
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
@@ -275,144 +256,120 @@ def names_of(steps: Sequence[Step]) -> str:
 
 def _check_sums(sums: list[tuple[tuple[Step, ...], Tensor, Tensor]]) -> None:
     """Raise a DriftError for the first replay whose words differ from the forward pass's."""
-    by_device: dict[torch.device, list[tuple[tuple[Step, ...], Tensor, Tensor]]] = {}
-    for each in sums:
-        by_device.setdefault(each[1].device, []).append(each)
-    for of_device in by_device.values():
-        expected, found = (torch.stack([s[i] for s in of_device]) for i in (1, 2))  # type: ignore[misc]
-        equal = (expected == found).tolist()
-        for (steps, _, _), same in zip(of_device, equal, strict=True):
-            for step in steps:
-                step.drift = 0.0 if same else math.inf
-                step.close_checks = step.close_checks - 1 if same else Step.close_checks
-            if same:
-                continue
-            step = steps[0]
-            reason = f"{names_of(steps)}: its replay did not repeat the forward pass"
-            error = DriftError(
-                f"{reason}, so the gradients are wrong. The step is not deterministic, or "
-                "something has changed that a replay does not restore: it restores torch's random "
-                "state, autocast and defaults, training flags, parameters, and buffers. Make the "
-                f"rest constant between forward and backward, or {step.remedy}"
+    if not sums:
+        return
+    device = sums[0][1].device
+    expected, found = (torch.stack([s[i].to(device) for s in sums]) for i in (1, 2))  # type: ignore[misc]
+    for (steps, _, _), same in zip(sums, (expected == found).tolist(), strict=True):
+        for step in steps:
+            step.drift = 0.0 if same else math.inf
+            step.close_checks = step.close_checks - 1 if same else Step.close_checks
+        if not same:
+            raise _failure(
+                steps,
+                f"{names_of(steps)}: its replay did not repeat the forward pass",
+                ", so the gradients are wrong. The step is not deterministic, or something has "
+                "changed that a replay does not restore: it restores torch's random state, "
+                "autocast and defaults, training flags, parameters, and buffers. Make the rest "
+                f"constant between forward and backward, or {steps[0].remedy}",
             )
-            error.step, error.reason = step, reason
-            raise error
 
 
-def _read_all(scalars: Sequence[Tensor]) -> list[float]:
-    """Read scalars: one transfer for each type and device."""
-    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i, t in enumerate(scalars):
-        groups.setdefault((t.dtype, t.device), []).append(i)
-    values = [0.0] * len(scalars)
-    for indices in groups.values():
-        for i, value in zip(
-            indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True
-        ):
-            values[i] = value
-    return values
+def _measured(comparisons: list[_Comparison]) -> list[tuple[_Comparison, float, float]]:
+    """Each comparison, its largest error relative to the stream, and to the channel (host sync).
+
+    Leaves out chains that ended in values that are not finite.
+    """
+    groups: dict[tuple[object, ...], list[_Comparison]] = {}
+    for c in comparisons:
+        t = c.actual
+        key = t.device, t.shape, t.dtype, c.expected.dtype, c.spread is None, c.end is None
+        groups.setdefault(key, []).append(c)
+    found: dict[_Comparison, tuple[float, float]] = {}
+    # one stack for all streams of one kind: a transfer for each would stall the device each time
+    for alike in groups.values():
+        expected = _stack([c.expected for c in alike])
+        compared = expected.isfinite()
+        difference = torch.where(compared, (_stack([c.actual for c in alike]) - expected).abs(), 0)
+        # not relative to each value: rounding errors have the size of the largest summand
+        sizes = torch.cat((expected, _stack([c.operand for c in alike])), 1)
+        rows = [difference.amax(1), sizes.nan_to_num(0, 0, 0).abs().amax(1)]
+        ends = [c.end.to(expected) for c in alike if c.end is not None]
+        rows.append(torch.cat(ends) if ends else torch.zeros_like(rows[0]))
+        if spreads := [c.spread for c in alike if c.spread is not None]:
+            rows.append((difference / _stack(spreads)).amax(1))
+        for c, (error, size, end, *lost) in zip(alike, torch.stack(rows, 1).tolist(), strict=True):
+            if math.isfinite(end):
+                found[c] = error / max(size, sys.float_info.min), sum(lost)
+    return [(c, *found[c]) for c in comparisons if c in found]
 
 
-def _comparable(figures: list[tuple[list[Tensor], list[_Compared]]]) -> list[_Compared]:
-    """The comparisons of all chains; see NOTE [ Streams that overflow ]."""
-    # one transfer for all chains
-    sizes = iter(_read_all([size for start, _ in figures for size in start]))
-    comparisons: list[_Compared] = []
-    for start, of_chain in figures:
-        overflowed = not all(map(math.isfinite, [next(sizes) for _ in start]))
-        if overflowed and any(replayed.half for replayed, _ in of_chain):
-            continue
-        for _, comparison in of_chain:
-            comparison.overflowed = overflowed
-        comparisons += of_chain
-    return comparisons
+def _stack(tensors: list[Tensor]) -> Tensor:
+    stacked = torch.stack(tensors)
+    # float32 would round integers
+    floats = torch.float32 if stacked.is_floating_point() else torch.float64
+    return stacked.to(torch.promote_types(stacked.dtype, floats))
 
 
-def _check_comparisons(comparisons: list[_Compared]) -> None:
-    measure([c for _, c in comparisons])
+def _check_comparisons(comparisons: list[_Comparison]) -> None:
+    measured = _measured(comparisons)
     of_step: dict[Step, float] = {}
-    for replayed, c in comparisons:
-        for step in replayed.steps:
-            of_step[step] = max(of_step.get(step, 0.0), c.drift)
+    for c, error, _ in measured:
+        for step in c.replayed.steps:
+            of_step[step] = max(of_step.get(step, 0.0), error)
     for step, error in of_step.items():
         step.drift = error
-    if overflowed := [each for each in comparisons if each[1].overflowed]:
-        _warn_of_overflow(overflowed)
-    for replayed, c in comparisons:
-        if not c.drift <= replayed.limit:  # not >, so that NaN raises, too
-            for step in replayed.steps:
+    for c, error, _ in measured:
+        if not error <= c.replayed.limit:  # not >, so that NaN raises, too
+            for step in c.replayed.steps:
                 step.close_checks = Step.close_checks
-            raise _failure(replayed, *_explain(replayed, c.drift, max(of_step.values())))
-    for replayed, c in comparisons:
+            reason = (
+                f"{c.replayed.name}: a recomputed stream is off by {error:.2g} of its size (limit "
+                f"{c.replayed.limit:g}; worst of this backward pass {max(of_step.values()):.2g})"
+            )
+            advice = f", so the gradients are wrong. {_remedy(c.replayed)}"
+            raise _failure(c.replayed.steps, reason, advice)
+    for c, _, lost in measured:
         # a channel must keep half as many digits as the limit demands of the stream
-        if c.spread is not None and c.used and not c.lost <= math.sqrt(replayed.limit):
-            raise _failure(replayed, *_explain_lost(replayed, c))
-        if replayed.inverts:
-            replayed.steps[0].close_checks -= 1
+        limit = math.sqrt(c.replayed.limit)
+        if c.spread is not None and c.used and not lost <= limit:
+            raise _failure(
+                c.replayed.steps,
+                f"{c.replayed.name}: a channel of recomputed stream {c.stream} is off by "
+                f"{lost:.2g} of its spread (limit {limit:.2g})",
+                ". It is nearly constant in the forward pass, so recomputed it is mostly rounding "
+                "errors. If a normalisation amplifies them, the gradients are wrong. Causes: "
+                "pruned filters, dead channels, streams of zeros. Remedy: "
+                f"{c.replayed.steps[0].drift_remedy}",
+            )
+        if c.replayed.inverts:
+            c.replayed.steps[0].close_checks -= 1
 
 
-def _warn_of_overflow(comparisons: list[_Compared]) -> None:
-    # in forward order: the last replay is of the first step; the samples are of its input
-    finite = [r.name for r, c in reversed(comparisons) if c.expected.isfinite().all()]
-    where = f"finite up to the input of {finite[-1]}" if finite else "not finite at its start"
-    what = f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}"
-    _warn(what, "as in plain training")
-
-
-def _warn(what: str, where_else: str) -> None:
-    warnings.warn(
-        f"{what}. So the gradients are not finite, {where_else}: normalise the branches, lower the "
-        "learning rate, or check the data",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _failure(replayed: Replayed, reason: str, advice: str) -> DriftError:
+def _failure(steps: tuple[Step, ...], reason: str, advice: str) -> DriftError:
     error = DriftError(reason + advice)
-    error.step, error.reason = replayed.steps[0], reason
+    error.step, error.reason = steps[0], reason
     return error
 
 
-def _explain(replayed: Replayed, error: float, worst: float) -> tuple[str, str]:
-    """The reason and the advice of an error."""
-    steps, name, limit, _, inverts = replayed
-    step = steps[0]
-    reason = (
-        f"{name}: a recomputed stream is off by {error:.2g} of its size (limit {limit:g}; worst of "
-        f"this backward pass {worst:.2g})"
-    )
-    if not inverts:
-        remedy = (
+def _remedy(replayed: Replayed) -> str:
+    step = replayed.steps[0]
+    if not replayed.inverts:
+        return (
             "It was computed again from the same inputs, so it is not deterministic, or reads "
             f"values that changed since: {step.remedy}"
         )
-    elif limit == 0:
-        remedy = (
+    if replayed.limit == 0:
+        return (
             "On a grid it must be equal, so the step is not deterministic, or its output was "
             f"changed around autograd (y.data, y.numpy()): {step.remedy}"
         )
-    else:
-        remedy = (
-            "Causes: streams in a narrow type (keep float32 weights, and train under "
-            "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
-            "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
-            "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
-            f"Remedy: {step.drift_remedy}"
-        )
-    return reason, f", so the gradients are wrong. {remedy}"
-
-
-def _explain_lost(replayed: Replayed, comparison: Comparison) -> tuple[str, str]:
-    """The reason and the advice for a channel that is lost in rounding."""
-    reason = (
-        f"{replayed.name}: a channel of recomputed stream {comparison.stream} is off by "
-        f"{comparison.lost:.2g} of its spread (limit {math.sqrt(replayed.limit):.2g})"
-    )
-    return reason, (
-        ". It is nearly constant in the forward pass, so recomputed it is mostly rounding errors. "
-        "If a normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
-        f"channels, streams of zeros. Remedy: {replayed.steps[0].drift_remedy}"
+    return (
+        "Causes: streams in a narrow type (keep float32 weights, and train under "
+        "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
+        "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
+        "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
+        f"Remedy: {step.drift_remedy}"
     )
 
 

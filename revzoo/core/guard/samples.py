@@ -1,12 +1,10 @@
-"""Samples of streams for the guard: single values, spread evenly over the stream; their errors."""
+"""Samples of streams for the guard: single values, spread evenly over the stream."""
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -36,23 +34,18 @@ def sample(computed: Streams, known: Streams) -> list[Sample]:
 
     Leaves out fixed-point streams, whose words are summed, and tensors without values to compare.
     """
+    others = set(map(id, known))
     changed = [
-        (i, t)
-        for i, t in enumerate(computed)
-        if isinstance(t, Tensor) and not any(t is other for other in known)
+        (i, t) for i, t in enumerate(computed) if isinstance(t, Tensor) and id(t) not in others
     ]
     return [Sample(i, values) for i, t in changed if (values := sample_of(t)) is not None]
 
 
 def sample_of(t: Tensor) -> Tensor | None:
     """Sampled values of one stream; None if it has no values to compare."""
-    return values_in(t) if _comparable(t) else None
-
-
-def _comparable(t: Tensor) -> bool:
     t = _plain(t)
-    values = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
-    return values and t.layout is torch.strided and has_values(t)
+    numbers = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
+    return values_in(t) if numbers and t.layout is torch.strided and has_values(t) else None
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -61,9 +54,7 @@ def _plain(t: Tensor) -> Tensor:
 
 def values_in(t: Tensor) -> Tensor:
     """The sampled values of a stream, in the same places for every layout."""
-    t = _plain(t)
-    if t.requires_grad:
-        t = t.detach()
+    t = _plain(t).detach()
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     return torch.take(t, _places(t.numel(), t.device))
@@ -102,96 +93,21 @@ def spread_of_channels(t: Tensor) -> Tensor | None:
     return functools.reduce(torch.minimum, spreads) if spreads else None
 
 
-def operand_of(t: Tensor, computed: Streams, known: Streams) -> Tensor | None:
-    """The stream in ``known`` from which a replay computed ``t``; None if it cannot be told.
+def operand_of(t: Tensor, computed: Streams, known: Streams) -> Tensor:
+    """The stream in ``known`` from which a replay computed ``t``; ``t`` if it cannot be told.
 
     Its size is that of the rounding errors, if ``t`` is smaller: in ``x = y - F(z)``, it is y.
     """
     passed_on = set(map(id, computed))
-    for other in reversed(known):
-        if (
+
+    def fits(other: object) -> bool:
+        return (
             isinstance(other, Tensor)
             and id(other) not in passed_on
             and other.shape == t.shape
-            and other.is_floating_point() == t.is_floating_point()
+            and other.dtype.is_floating_point == t.dtype.is_floating_point
             and other.is_complex() == t.is_complex()
-        ):
-            return other
-    return None
+        )
 
-
-@dataclass(slots=True, eq=False)
-class Comparison:
-    """Sampled values of one reconstructed stream, to compare with the forward pass's.
-
-    Attributes:
-        stream: its index in the state.
-        expected: the values in the forward pass.
-        actual: the values now.
-        operand: values of the stream from which it was computed.
-        spread: of the channel of each value; None if it is not checked.
-        used: whether a replay has read the stream.
-        overflowed: whether the chain ended in values that are not finite.
-        drift: the largest error, relative to the largest value of stream and operand.
-        lost: the largest error relative to ``spread``.
-    """
-
-    stream: int
-    expected: Tensor
-    actual: Tensor
-    operand: Tensor
-    spread: Tensor | None = None
-    used: bool = False
-    overflowed: bool = False
-    drift: float = 0.0
-    lost: float = 0.0
-
-
-def measure(comparisons: Sequence[Comparison]) -> None:
-    """Set ``drift`` and ``lost`` of each comparison (host sync)."""
-    groups: dict[tuple[object, ...], list[Comparison]] = {}
-    for c in comparisons:
-        t = c.actual
-        key = t.device, t.shape, t.dtype, c.expected.dtype, c.spread is None
-        groups.setdefault(key, []).append(c)
-    # one stack for all streams of one kind: a transfer for each would stall the device each time
-    for alike in groups.values():
-        _measure(alike)
-
-
-def _measure(comparisons: list[Comparison]) -> None:
-    # in place, since the stacks of a deep network may take more memory than its streams
-    expected = _stack([c.expected for c in comparisons])
-    difference = _stack([c.actual for c in comparisons]).sub_(expected).abs_()
-    figures = [difference.amax(1), expected.abs_().amax(1)]
-    if spreads := [c.spread for c in comparisons if c.spread is not None]:
-        figures.append(difference.div_(_stack(spreads)).amax(1))
-    del expected, difference
-    # not relative to each value: rounding errors have the size of the largest summand
-    figures[1] = figures[1].maximum(_stack([c.operand for c in comparisons]).abs_().amax(1))
-    for c, values in zip(comparisons, torch.stack(figures, 1).tolist(), strict=True):
-        error, size, *lost = values if all(map(math.isfinite, values)) else _where_finite(c)
-        c.drift, c.lost = error / max(size, sys.float_info.min), sum(lost)
-
-
-def _where_finite(c: Comparison) -> list[float]:
-    """Error, size and loss of a comparison in which some values are not finite."""
-    expected, actual, operand = (t.cpu().double() for t in (c.expected, c.actual, c.operand))
-    # infinite in the forward pass already, or lost behind an overflow: nothing to compare
-    compared = expected.isfinite()
-    if c.overflowed:
-        compared &= actual.isfinite()
-    difference = torch.where(compared, (actual - expected).abs(), 0)
-    difference = torch.where(difference.isnan(), math.inf, difference)
-    size = torch.cat((expected, operand)).nan_to_num(0, 0, 0).abs().amax()
-    figures = [difference.amax(), size]
-    if c.spread is not None:
-        figures.append((difference / c.spread.cpu()).nan_to_num(0, math.inf).amax())
-    return [float(t) for t in figures]
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    stacked = torch.stack(tensors)
-    # float32 would round integers
-    floats = torch.float32 if stacked.is_floating_point() else torch.float64
-    return stacked.to(torch.promote_types(stacked.dtype, floats))
+    found: Sequence[Tensor] = [other for other in known if fits(other)]  # type: ignore[misc]
+    return found[-1] if found else t
