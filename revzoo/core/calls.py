@@ -115,7 +115,7 @@ def _call_with_words(
         streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
     if fn is not None:
         ours = type(step).__module__.startswith("revzoo.layers.")
-        move_words(fn, state, streams, keeps_samples=ours)
+        move_words(fn, state, streams, step=None if ours else step)
     return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 

@@ -102,7 +102,7 @@ def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
         return all(f.scale.bits == grid for f in fixed)
     scale = fixed[0].scale
     # a chain that left its range goes on as a new one, on the adapted grid
-    return scale.bits is None and scale.log.failure is None and all(f.scale is scale for f in fixed)
+    return scale.bits is None and scale.failure is None and all(f.scale is scale for f in fixed)
 
 
 def _filled(state: tuple[Tensor, ...], count: int, value: float) -> Tensor:

@@ -27,7 +27,6 @@ from revzoo.core.conditions import repeating
 from revzoo.core.fixedpoint.words import (
     apply_with_words,
     fixed_of,
-    forget_stale_words,
     keeps_words,
     renew_words,
 )
@@ -409,7 +408,7 @@ class ReversibleSequence(Invertible):
         """The input for the output ``streams``; empties the list."""
         self._check_invertible()
         self._check_tensors(streams, "inverse(y1, y2)")
-        forget_stale_words(t for t in streams if isinstance(t, Tensor))
+        renew_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
         check_ranges(scales_of(inputs))
         return inputs

@@ -202,22 +202,18 @@ def _by_pieces(
     samples, length = flat[0].shape
     high = max(chunk // length, 1)
     wide = -(-length // -(-length // chunk))  # pieces of nearly one size
-    peaks: list[Tensor | None] = []
+    peaks: Tensor | None = None
     for top in range(0, samples, high):
         band = [t[top : top + high] for t in flat]
-        of_band = [f if not f.dim() else f[top : top + high] for f in of_rows]
-        parts = [
-            fn(*[t[:, at : at + wide] for t in band], *of_band, *options)
-            for at in range(0, length, wide)
-        ]
-        peaks.append(functools.reduce(_larger, parts))
-    if peaks[0] is None or peaks[0].dim():
-        return None if peaks[0] is None else torch.cat([p for p in peaks if p is not None])
-    return functools.reduce(_larger, peaks)
-
-
-def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return None if a is None or b is None else torch.maximum(a, b)
+        of_band = [f[top : top + high] if f.dim() else f for f in of_rows]
+        for at in range(0, length, wide):
+            peak = fn(*[t[:, at : at + wide] for t in band], *of_band, *options)
+            if peak is not None:
+                if peaks is None:
+                    peaks = peak.new_zeros(samples if peak.dim() else ())
+                rows = peaks[top : top + high] if peak.dim() else peaks
+                torch.maximum(rows, peak, out=rows)
+    return peaks
 
 
 def _as_rows(tensors: tuple[Tensor, ...], count: int) -> list[Tensor] | None:

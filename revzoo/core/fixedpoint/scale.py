@@ -130,16 +130,6 @@ class Measured(NamedTuple):
     down: Tensor
 
 
-class Log(list[Measured]):
-    """The sums of a chain that were measured, until they are read.
-
-    Attributes:
-        failure: the first that left its range, with its largest value and the end of the range.
-    """
-
-    failure: tuple[Measured, float, float] | None = None
-
-
 class Scale:
     """The grid of a chain, whose streams share this object.
 
@@ -151,13 +141,15 @@ class Scale:
         growth: of the chain.
         word_type: the dtype of the words.
         limit: streams and summands are exact below this number of units.
-        log: of the chain.
+        log: the sums of the chain that were measured, until they are read.
+        failure: the first that left its range, with its largest value and the end of the range.
     """
 
     __slots__ = (
         "_shaped",
         "bits",
         "down",
+        "failure",
         "growth",
         "limit",
         "log",
@@ -177,7 +169,8 @@ class Scale:
         self.growth = growth
         # two bits less than the word: the sum of two such values still fits, with the sign
         self.limit = 2.0 ** (torch.iinfo(word_type).bits - 2)
-        self.log = Log()
+        self.log: list[Measured] = []
+        self.failure: tuple[Measured, float, float] | None = None
         self._shaped: dict[int, tuple[Tensor, Tensor]] = {}
 
     def shaped(self, dim: int) -> tuple[Tensor, Tensor]:
@@ -207,13 +200,7 @@ class Scale:
         """Drop the last sum, whose result nobody uses."""
         if self.log and self.log[-1].peaks is peaks:
             self.log.pop()
-        self.log.failure = None
-
-    def take(self, rows: Tensor) -> Scale:
-        """The scale of samples in another order: sample ``i`` was ``rows[i]``."""
-        taken = Scale(self.down[rows], self.sizes[rows], self.growth, self.word_type, self.bits)
-        taken.log = self.log
-        return taken
+        self.failure = None
 
 
 def fraction_bits(scale: Scale) -> int | None:

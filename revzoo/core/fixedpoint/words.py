@@ -279,18 +279,6 @@ def discard(t: Tensor) -> None:
         storage.resize_(0)
 
 
-def forget_stale_words(state: Iterable[Tensor]) -> None:
-    """Drop words if the floats changed without a new version (needs a host sync)."""
-    for t in state:
-        if has_values(t) and (fixed := fixed_of(t)) is not None:
-            known = fixed.read()
-            if torch.equal(known, t):
-                continue
-            # words beyond their range read as NaN: their floats may differ
-            if not bool(((known == t) | known.isnan()).all()):
-                del vars(t.untyped_storage())[_KEY][_view_key(t)]
-
-
 def renew_words(state: Iterable[Tensor]) -> None:
     """Set the words of floats that changed without a new version (without a host sync).
 
@@ -356,7 +344,7 @@ def move_words(
     state: tuple[Tensor, ...],
     outputs: tuple[Tensor, ...],
     *,
-    keeps_samples: bool = True,
+    step: Step | None = None,
 ) -> None:
     """Give ``outputs = fn(*state)`` words: ``fn`` moves the words of ``state``, too.
 
@@ -364,17 +352,45 @@ def move_words(
         fn: moves values.
         state: its inputs.
         outputs: what it returned.
-        keeps_samples: whether values stay in their sample; if not known, we look.
+        step: the step, if it may move values from sample to sample.
+
+    Raises:
+        ValueError: the step does, but each sample has its own scale.
     """
     fixed = [f for t in state if (f := fixed_of(t)) is not None]
     if len(fixed) < len(state) or all(fixed_of(t) is not None for t in outputs):
         return
     moved = apply_to_words(fn, fixed, [t.dtype for t in outputs])
-    if not keeps_samples and len(fixed[0].scale.down) > 1:
-        moved = _with_scales(fn, fixed, moved)
+    if step is not None and not _keeps_samples(step, fn, fixed):
+        if fixed[0].scale.bits is None:
+            raise ValueError(
+                "a step moves values from one sample (dimension 0) to another, but with "
+                "grid='auto' each sample has its own scale: choose "
+                "revzoo.set_memory(model, 'exact', grid=23), which has one unit for all"
+            )
+        for f in moved:  # where the samples that left their range are now is not known
+            f.down = torch.where(f.down.isnan().any(), math.nan, f.down)
     for t, f in zip(outputs, moved, strict=True):
         if fixed_of(t) is None:
             set_words(t, f)
+
+
+def _keeps_samples(step: Step, fn: Callable[..., Any], state: Sequence[Fixed]) -> bool:
+    """Whether ``fn``, which moves values, moves none from sample to sample; asked once a step."""
+    words, count = state[0].words, len(state[0].scale.down)
+    known: bool | None = vars(step).get("_keeps_samples")
+    if known is not None or count == 1 or not has_values(words):
+        return known is not False
+    # each element is the number of its sample; 0 is left for padding
+    numbers = torch.arange(1, count + 1, dtype=words.dtype, device=words.device)
+    marked = [for_samples_of(numbers, f.words.dim()).expand(f.shape) for f in state]
+    known = all(
+        t.shape[:1] == numbers.shape
+        and bool(((t == 0) | (t == for_samples_of(numbers, t.dim()))).all())
+        for t in _on_integers(fn, marked)
+    )
+    vars(step)["_keeps_samples"] = known
+    return known
 
 
 def apply_to_words(
@@ -411,42 +427,6 @@ def _on_integers(fn: Callable[..., Any], state: Sequence[Tensor]) -> tuple[Tenso
     if kinds != {state[0].dtype}:
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
     return tuple(outputs)
-
-
-def _with_scales(
-    fn: Callable[..., Any], state: Sequence[Fixed], moved: Sequence[Fixed]
-) -> tuple[Fixed, ...]:
-    """``moved`` with the scales of the samples that their values came from."""
-    scale = state[0].scale
-    count = len(scale.down)
-    # each element is the number of its sample; 0 is left for padding
-    numbers = torch.arange(1, count + 1, dtype=scale.word_type, device=scale.down.device)
-    marked = [for_samples_of(numbers, f.words.dim()).expand(f.shape) for f in state]
-    scales: list[tuple[Tensor, Scale]] = []
-    results = []
-    for f, t in zip(moved, _on_integers(fn, marked), strict=True):
-        rows = t.abs().reshape(len(t), -1) if t.dim() > 1 else t.abs().reshape(1, -1)
-        last, first = rows.amax(1), torch.where(rows > 0, rows, count + 1).amin(1)
-        if scale.bits is not None:  # all samples have one unit
-            source = torch.zeros_like(last)
-            down = torch.where(f.down.isnan().any(), math.nan, f.down[source])
-            results.append(Fixed(f.words, scale.take(source), f.dtype, down=down, bound=f.bound))
-            continue
-        if free_to_read(t) and bool((first < last).any()):
-            raise ValueError(
-                "a step moves values from one sample (dimension 0) to another, but with "
-                "grid='auto' each sample has its own scale: expected samples to stay whole. Choose "
-                "revzoo.set_memory(model, 'exact', grid=23)"
-            )
-        source = (last - 1).clamp_min(0)
-        # elsewhere a check would stall: mixed samples read as NaN
-        down = torch.where(first < last, math.nan, f.down[source])
-        known = next((s for r, s in scales if torch.equal(r, source)), None)
-        if known is None:
-            known = scale.take(source)
-            scales.append((source, known))
-        results.append(Fixed(f.words, known, f.dtype, down=down, bound=f.bound))
-    return tuple(results)
 
 
 _NOT_MOVED = (

@@ -219,7 +219,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 def note_scale(scale: Scale, step: Step | None) -> None:
     """Check the ranges of a chain at the end of the running backward pass, for ``step``."""
-    if not (scale.log or scale.log.failure) or (step is not None and step.drift_limit is None):
+    if not (scale.log or scale.failure) or (step is not None and step.drift_limit is None):
         return
     if (running := _Pass.running()) is not None:
         running.scales[scale] = None

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from revzoo.core.ambient import capturing_cuda_graph
-from revzoo.core.fixedpoint.scale import EXTRA_BITS, Measured, Scale, fraction_bits, free_to_read
+from revzoo.core.fixedpoint.scale import EXTRA_BITS, Scale, fraction_bits, free_to_read
 from revzoo.core.fixedpoint.words import Fixed, fixed_of
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import has_values
 
-_ROWS = 2**13  # samples of several sums that are read together
 _FEWEST_UNITS = 1024  # a token or channel should span so many units of the grid
 _FEW = 0.25  # warn if so many of the tokens or channels have fewer
 
@@ -53,24 +52,22 @@ class RangeError(RuntimeError):
 def range_failure(scale: Scale) -> RangeError | None:
     """The error for the first stream beyond its range; adapts the grid (host sync)."""
     if scale.log:
-        some = max(_ROWS // max(len(scale.down), 1), 1)
-        for at in range(0, len(scale.log), some):
-            _read(scale, scale.log[at : at + some])
+        _read(scale)
         scale.log.clear()
-        scale.growth.failures = 0 if scale.log.failure is None else scale.growth.failures + 1
-    if scale.log.failure is None:
+        scale.growth.failures = 0 if scale.failure is None else scale.growth.failures + 1
+    if scale.failure is None:
         return None
-    measured, value, end = scale.log.failure
+    measured, value, end = scale.failure
     error = _range_error(measured.step, scale, value, end)
     error.adapted = scale.bits is None and bool((_units(scale) > scale.down).any())
     return error
 
 
-def _read(scale: Scale, measured: Sequence[Measured]) -> None:
-    """Note the first of these sums beyond its range; adapt the grid."""
-    sizes = torch.cat([m.sizes for m in measured])
-    peaks = torch.cat([m.peaks for m in measured])
-    ends = torch.cat([m.down for m in measured]) * scale.limit
+def _read(scale: Scale) -> None:
+    """Note the first sum beyond its range; adapt the grid."""
+    sizes = torch.cat([m.sizes for m in scale.log])
+    peaks = torch.cat([m.peaks for m in scale.log])
+    ends = torch.cat([m.down for m in scale.log]) * scale.limit
     # one value is read, unless something has grown
     usual = ends
     if scale.bits is None:  # another chain may have widened the grid since
@@ -78,15 +75,14 @@ def _read(scale: Scale, measured: Sequence[Measured]) -> None:
     grown = (peaks >= usual) & peaks.isfinite()
     if not bool(grown.any()):
         return
-    steps = [m for m in measured for _ in range(len(m.peaks))]
     rows: list[int] = grown.nonzero().flatten().tolist()
     of_rows = torch.stack([sizes.double(), peaks.double(), ends.double()])[:, grown].T.tolist()
     for row, (_, peak, end) in zip(rows, of_rows, strict=True):
-        if peak >= end and scale.log.failure is None:
-            scale.log.failure = steps[row], peak, end
+        if peak >= end and scale.failure is None:
+            scale.failure = scale.log[row // len(scale.down)], peak, end
     if scale.bits is None:
         reached = [(size, peak) for size, peak, _ in of_rows]
-        scale.growth.widen(reached, failed=scale.log.failure is not None)
+        scale.growth.widen(reached, failed=scale.failure is not None)
 
 
 def _units(scale: Scale) -> Tensor:

@@ -1,5 +1,6 @@
 """A scale for each sample: neighbours do not matter, small and large values keep their bits."""
 
+import contextlib
 import copy
 import math
 
@@ -147,18 +148,20 @@ class Rolled(Invertible):
         return y1.roll(-1, self.dim), y2.roll(-1, self.dim)
 
 
-def test_a_step_that_moves_samples_moves_their_scales():
-    steps = [AdditiveCoupling(nn.Linear(4, 4)), Rolled(0), AdditiveCoupling(nn.Linear(4, 4))]
-    net = ReversibleSequence(steps)
-    x = (torch.randn(3, 8) * torch.tensor([[1.0], [1e4], [1e-4]])).requires_grad_()
-    y = net(x)
-    assert fixed_of(net(*x.chunk(2, 1))[0]).scale.down.tolist() == [2.0**-23, 2.0**-23, 2.0**-11]
-    found = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
-    assert torch.equal(net.inverse(y), net.inverse(net(net.inverse(y))))
-    revzoo.set_memory(net, "store", grid="auto")
-    y = net(x)
-    expected = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
-    assert all(map(torch.equal, found, expected))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_step_that_moves_samples_is_exact_on_one_unit_for_all(dim):
+    steps = [AdditiveCoupling(nn.Linear(4, 4)), Rolled(dim), AdditiveCoupling(nn.Linear(4, 4))]
+    net, results = ReversibleSequence(steps), []
+    x = (torch.randn(3, 8) * torch.tensor([[1.0], [10], [0.1]])).requires_grad_()
+    for memory in ("exact", "store"):
+        revzoo.set_memory(net, memory, grid=20)
+        y = net(x)
+        results.append(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
+        assert torch.equal(net.inverse(y), net.inverse(net(net.inverse(y))))
+    assert all(map(torch.equal, *results))
+    revzoo.set_memory(net, "exact")
+    with pytest.raises(ValueError, match="grid=23") if dim == 0 else contextlib.nullcontext():
+        net(x)
 
 
 class Flat(Rolled):
@@ -235,6 +238,7 @@ def test_a_failure_after_samples_moved_is_raised():
     """The scale of the moved samples did not know it: the gradient of the last step was NaN."""
     steps = [AdditiveCoupling(Times(1)), Rolled(0), AdditiveCoupling(Times(1e4))]
     net = ReversibleSequence(steps)
+    revzoo.set_memory(net, "exact", grid=23)
     net[0].requires_grad_(False)
     y = net(torch.ones(3, 8))
     with pytest.raises(RangeError, match=r"steps\.2"):
