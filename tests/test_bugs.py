@@ -430,21 +430,12 @@ class Permutes(nn.Module):
         return nn.functional.dropout(self.linear(x.mT), 0.3).mT
 
 
-def _windows(x):
-    """Rows that share their memory: ``(B, N, C)`` with row n + 1 half of row n."""
-    batch, rows, width = x.shape
-    step = width // 2
-    flat = x.new_zeros(batch, step * (rows + 1)).copy_(x.flatten(1)[:, : step * (rows + 1)])
-    return flat.as_strided((batch, rows, width), (flat.stride(0), step, 1))
-
-
 LAYOUTS = {
     "dense": lambda x: x.clone(),
     "transposed": lambda x: x.mT.contiguous().mT,
     "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
     "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
     "expanded": lambda x: x[:1].expand_as(x),
-    "overlapping": _windows,
 }
 
 

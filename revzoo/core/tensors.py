@@ -7,7 +7,6 @@ differ, masks are permuted, and compiled backward graphs refuse their inputs.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,23 +22,7 @@ def storage_id(t: Tensor) -> int:
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
-        return _address_without_storage(t)
-
-
-def _address_without_storage(t: Tensor) -> int:
-    if t.layout == torch.sparse_coo:
-        return storage_id(t._values())
-    if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return storage_id(t.values())
-    return -id(t)  # no storage has a negative storage_id
-
-
-def bytes_of(t: Tensor) -> int:
-    """The bytes of a tensor's storage; 0 if it has none."""
-    try:
-        return t.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
-        return 0
+        return -id(t)  # no storage has a negative storage_id
 
 
 def version_of(t: Tensor) -> int:
@@ -82,8 +65,9 @@ def unshared(t: Tensor) -> bool:
         return False
     storage = t.untyped_storage()
     alone = _use_count(storage._cdata) == 2  # t's own and this handle's
+    fills_it = storage.nbytes() == t.nbytes and _has_no_gaps(t)
     # a wrapper subclass keeps its values in other tensors
-    return alone and fills_its_memory(t) and not is_traceable_wrapper_subclass(t)
+    return alone and fills_it and not is_traceable_wrapper_subclass(t)
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
@@ -93,44 +77,17 @@ def with_strides(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``t`` with the given strides: itself if it has them, else a copy.
 
     The copy has the same gaps between elements, since kernels depend on them; it needs as many
-    bytes as the tensor from which the original was sliced. Elements that shared memory share it
-    again: they had one value, and its reconstructions differ only by rounding, so we keep any one.
+    bytes as the tensor from which the original was sliced. An expanded tensor is expanded again.
     """
     if t.stride() == stride:
         return t
     with torch.no_grad():
         expanded = [d for d, (n, s) in enumerate(zip(t.shape, stride, strict=True)) if n > 1 > s]
         one = t
-        for d in expanded:
+        for d in expanded:  # its elements had one value, so we keep any of its reconstructions
             one = one.narrow(d, 0, 1)
-        # copy_() refuses memory that overlaps
-        if _overlaps(tuple(one.shape), stride):
-            return _overlapping(one, stride).expand_as(t)
         copy = one.new_empty_strided(one.shape, stride).copy_(one)
         return copy.expand_as(t) if expanded else copy
-
-
-@functools.lru_cache(maxsize=256)
-def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements may share memory: a stride lies within the extent of smaller strides."""
-    extent = 0
-    for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
-        if s <= extent:
-            return True
-        extent += s * (n - 1)
-    return False
-
-
-def _overlapping(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    places = torch.zeros((), dtype=torch.int64, device=t.device)
-    for d, (n, s) in enumerate(zip(t.shape, stride, strict=True)):
-        steps = torch.arange(n, device=t.device) * s
-        places = places + steps.view(-1, *[1] * (t.dim() - d - 1))
-    extent = sum(s * (n - 1) for n, s in zip(t.shape, stride, strict=True))
-    # one flat buffer, filled by index, is then read with the overlapping strides
-    flat = t.new_zeros(extent + 1)
-    flat[places] = t
-    return flat.as_strided(t.shape, stride)
 
 
 def in_memory_order(t: Tensor) -> Tensor | None:
@@ -162,22 +119,17 @@ def as_dense(t: Tensor, like: Tensor) -> Tensor:
     return t.clone(memory_format=torch.preserve_format)
 
 
-def _extent(t: Tensor) -> int:
-    """The offset of the last element from the first one in memory."""
-    return sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
-
-
 def _has_no_gaps(t: Tensor) -> bool:
     """Whether the elements lie side by side in memory, in any order."""
-    # in an expanded tensor, gaps and repeats may cancel in the extent
-    return t.is_contiguous() or (
-        _extent(t) + 1 == t.numel() and not _overlaps(tuple(t.shape), t.stride())
-    )
-
-
-def fills_its_memory(t: Tensor) -> bool:
-    """Whether each byte of its storage belongs to exactly one element of ``t``."""
-    return t.untyped_storage().nbytes() == t.nbytes and _has_no_gaps(t)
+    if t.is_contiguous():
+        return True
+    count = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1:
+            if stride != count:
+                return False
+            count *= size
+    return True
 
 
 def has_values(t: Tensor) -> bool:
