@@ -68,30 +68,16 @@ def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> Stat
 
 
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
-    """Add a note to an error of torch or Python that names the step and its streams.
+    """Add a note to an error of ``step.forward`` or ``step.inverse`` (the ``direction``).
 
-    Args:
-        error: of ``step.forward`` or ``step.inverse``.
-        step: the step.
-        state: the streams that it got.
-        direction: ``"forward"`` or ``"inverse"``.
+    The note names the step and the streams that it got, unless a step inside has named itself.
     """
-    if hasattr(error, "__notes__"):  # a step inside this one has added its note
-        return
-    call = f"{getattr(type(step), direction).__qualname__}()"
-    if type(error) is RuntimeError:
+    if not hasattr(error, "__notes__"):
         shapes = " and ".join(str(tuple(t.shape)) for t in state)
         types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
-        expected = {"forward": "its layers take", "inverse": "its forward returns"}[direction]
         error.add_note(
-            f"The {direction} of {name_of(step)} got streams of shape {shapes} and type {types}: "
-            f"expected the shapes and the type that {expected}"
-        )
-    # only for errors of this call itself, not of a branch or for a keyword argument
-    elif str(error).startswith(call) and "positional argument" in str(error):
-        error.add_note(
-            f"{name_of(step)} takes `streams` = {step.streams} streams: set streams = 1 in its "
-            f"class if its {direction} takes one"
+            f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
+            f"{types}, and takes `streams` = {step.streams} of them"
         )
 
 
@@ -137,7 +123,8 @@ def calls_only_forward(layer: nn.Module) -> bool:
 def runs_forward_alone(layer: nn.Module) -> bool:
     """Whether ``nn.Module.__call__`` of ``layer`` runs its class's ``forward`` and no hook."""
     replaced = layer._compiled_call_impl is not None or "forward" in vars(layer)
-    return not (has_hooks(layer) or replaced or module._has_any_global_hook())
+    of_all = module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not (has_hooks(layer) or replaced or of_all)
 
 
 def explain_transforms(error: Exception, step: Step) -> None:
@@ -151,24 +138,27 @@ def explain_transforms(error: Exception, step: Step) -> None:
 
 def refuse_changed_inputs(step: Step, inputs: State, versions: list[int]) -> None:
     """Raise a RuntimeError if the forward pass of ``step`` changed a stream in place."""
-    if (now := versions_of(inputs)) != versions:
+    if changed := _changed(inputs, versions):
         raise RuntimeError(
-            f"{name_of(step)} changed its input stream {_changed(now, versions)}: expected no "
-            "change, since a replay would start from the changed values. Make the first operation "
-            "of the branch out of place (inplace=False)"
+            f"{name_of(step)} changed its input stream {changed}: expected no change, since a "
+            "replay would start from the changed values. Make the first operation of the branch "
+            "out of place (inplace=False)"
         )
 
 
 def refuse_changed_outputs(step: Step, outputs: State, versions: list[int]) -> None:
     """Raise a RuntimeError if the inverse of ``step`` changed a stream in place."""
-    if (now := versions_of(outputs)) != versions:
+    if changed := _changed(outputs, versions):
         raise RuntimeError(
-            f"the inverse of {name_of(step)} changed its input stream {_changed(now, versions)}: "
-            "the caller may still hold that tensor, as an output of the forward pass. Make the "
-            "operations of the inverse out of place"
+            f"the inverse of {name_of(step)} changed its input stream {changed}: the caller may "
+            "still hold that tensor, as an output of the forward pass. Make the operations of the "
+            "inverse out of place"
         )
 
 
-def _changed(now: list[int], versions: list[int]) -> str:
+def _changed(streams: State, versions: list[int]) -> str:
+    now = versions_of(streams)
+    if now == versions:
+        return ""
     i = next(i for i, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
     return f"{i} in place (version {versions[i]} became {now[i]})"

@@ -143,28 +143,6 @@ class Members:
         walked: whether a forward pass has looked for tensors that the step captures.
     """
 
-    __slots__ = (
-        "_counted",
-        "_owned",
-        "_scratch",
-        "_seen",
-        "_tables",
-        "buffers",
-        "carried",
-        "dropouts",
-        "inner",
-        "lazy",
-        "loud",
-        "modules",
-        "norms",
-        "of_steps",
-        "owner_is_loud",
-        "parameters",
-        "quiet",
-        "tensors",
-        "walked",
-    )
-
     def __init__(
         self,
         steps: tuple[Step, ...],
@@ -226,8 +204,7 @@ class Members:
     @staticmethod
     def together(steps: tuple[Step, ...]) -> Members | None:
         """The members of several steps, after ``of`` each; None if they share a parameter."""
-        first = vars(steps[0])
-        of_steps = [vars(step)["_members"] for step in steps]
+        first, of_steps = vars(steps[0]), [vars(step)["_members"] for step in steps]
         members: Members | None = first.get("_together")
         if members is None or members.of_steps != of_steps:
             members = first["_together"] = Members._gather(steps)
@@ -267,12 +244,8 @@ class Members:
         """The modules of which we do not know the code; ``steps`` as in the constructor."""
         return [*self.loud, *steps] if self.owner_is_loud else self.loud
 
-    # copies and pickles of a step gather their own
-    def __deepcopy__(self, _: Any) -> None:
-        return None
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()
+        return type(None), ()  # None: copies and pickles of a step gather their own
 
     def draws(self) -> bool:
         """Whether a call now may draw random numbers."""
@@ -297,10 +270,6 @@ class Members:
         ]
         found[0] += [t for t in self.tensors if t.requires_grad]
         return found
-
-
-def _nothing() -> None:
-    return None
 
 
 def _is_known(m: nn.Module) -> bool:
@@ -439,17 +408,10 @@ class Conditions:
     def _refuse(self, t: Tensor, name: str) -> None:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: {name!r} of {self._name_of(t)}, of shape {tuple(t.shape)}, "
+            f"inplace operation: {name!r} of {self.name}, of shape {tuple(t.shape)}, "
             "changed between its forward pass and its replay. Change it after the backward pass, "
             f"or {self._steps[0].remedy if self._steps else self._remedy}"
         )
-
-    def _name_of(self, t: Tensor) -> str:
-        """The name of the step that holds ``t``."""
-        for step in self._steps[1:]:
-            if any(t is p for p in step.parameters()):
-                return name_of(step)
-        return self.name
 
     def enter(self, *, inverting: bool = False) -> Undo:
         """Restore; returns what :func:`leave` undoes. ``inverting``: also the carried buffers."""

@@ -7,51 +7,21 @@ activations and recompute them from the outputs in the backward pass.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from revzoo.core.replay import Recorder
+
 State = tuple[Tensor, ...]
-
-
-class _Engine:
-    """What a step calls of :mod:`revzoo.core.modes`, which imports this module and sets these."""
-
-    run_alone: Callable[[Step, State, Mapping[str, Any]], Any]
-    effective_mode: Callable[[Step], str]
-
-
-engine = _Engine()
+_MODES = "revzoo.core.modes"  # imports this module
 
 
 class NotInvertibleError(RuntimeError):
     """The inverse of a layer that loses information was requested; the message names the layer."""
-
-
-class Recorder(Protocol):
-    """Runs parts of a step with recording on; an argument of :meth:`Invertible.replay`."""
-
-    records: bool
-    """Whether gradients are wanted; if not, :meth:`Invertible.replay` may return no outputs."""
-
-    needs: list[bool]
-    """Which streams of the step's input required gradient in the forward pass."""
-
-    saved: Sequence[Tensor]
-    """What :func:`revzoo.core.saved.save_for_replay` saved in the forward pass."""
-
-    def inverted(
-        self, inverse: Callable[..., Any], outputs: Any, context: Mapping[str, Any]
-    ) -> Any:
-        """``inverse(*outputs, **context)`` without recording.
-
-        It runs with the random state and buffers of the forward pass (``carried`` buffers: the
-        values after it). These are restored afterwards, so the next recording sees them, too.
-        """
-
-    def leaf(self, i: int, t: Any) -> Tensor:
-        """Stream ``i`` of the step's input, where the recorded graph ends."""
 
 
 class Step(nn.Module):
@@ -155,14 +125,14 @@ class Step(nn.Module):
         """
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
-        return engine.run_alone(self, state, context)
+        return sys.modules[_MODES].run_alone(self, state, context)
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
         if type(self).__call__ is not Step.__call__:
             # a container has no mode: its members may have different ones
             return type(self).__name__
-        return f"{type(self).__name__}[{engine.effective_mode(self)}]"
+        return f"{type(self).__name__}[{sys.modules[_MODES].effective_mode(self)}]"
 
     @property
     def outputs(self) -> int:

@@ -53,7 +53,6 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
-    engine,
     kind_of,
     name_of,
     plain_call,
@@ -366,6 +365,3 @@ def no_float_inverse_message(step: Step, mode: str) -> str:
         f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "
         "'exact', which inverts it on integers, or 'recompute' or 'store'"
     )
-
-
-engine.run_alone, engine.effective_mode = run_alone, effective_mode

@@ -530,7 +530,11 @@ class Recorder:
     def inverted(
         self, inverse: Callable[..., Any], outputs: Streams, context: Mapping[str, Any]
     ) -> Streams:
-        """``inverse(*outputs, **context)`` without recording, with the carried buffers."""
+        """``inverse(*outputs, **context)`` without recording.
+
+        It runs with the random state and buffers of the forward pass (``carried`` buffers: the
+        values after it). These are restored afterwards, so the next recording sees them, too.
+        """
         step = self._executed.step
         undo = self._executed.conditions.enter(inverting=True)
         try:

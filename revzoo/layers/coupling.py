@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from revzoo._checks import check_callable
 from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.core.fixedpoint.words import Fixed, fixed_of, keeps_words
-from revzoo.core.invertible import Invertible, Recorder, State, name_of
+from revzoo.core.invertible import Invertible, State, name_of
+from revzoo.core.replay import Recorder
 from revzoo.core.sums import add
 from revzoo.layers.streams import zero_log_det
 

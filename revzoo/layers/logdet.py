@@ -19,7 +19,6 @@ from torch import Tensor
 from revzoo.core.calls import call_on_grid, has_hooks, inverse_on_grid
 from revzoo.core.invertible import (
     Invertible,
-    Recorder,
     Settings,
     State,
     Step,
@@ -28,6 +27,7 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.modes import mode_of
+from revzoo.core.replay import Recorder
 from revzoo.layers.streams import log_det_dtype
 
 

@@ -64,11 +64,11 @@ from revzoo.core.guard.ranges import range_failure
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
-    Recorder,
     State,
     name_of,
 )
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
+from revzoo.core.replay import Recorder
 from revzoo.core.saved import save_for_replay, saving_for_replay
 from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
 from revzoo.core.tensors import version_of

@@ -145,19 +145,6 @@ class Scale:
         failure: the first that left its range, with its largest value and the end of the range.
     """
 
-    __slots__ = (
-        "_shaped",
-        "bits",
-        "down",
-        "failure",
-        "growth",
-        "limit",
-        "log",
-        "sizes",
-        "up",
-        "word_type",
-    )
-
     def __init__(
         self, down: Tensor, sizes: Tensor, growth: Growth, word_type: torch.dtype, bits: int | None
     ) -> None:

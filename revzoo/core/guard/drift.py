@@ -259,7 +259,8 @@ def _check_sums(sums: list[tuple[tuple[Step, ...], Tensor, Tensor]]) -> None:
     if not sums:
         return
     device = sums[0][1].device
-    expected, found = (torch.stack([s[i].to(device) for s in sums]) for i in (1, 2))  # type: ignore[misc]
+    expected = torch.stack([total.to(device) for _, total, _ in sums])
+    found = torch.stack([total.to(device) for _, _, total in sums])
     for (steps, _, _), same in zip(sums, (expected == found).tolist(), strict=True):
         for step in steps:
             step.drift = 0.0 if same else math.inf
