@@ -406,9 +406,11 @@ class Conditions:
                 self._refuse(t, name)
 
     def _refuse(self, t: Tensor, name: str) -> None:
+        holders = (s for s in self._steps if any(t is p for p in s.parameters()))
+        holder = next(map(name_of, holders), self.name)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
-            f"inplace operation: {name!r} of {self.name}, of shape {tuple(t.shape)}, "
+            f"inplace operation: {name!r} of {holder}, of shape {tuple(t.shape)}, "
             "changed between its forward pass and its replay. Change it after the backward pass, "
             f"or {self._steps[0].remedy if self._steps else self._remedy}"
         )

@@ -49,20 +49,18 @@ class Step(nn.Module):
     returns them after its streams, in the order of its steps. Inverses do not receive them."""
 
     memory: str = "invert"
-    """The mode in which the step runs, in a :class:`~revzoo.ReversibleSequence` or alone;
-    :func:`revzoo.set_memory` changes it."""
+    """The mode in which the step runs; :func:`revzoo.set_memory` changes it."""
 
     exact: bool = False
     """Whether mode ``exact`` supports the step: it only moves values, and so works on integers, or
     it adds to its streams (``sums``)."""
 
     sums: bool = False
-    """Whether an exact step adds to its streams (:func:`revzoo.core.sums.add`) instead of
-    only moving values."""
+    """Whether an exact step adds to its streams (:func:`revzoo.core.sums.add`)."""
 
     needs_words: bool = False
-    """Whether the inverse works only in fixed point. Mode ``invert`` without a grid refuses the
-    step; streams that cannot have words are recomputed."""
+    """Whether the inverse works only in fixed point. Streams that cannot have words are recomputed,
+    and mode ``invert`` without a grid refuses the step."""
 
     adds: bool = False
     """Whether the step is ``(x, z) -> (z, x + F(z))`` with the methods of
@@ -75,16 +73,15 @@ class Step(nn.Module):
     """How many streams, counted from the last, stay in floating point in mode ``exact``."""
 
     inexact: str = ""
-    """Why the step does not fit mode ``exact``, for its error message; a clause: ``"products with
-    its scales leave the grid"``."""
+    """Why the step does not fit mode ``exact``; a clause: ``"products with its scales leave the
+    grid"``."""
 
     grid: int | str | None = None
     """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for
     floating-point streams."""
 
     growth: Any = None
-    """How far the values of chains that begin here grow
-    (:class:`~revzoo.core.fixedpoint.scale.Growth`); None before the first."""
+    """:class:`~revzoo.core.fixedpoint.scale.Growth` of chains that begin here, after the first."""
 
     drift_limit: float | None = 1e-3
     """Largest relative error of a reconstruction; None compares nothing. See
@@ -95,12 +92,7 @@ class Step(nn.Module):
 
     close_checks: int = 2
     """In how many more passes the guard compares the step by itself, and in ``invert`` each of its
-    channels. After an error, and after :func:`revzoo.set_memory`, it does so anew. See
-    :mod:`revzoo.core.guard.drift`."""
-
-    early_stop: bool = True
-    """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no
-    other use."""
+    channels. An error and :func:`revzoo.set_memory` start anew."""
 
     remedy: str = "use memory='store' for this step"
     """How to run the step without replays, for error messages."""
@@ -112,8 +104,7 @@ class Step(nn.Module):
     """What to do if a reconstruction of the step drifts, for error messages."""
 
     guarded: bool = True
-    """Whether the guard compares recomputed values. False for a step that only moves values, if the
-    guard compares the steps beside it."""
+    """False for a step that only moves values, if the guard compares the steps beside it."""
 
     label: str = ""
     """The step's place in its model, for error messages."""
@@ -128,9 +119,8 @@ class Step(nn.Module):
         return sys.modules[_MODES].run_alone(self, state, context)
 
     def _get_name(self) -> str:
-        """The class name in ``repr``, with the memory mode; without it for a container."""
+        """The class name in ``repr``, with the memory mode; a container has none."""
         if type(self).__call__ is not Step.__call__:
-            # a container has no mode: its members may have different ones
             return type(self).__name__
         return f"{type(self).__name__}[{sys.modules[_MODES].effective_mode(self)}]"
 
@@ -241,7 +231,6 @@ class Settings(NamedTuple):
     memory: str
     grid: int | str | None
     drift_limit: float | None
-    early_stop: bool
     guarded: bool
 
     @classmethod

@@ -146,7 +146,7 @@ class _Recompute(Mode):
             context,
             conditions,
             drift,
-            early_stop=step.early_stop and members.quiet,
+            early_stop=members.quiet,
             determinism_check="none" if members.quiet else "default",
         )
 

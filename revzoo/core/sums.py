@@ -26,7 +26,6 @@ from revzoo.core.fixedpoint.integer_kernels import (
     quantise,
     shift_in,
     shift_out,
-    subtract_and_read,
 )
 from revzoo.core.fixedpoint.scale import (
     EXTRA_BITS,
@@ -177,23 +176,22 @@ def _with_words(t: Tensor, fixed: Fixed) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """``x + sign * value`` on the words of ``x``."""
+    """``x + value`` on the words of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
-        ctx.sign, ctx.dtype = sign, value.dtype
-        fill = add_and_read if sign > 0 else subtract_and_read
-        ctx.scale, ctx.step = fixed.scale, running_step()
-        parts = (fixed.words, value)
-        return _with_words(*_summed(fill, fixed, parts, x.dtype, lambda: value, ctx.step))
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+        ctx.dtype, ctx.scale, ctx.step = value.dtype, fixed.scale, running_step()
+        return _with_words(*plus(fixed, value, x.dtype, ctx.step))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         note_scale(ctx.scale, ctx.step)
-        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
+        return gradient, gradient.to(ctx.dtype), None
 
 
-def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[Tensor, Fixed]:
+def plus(
+    fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step | None
+) -> tuple[Tensor, Fixed]:
     """``fixed + value`` without recording: the float tensor of the sum, and the words, apart.
 
     Args:
@@ -205,16 +203,15 @@ def plus(fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step) -> tuple[T
     return _summed(add_and_read, fixed, (fixed.words, value), dtype, lambda: value, step)
 
 
-def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
-    """``x + sign * value``, rounded to the grid of ``x``, with words.
+def add(x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+    """``x + value``, rounded to the grid of ``x``, with words.
 
     Args:
         x: a stream.
         value: of the same shape.
         fixed: the words of ``x``.
-        sign: 1 or -1.
     """
-    total: Tensor = _Sum.apply(x, value, fixed, sign)
+    total: Tensor = _Sum.apply(x, value, fixed)
     return total
 
 

@@ -156,7 +156,7 @@ class AdditiveCoupling(Coupling):
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, y2)
         if (fixed := self._words(y2)) is not None:
-            return add(y2, value, fixed, sign=-1)
+            return add(y2, -(value if value.is_floating_point() else value.float()), fixed)
         return y2 - self.fitting(value, y2)
 
     def _words(self, stream: Tensor) -> Fixed | None:

@@ -97,16 +97,6 @@ def add_and_read(
     return peak
 
 
-def subtract_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
-) -> Tensor:
-    """``words = x - value``, in units, and its floats ``total``. Returns the peak."""
-    peak = quantise(value, words, up)
-    torch.sub(x, words, out=words)
-    read(words, total, _valid(down, peak, words))
-    return peak
-
-
 def _difference(x: Tensor, value: Tensor, up: Tensor, bits: int, words: Tensor) -> Tensor:
     """``(1 + b) value - 2 b x`` in units; only the product with value and the sum round."""
     b = 2.0**-bits
@@ -146,7 +136,7 @@ def shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tenso
 
 # Their results do not depend on how a compiler orders or fuses the operations: each one is exact,
 # or is a rounding.
-_COMPILABLE = (quantise, read, subtract, add_and_read, subtract_and_read)
+_COMPILABLE = (quantise, read, subtract, add_and_read)
 
 
 @functools.cache

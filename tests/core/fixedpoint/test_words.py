@@ -303,7 +303,7 @@ class Own(Invertible):
         return x2, sums.add(x1, x2 * self.factor, fixed_of(x1))
 
     def inverse(self, y1, y2):
-        return sums.add(y2, y1 * self.factor, fixed_of(y2), sign=-1), y1
+        return sums.add(y2, -y1 * self.factor, fixed_of(y2)), y1
 
 
 @pytest.mark.parametrize("mode", ["store", "offload", "recompute", "exact"])
@@ -635,7 +635,7 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
             step.grid = grid
             (x,) = put_on_grid((x.contiguous(memory_format=layout),), step)
             for value in (y.contiguous(memory_format=layout), y.transpose(2, 3), z):
-                total = sums.add(x, value, fixed_of(x), sign=1 if value is y else -1)
+                total = sums.add(x, value if value is y else -value, fixed_of(x))
                 back = fixed_of(total).minus(value.clone(), None, overwrite=True)
                 rows = slice(1 if value is z else 0, None)  # integers beyond their range
                 found += [total, back.read(), fixed_of(total).words[rows], back.words[rows]]
