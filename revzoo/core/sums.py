@@ -12,21 +12,14 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint.bits import unpack_bits
-from revzoo.core.fixedpoint.integer_kernels import (
-    add_and_read,
-    in_chunks,
-    quantise,
-    shift_in,
-    shift_out,
-)
+from revzoo.core.fixedpoint.integer_kernels import add_and_read, in_chunks, quantise
 from revzoo.core.fixedpoint.scale import (
     EXTRA_BITS,
     Growth,
@@ -130,63 +123,11 @@ def _rounded_to(x: Tensor, scale: Scale, *, fits: bool = False) -> Tensor:
         value = x.detach()
         peak = in_chunks(quantise, (value, words), scale.shaped(x.dim())[0])
         if not fits or free_to_read(value):
-            fixed.measure(peak, 0.0, value, lambda: value, running_step())
+            fixed.measure(peak, 0.0, value, value, running_step())
         else:  # the scale was made for this input: only inputs of 1e36 do not fit
             fixed.down = torch.where(scale.sizes < scale.end, scale.down, math.nan)
     rounded: Tensor = _Rounded.apply(x, fixed)
     return rounded
-
-
-def _summed(
-    fill: Callable[..., Any],
-    fixed: Fixed,
-    parts: tuple[Tensor, ...],
-    dtype: torch.dtype,
-    summand: Callable[[], Tensor],
-    step: Step | None,
-    *options: Any,
-) -> tuple[Tensor, Fixed]:
-    """Compute a sum; returns its float tensor, and the words.
-
-    Args:
-        fill: computes the sum from ``parts`` into words and floats.
-        fixed: the stream that is added to.
-        parts: the summands; the value is the last one.
-        dtype: of the float tensor.
-        summand: computes what is added, in floating point.
-        step: the step that adds.
-        *options: passed to ``fill`` after the scales.
-    """
-    words, scale = torch.empty_like(fixed.words), fixed.scale
-    with counting_changes():
-        total = torch.empty_like(words, dtype=dtype)
-    summed = Fixed(words, scale, dtype, down=fixed.down, bound=0.0)
-    if total.numel():
-        up = scale.shaped(words.dim())[0]
-        peak = in_chunks(fill, (*parts, words, total), up, fixed.shaped_down(), *options)
-        left = summed.measure(peak, fixed.bound, total, summand, step)
-        if left is not None:
-            total.masked_fill_(for_samples_of(left, total.dim()), math.nan)
-    return total, summed
-
-
-def _with_words(t: Tensor, fixed: Fixed) -> Tensor:
-    set_words(t, fixed)
-    return t
-
-
-class _Sum(torch.autograd.Function):
-    """``x + value`` on the words of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
-        ctx.dtype, ctx.scale, ctx.step = value.dtype, fixed.scale, running_step()
-        return _with_words(*plus(fixed, value, x.dtype, ctx.step))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        note_scale(ctx.scale, ctx.step)
-        return gradient, gradient.to(ctx.dtype), None
 
 
 def plus(
@@ -200,7 +141,34 @@ def plus(
         dtype: of the float tensor.
         step: the step that adds.
     """
-    return _summed(add_and_read, fixed, (fixed.words, value), dtype, lambda: value, step)
+    words, scale = torch.empty_like(fixed.words), fixed.scale
+    with counting_changes():
+        total = torch.empty_like(words, dtype=dtype)
+    summed = Fixed(words, scale, dtype, down=fixed.down, bound=0.0)
+    if total.numel():
+        tensors = fixed.words, value, words, total
+        up = scale.shaped(words.dim())[0]
+        peak = in_chunks(add_and_read, tensors, up, fixed.shaped_down())
+        left = summed.measure(peak, fixed.bound, total, value, step)
+        if left is not None:
+            total.masked_fill_(for_samples_of(left, total.dim()), math.nan)
+    return total, summed
+
+
+class _Sum(torch.autograd.Function):
+    """``x + value`` on the words of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+        ctx.dtype, ctx.scale, ctx.step = value.dtype, fixed.scale, running_step()
+        total, words = plus(fixed, value, x.dtype, ctx.step)
+        set_words(total, words)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        note_scale(ctx.scale, ctx.step)
+        return gradient, gradient.to(ctx.dtype), None
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
@@ -213,57 +181,6 @@ def add(x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
     """
     total: Tensor = _Sum.apply(x, value, fixed)
     return total
-
-
-class _SecondDifference(torch.autograd.Function):
-    """``(1 + b) value - 2 b x + b before`` on the words of ``before``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
-    ) -> Tensor:
-        # the gradient ignores the rounding and the dropped bits
-        b = 2.0**-bits
-        ctx.b, ctx.dtype = b, value.dtype
-        ctx.scale, ctx.step = fixed.scale, running_step()
-        parts = (fixed.words, x, value)
-
-        def summand() -> Tensor:
-            return (value.float() * (1 + b)).add_(x, alpha=-2 * b)
-
-        return _with_words(*_summed(shift_in, fixed, parts, x.dtype, summand, ctx.step, bits))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        note_scale(ctx.scale, ctx.step)
-        b = ctx.b
-        of_value = (gradient * (1 + b)).to(ctx.dtype)
-        return gradient * b, gradient * (-2 * b), of_value, None, None
-
-
-def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
-    """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
-
-    Args:
-        before: a stream; the product with b drops the low ``bits`` of its words.
-        x: the stream that ``value`` was computed from.
-        value: of the same shape.
-        fixed: the words of ``before``.
-        bits: at least 1.
-    """
-    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
-    return total
-
-
-def undo_second_difference(
-    total: Fixed, x: Tensor, value: Tensor, side: Tensor, bits: int
-) -> Fixed:
-    """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
-    words = torch.empty_like(total.words)
-    in_chunks(shift_out, (total.words, x, value, words), total.scale.shaped(x.dim())[0], bits)
-    # the shift has left zeros in the low bits, where the dropped bits go
-    words |= unpack_bits(side, words, bits)
-    return total.with_words(words)
 
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:

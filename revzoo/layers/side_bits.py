@@ -52,7 +52,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
-from revzoo.core.fixedpoint.bits import pack_bits
 from revzoo.core.fixedpoint.scale import Scale, free_to_read
 from revzoo.core.fixedpoint.words import (
     AUTO,
@@ -70,8 +69,9 @@ from revzoo.core.invertible import (
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
 from revzoo.core.saved import save_for_replay, saving_for_replay
-from revzoo.core.sums import put_on_grid_of, second_difference, undo_second_difference
+from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.tensors import version_of
+from revzoo.layers.pack_bits import pack_bits, unpack_bits
 
 NAME = "reversible"  # the step's name among the block's modules
 MAX_BITS = 8
@@ -248,7 +248,22 @@ class SideBits(Invertible):
             return value.clone() if value is x else value.to(x.dtype)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
-        return second_difference(before[0], x, value, known, self.bits)
+        # an arithmetic shift: it rounds down, also below zero, and side bits add the rest
+        shifted = known.with_words(known.words >> self.bits)
+        return add(b * before[0], self._difference(x, value, known), shifted)
+
+    def _difference(self, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+        """``(1 + b) value - 2 b x`` in the precision of the words."""
+        b = 2.0**-self.bits
+        kind = torch.float64 if fixed.words.dtype == torch.int64 else torch.float32
+        return (1 + b) * value.to(kind) - 2 * b * x.to(kind)
+
+    def _undone(self, y: Fixed, x: Tensor, value: Tensor, side: Tensor) -> Fixed:
+        """The stream before the last; ``side`` are the low bits of its words."""
+        shifted = y.minus(self._difference(x, value, y), y.down)
+        # the shift has left zeros in the low bits, where the dropped bits go
+        words = shifted.words << self.bits
+        return shifted.with_words(words | unpack_bits(side, words, self.bits))
 
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
@@ -287,7 +302,7 @@ class SideBits(Invertible):
             return (before, x), (leaf, value, *rest)
         (y,) = following
         with torch.no_grad():
-            before = undo_second_difference(y, leaf, value, saved, self.bits)
+            before = self._undone(y, leaf, value, saved)
         if not record.records:
             return (before, x), ()
         b = 2.0**-self.bits

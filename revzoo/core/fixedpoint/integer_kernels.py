@@ -1,4 +1,4 @@
-"""The arithmetic on words: rounding to the grid, sums, and second differences.
+"""The arithmetic on words: rounding to the grid, and sums.
 
 A kernel fills tensors that its caller made. Floating-point values are rounded in float32, or in
 float64 for words of 64 bits. Kernels that round a value return its *peak*: the largest magnitude,
@@ -97,43 +97,6 @@ def add_and_read(
     return peak
 
 
-def _difference(x: Tensor, value: Tensor, up: Tensor, bits: int, words: Tensor) -> Tensor:
-    """``(1 + b) value - 2 b x`` in units; only the product with value and the sum round."""
-    b = 2.0**-bits
-    total = value.to(_computed_in(words)) * (up * (1 + b))
-    return total.addcmul_(x, up * (-2 * b))
-
-
-def shift_in(
-    before: Tensor,
-    x: Tensor,
-    value: Tensor,
-    words: Tensor,
-    total: Tensor,
-    up: Tensor,
-    down: Tensor,
-    n: int,
-) -> Tensor:
-    """``words = (1 + b) value - 2 b x + b before`` with ``b = 2**-n``, and its floats ``total``.
-
-    Returns the peak, without ``b before``.
-    """
-    units = _difference(x, value, up, n, words)
-    words.copy_(units.round_())
-    peak = _peak(units, up)
-    # an arithmetic shift: it rounds down, also below zero, and shift_out adds the rest
-    words += before >> n
-    read(words, total, _valid(down, peak, words))
-    return peak
-
-
-def shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tensor, n: int) -> None:
-    """The opposite of :func:`shift_in`: ``before`` from ``total``, its low ``n`` bits zero."""
-    before.copy_(_difference(x, value, up, n, before).round_())
-    torch.sub(total, before, out=before)
-    before <<= n
-
-
 # Their results do not depend on how a compiler orders or fuses the operations: each one is exact,
 # or is a rounding.
 _COMPILABLE = (quantise, read, subtract, add_and_read)
@@ -146,14 +109,14 @@ def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 
 def in_chunks(
-    fn: Callable[..., Tensor | None], tensors: tuple[Tensor, ...], *figures: Any
+    fn: Callable[..., Tensor | None], tensors: tuple[Tensor, ...], *figures: Tensor
 ) -> Tensor | None:
     """``fn(*tensors, *figures)``, piece by piece, so that its temporary tensors are small.
 
     Args:
         fn: a kernel.
         tensors: of one shape, ``(B, ...)``.
-        *figures: figures of each sample, shaped to multiply the tensors; then other options.
+        *figures: figures of each sample, shaped to multiply the tensors.
 
     Returns:
         The largest of what the pieces return.
@@ -163,32 +126,15 @@ def in_chunks(
     words = next(t for t in tensors if not t.is_floating_point())
     compiles = backend is not None and fn in _COMPILABLE and has_values(words)
     chunk = _CHUNK if free_to_read(words) else _CHUNK_OF_DEVICES
-    rows = [f for f in figures if isinstance(f, Tensor)]
-    flat = _as_rows(tensors, rows[0].numel()) if compiles or words.numel() > chunk else None
+    flat = _as_rows(tensors, figures[0].numel()) if compiles or words.numel() > chunk else None
     if flat is None:
         return fn(*tensors, *figures)
-    of_rows = [for_samples_of(f.flatten(), 2) for f in rows]
-    options = figures[len(rows) :]
+    of_rows = [for_samples_of(f.flatten(), 2) for f in figures]
     if compiles:
         assert backend is not None
-        found: Tensor | None = _compiled(fn, backend)(*flat, *of_rows, *options)
+        found: Tensor | None = _compiled(fn, backend)(*flat, *of_rows)
         return found
-    if not has_values(words):  # one piece takes the memory of all
-        rows_of_piece = max(chunk // flat[0].shape[1], 1)
-        piece = [t[:rows_of_piece, :chunk] for t in flat]
-        fn(*piece, *[f[:rows_of_piece] if f.dim() else f for f in of_rows], *options)
-        return None
-    return _by_pieces(fn, flat, of_rows, options, chunk)
-
-
-def _by_pieces(
-    fn: Callable[..., Tensor | None],
-    flat: list[Tensor],
-    of_rows: list[Tensor],
-    options: tuple[Any, ...],
-    chunk: int,
-) -> Tensor | None:
-    """``fn`` on pieces of rows ``(B, n)``: several samples, or a part of one."""
+    # rows (B, n): a piece is several samples, or a part of one
     samples, length = flat[0].shape
     high = max(chunk // length, 1)
     wide = -(-length // -(-length // chunk))  # pieces of nearly one size
@@ -197,7 +143,9 @@ def _by_pieces(
         band = [t[top : top + high] for t in flat]
         of_band = [f[top : top + high] if f.dim() else f for f in of_rows]
         for at in range(0, length, wide):
-            peak = fn(*[t[:, at : at + wide] for t in band], *of_band, *options)
+            peak = fn(*[t[:, at : at + wide] for t in band], *of_band)
+            if not has_values(words):  # one piece takes the memory of all
+                return None
             if peak is not None:
                 if peaks is None:
                     peaks = peak.new_zeros(samples if peak.dim() else ())

@@ -174,7 +174,7 @@ class Fixed:
         peak: Tensor | None,
         before: float,
         total: Tensor,
-        summand: Callable[[], Tensor],
+        summand: Tensor,
         step: Step | None,
     ) -> Tensor | None:
         """Find the samples that left their range (rules 5 and 6 of NOTE [ Words and floats ]).
@@ -183,7 +183,7 @@ class Fixed:
             peak: of the summand, from the kernel.
             before: the bound of the stream that it was added to.
             total: the floats of the sum.
-            summand: computes what was added, in floating point.
+            summand: what was added, in floating point.
             step: the step that added it; None outside of steps.
 
         Returns:
@@ -198,7 +198,7 @@ class Fixed:
             if self.bound < scale.limit / 2 and scale.growth.seen == scale.grid:
                 return None
         count = len(scale.down)
-        added, after = magnitudes(summand(), count), magnitudes(total, count)
+        added, after = magnitudes(summand, count), magnitudes(total, count)
         left = ~((added < scale.end) & (after < scale.end))
         # after a summand beyond the range, the sum means nothing
         peaks = torch.where(added < scale.end, torch.maximum(added, after), added)
