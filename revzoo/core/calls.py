@@ -35,36 +35,42 @@ def call_on_grid(
 
     Not if a hook may change the outputs, unless the step ``inverts``: then no hook may.
     """
-    if not _keeps_words_of(step):
+    if step.grid is None or not keeps_words():
         return call(step, *state, **context)
     with within(step):
         if not step.moves_values:
             return call(step, *state, **context)
-        return _call_with_words(
-            step,
-            functools.partial(call, step, *state, **context),
-            functools.partial(step.forward, **context)
-            if inverts or runs_forward_alone(step)
-            else None,
-            state,
-            step.extras,
-        )
+        with counting_changes():
+            returned = call(step, *state, **context)
+        # extra outputs are not streams: they get no words and may have any layout
+        outputs = as_state(returned, step)
+        cut = len(outputs) - step.extras
+        moves = functools.partial(step.forward, **context)
+        trusted = inverts or runs_forward_alone(step)
+        streams = _with_words(step, moves if trusted else None, state, outputs[:cut])
+    return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 
 def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
     """``step.inverse(*state, **context)``; the words move with the values."""
-    if not _keeps_words_of(step):
-        return as_state(step.inverse(*state, **context), step, inverse=True)
     inverse = functools.partial(step.inverse, **context)
+    if step.grid is None or not keeps_words():
+        return as_state(inverse(*state), step, inverse=True)
     with within(step):
         if not step.moves_values:
             return as_state(inverse(*state), step, inverse=True)
+        with counting_changes():
+            inputs = as_state(inverse(*state), step, inverse=True)
+        return _with_words(step, inverse, state, inputs)
 
-        def call() -> State:
-            return as_state(inverse(*state), step, inverse=True)
 
-        inputs: State = _call_with_words(step, call, inverse, state, 0)
-        return inputs
+def _with_words(step: Step, fn: Callable[..., Any] | None, state: State, outputs: State) -> State:
+    """``outputs`` without gaps; ``fn``, which moves values, gives them the words of ``state``."""
+    streams = tuple(as_dense(t, state[0]) for t in outputs)
+    if fn is not None:
+        ours = type(step).__module__.startswith("revzoo.layers.")
+        move_words(fn, state, streams, step=None if ours else step)
+    return streams
 
 
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
@@ -79,30 +85,6 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
             f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
             f"{types}, and takes `streams` = {step.streams} of them"
         )
-
-
-def _keeps_words_of(step: Step) -> bool:
-    return step.grid is not None and keeps_words()
-
-
-def _call_with_words(
-    step: Step,
-    call: Callable[[], Any],
-    fn: Callable[..., Any] | None,
-    state: State,
-    extras: int,
-) -> Any:
-    """``call()`` of a step that moves values; ``fn`` gives its dense streams their words."""
-    with counting_changes():
-        returned = call()
-        # extra outputs are not streams: they get no words and may have any layout
-        outputs = as_state(returned, step)
-        cut = len(outputs) - extras
-        streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
-    if fn is not None:
-        ours = type(step).__module__.startswith("revzoo.layers.")
-        move_words(fn, state, streams, step=None if ours else step)
-    return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from revzoo.core.ambient import runs_eagerly
 from revzoo.core.arguments import Kept
 from revzoo.core.conditions import Conditions, Members, leave
 from revzoo.core.guard.drift import Guard, Replayed
-from revzoo.core.guard.samples import Sample, sample
+from revzoo.core.guard.samples import sample
 from revzoo.core.invertible import State, Step
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -67,7 +67,7 @@ def run_recomputed(
     # the function gets the caller's own objects, a replay copies of them; torch keeps the tensors
     given: tuple[Any, Any] | None = (args, kwargs)
     kept = [at[id(t)] if isinstance(t, Tensor) else Kept.of(t) for t in leaves]
-    samples: list[Sample] = []
+    samples: dict[int, Tensor] = {}
 
     def run(*state: Tensor) -> Any:
         nonlocal given
@@ -76,7 +76,7 @@ def run_recomputed(
             returned = call(*own, **named)
             conditions.finish()
             if compared is not None:
-                samples.extend(sample(_tensors_in(returned), state))
+                samples.update(sample(_tensors_in(returned), state))
             return returned
         values = [
             leaf.again() if isinstance(leaf, Kept) else _as_given(state[leaf], leaf in parameters)

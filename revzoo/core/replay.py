@@ -41,7 +41,7 @@ from revzoo.core.fixedpoint.words import (
     within,
 )
 from revzoo.core.guard.drift import Guard, Replayed, names_of, note_sums, sum_of, words_sum
-from revzoo.core.guard.samples import Sample, sample, sample_of
+from revzoo.core.guard.samples import sample, sample_of
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -384,7 +384,7 @@ class Added(Executed):
         if before.total is not None and isinstance(x, Fixed):
             note_sums(self.steps, before.total, sum_of(x.words))
         if before.values is not None:
-            guard.compare(self._replayed(), [Sample(0, before.values)], inputs, outputs)
+            guard.compare(self._replayed(), {0: before.values}, inputs, outputs)
             guard.note_uses([leaf], inputs)
 
 
@@ -412,7 +412,7 @@ class Evaluated(Executed):
     """Any invertible step."""
 
     saved: Sequence[Tensor] = ()
-    _samples: Sequence[Sample] = ()
+    _samples: Mapping[int, Tensor] = {}
     _sum: Tensor | None = None
 
     def forward(self, state: State) -> Any:

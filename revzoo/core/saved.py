@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
-from revzoo.core.tensors import storage_id, versions_of
+from revzoo.core.tensors import storage_id
 
 # Private in torch: the hooks of the innermost context. Without it we assume that there are none.
 _innermost: Callable[[bool], Any] = getattr(
@@ -98,43 +98,31 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 class SavedState:
     """A state that a tape keeps: itself, or, inside a checkpoint, as one of its activations."""
 
-    __slots__ = ("_packed", "_state", "_unpack", "_versions")
-
     def __init__(self, state: Streams) -> None:
-        self._state = state
-        self._packed: tuple[Any, ...] = backing_tensors(state)
-        # nobody else checks a state on the tape: it is not in a graph
-        self._versions = versions_of(self._packed)
-        self._unpack: Callable[[Any], Tensor] | None = None
-        if (found := _innermost(True)) is not None:
-            pack, self._unpack = found[:2]
-            held = self._packed
-            if getattr(pack, "_checkpoint_internal", False):  # torch's mark of its checkpoint
-                # copies of floats: its replay goes on, and may change them in place
-                held = tuple(t.clone() if t.is_floating_point() else t for t in held)
-            self._packed = tuple(map(pack, held))
-            nothing = torch.empty(0, device="cpu")
-            self._state = tuple(
-                t.with_words(nothing) if isinstance(t, Fixed) else nothing for t in state
-            )
+        pack, self._unpack = hooks()
+        held = backing_tensors(state)
+        if getattr(pack, "_checkpoint_internal", False):  # torch's mark of its checkpoint
+            # copies of floats: its replay goes on, and may change them in place
+            held = tuple(t.clone() if t.is_floating_point() else t for t in held)
+        self._packed = [pack(t) for t in held]
+        self._fixed = [t.with_words(_NOTHING) if isinstance(t, Fixed) else None for t in state]
 
     def state(self, name: str) -> Streams:
         """The state; raises if it was changed in place. ``name`` is the last step's."""
-        if self._unpack is not None:
-            unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
+        try:
+            held = map(self._unpack, self._packed)
             return tuple(
-                t.with_words(held) if isinstance(t, Fixed) else held for held, t in unpacked
+                t if f is None else f.with_words(t) for t, f in zip(held, self._fixed, strict=True)
             )
-        if (now := versions_of(self._packed)) != self._versions:
-            pairs = enumerate(zip(now, self._versions, strict=True))
-            i, (version, expected) = next(each for each in pairs if each[1][0] != each[1][1])
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: stream {i} of shape {tuple(self._packed[i].shape)}, from "
-                f"which the activations of {name} are to be recomputed, is at version {version}; "
-                f"expected version {expected} instead. Make the operation that follows out of place"
+        except RuntimeError as error:
+            error.add_note(
+                f"It is a stream from which the activations of {name} are recomputed: make the "
+                "operation that follows out of place"
             )
-        return self._state
+            raise
+
+
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class _Thread(threading.local):

@@ -45,7 +45,7 @@ class _Kept(SavedState):
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch):
     """The guard keeps a few values of each stream, which no gradient needs."""
-    monkeypatch.setattr(replay, "sample", lambda *_, **__: [])
+    monkeypatch.setattr(replay, "sample", lambda *_, **__: {})
     monkeypatch.setattr(replay, "sample_of", lambda _: None)
     monkeypatch.setattr(tape, "SavedState", _Kept)
 

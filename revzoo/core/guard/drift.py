@@ -48,7 +48,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ from revzoo._checks import is_number
 from revzoo.core.fixedpoint.scale import Scale, magnitudes
 from revzoo.core.fixedpoint.words import Fixed, Streams
 from revzoo.core.guard.ranges import check_ranges
-from revzoo.core.guard.samples import Sample, operand_of, spread_of_channels, values_in
+from revzoo.core.guard.samples import operand_of, spread_of_channels, values_in
 from revzoo.core.invertible import Step, all_steps, name_of
 from revzoo.core.tensors import has_values, in_memory_order, storage_id, values_of
 
@@ -139,7 +139,11 @@ class Guard:
         self._end = functools.reduce(torch.maximum, sizes) if sizes else None
 
     def compare(
-        self, replayed: Replayed, samples: Sequence[Sample], computed: Streams, known: Streams = ()
+        self,
+        replayed: Replayed,
+        samples: Mapping[int, Tensor],
+        computed: Streams,
+        known: Streams = (),
     ) -> None:
         """Record a replay's values, to compare with the samples of the forward pass.
 
@@ -149,7 +153,7 @@ class Guard:
             computed: the streams that the replay computed.
             known: the streams that it started from.
         """
-        for stream, expected in samples:
+        for stream, expected in samples.items():
             t = computed[stream]
             if self._pass is None or not isinstance(t, Tensor):
                 continue

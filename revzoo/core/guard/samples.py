@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,23 +21,18 @@ _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
 CHOICES = (torch.bool, torch.int32, torch.int64)
 
 
-class Sample(NamedTuple):
-    """Values of one stream of a state."""
-
-    stream: int
-    values: Tensor
-
-
-def sample(computed: Streams, known: Streams) -> list[Sample]:
-    """Sample the streams that a replay computes, except those that it knows.
+def sample(computed: Streams, known: Streams) -> dict[int, Tensor]:
+    """Sample the streams that a replay computes, except those that it knows; by their index.
 
     Leaves out fixed-point streams, whose words are summed, and tensors without values to compare.
     """
     others = set(map(id, known))
-    changed = [
-        (i, t) for i, t in enumerate(computed) if isinstance(t, Tensor) and id(t) not in others
-    ]
-    return [Sample(i, values) for i, t in changed if (values := sample_of(t)) is not None]
+    changed = {
+        i: sample_of(t)
+        for i, t in enumerate(computed)
+        if isinstance(t, Tensor) and id(t) not in others
+    }
+    return {i: values for i, values in changed.items() if values is not None}
 
 
 def sample_of(t: Tensor) -> Tensor | None:
