@@ -133,12 +133,10 @@ def checkpoint(
         *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
         use_reentrant: accepted, no effect: this checkpoint is never reentrant.
         preserve_rng_state: accepted, no effect: a replay always draws the same random numbers.
-            Otherwise the gradient of dropout would use a different mask than its value.
         context_fn: returns two contexts, for the forward pass and for replays, e.g.
             ``create_selective_checkpoint_contexts`` of torch.
         determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
-            tensors, and, of code that is not torch's, values of the outputs; ``"none"`` compares
-            nothing.
+            tensors, and, of code that is not torch's, values of the outputs; ``"none"`` nothing.
         debug: list the operators of both passes in a :class:`~revzoo.ReplayMismatchError`.
         early_stop: stop a replay when it has all tensors that the graph needs, unless values of the
             outputs are compared.

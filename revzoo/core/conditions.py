@@ -88,15 +88,7 @@ _QUIET = (
     *("container", "conv", "linear", "batchnorm", "normalization", "instancenorm", "activation"),
     *("pooling", "padding", "flatten", "pixelshuffle", "upsampling", "channelshuffle", "dropout"),
 )
-_QUIET_FILES = frozenset(
-    (
-        *(f"torch.nn.modules.{name}" for name in _QUIET),
-        *(
-            f"revzoo.models.components.{name}"
-            for name in ("lean", "branch", "conv", "norm", "pool")
-        ),
-    )
-)
+_QUIET_FILES = frozenset(f"torch.nn.modules.{name}" for name in _QUIET)
 _LOUD_FILES = ("revzoo.models.components.attention", "revzoo.models.components.droppath")
 _COUNTER = "num_batches_tracked"
 _LOUD = (nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -108,15 +100,11 @@ _Buffer = tuple[dict[str, Any], str, Tensor]  # where it is, and its value
 
 def is_quiet(m: nn.Module) -> bool:
     """Whether ``m`` itself, without its children, runs only code in ``_QUIET_FILES``."""
-    kind = type(m)
-    file = kind.__module__
+    file = type(m).__module__
     known = file in _QUIET_FILES or (file.startswith("revzoo.models.") and file not in _LOUD_FILES)
-    return (
-        (known and not isinstance(m, _LOUD))
-        and "forward" not in vars(m)
-        and m._compiled_call_impl is None
-        and not (m._forward_hooks or m._forward_pre_hooks)
-    )
+    replaced = "forward" in vars(m) or m._compiled_call_impl is not None
+    hooked = m._forward_hooks or m._forward_pre_hooks
+    return known and not (isinstance(m, _LOUD) or replaced or hooked)
 
 
 class Members:
@@ -162,11 +150,10 @@ class Members:
         tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
         tables += [m._buffers for m in self.norms]  # which Module.to() replaces
         self._tables = [t for t in tables if t]
-        # another buffer may be replaced in each pass
+        # of others the number of entries tells: a buffer may be replaced in each pass
         self._counted = [t for t in tables if not t]
-        self._counted += [
-            table for m in every for table in (m._buffers, m._forward_hooks, m._forward_pre_hooks)
-        ]
+        for m in every:
+            self._counted += [m._buffers, m._forward_hooks, m._forward_pre_hooks]
         self._counted += [vars(m) for m in self.modules]  # which may get a forward of their own
         self._seen = self._signature()
         self.parameters = _places(every, "_parameters")
@@ -264,10 +251,8 @@ class Members:
 
     def trained(self) -> list[list[Tensor]]:
         """For each step, parameters and captured tensors that require gradient."""
-        found = [
-            [t for table, name in places if (t := table[name]).requires_grad]
-            for places in self._owned
-        ]
+        every = [[table[name] for table, name in places] for places in self._owned]
+        found = [[t for t in tensors if t.requires_grad] for tensors in every]
         found[0] += [t for t in self.tensors if t.requires_grad]
         return found
 

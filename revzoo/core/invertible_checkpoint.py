@@ -18,11 +18,9 @@ def invertible_checkpoint(
     """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
 
     Args:
-        fn: returns a tensor or a tuple of tensors. It may be a module or method, close over modules
-            and generators, or use them as globals, also in lists and dictionaries: a replay
-            restores them (statistics, flags, random numbers) and checks tensors for changes. But
-            pass tensors by keyword: a tensor of the same chain that ``fn`` holds in another way is
-            never freed if its graph never runs backward.
+        fn: returns a tensor or a tuple of tensors. A replay restores its modules as those of a step
+            (:mod:`revzoo.core.conditions`). Pass tensors by keyword: a tensor of the same chain
+            that ``fn`` holds in another way is never freed if its graph never runs backward.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are the
             ``args`` that are not tensors, in order; returns the tensors of ``args``, in order.
         *args: ``inverse`` reconstructs the tensors among them (not inside containers).

@@ -73,13 +73,7 @@ def memory(
 ) -> Iterator[None]:
     """Change the memory mode of ``module`` inside a ``with`` block; restore each step's mode after.
 
-    Args:
-        module: a module that holds steps.
-        mode: see :func:`~revzoo.set_memory`.
-        grid: see :func:`~revzoo.set_memory`.
-
-    Raises:
-        ValueError: as :func:`~revzoo.set_memory`; nothing changes.
+    Takes the arguments of :func:`~revzoo.set_memory`, and raises as it does; then nothing changes.
 
     Example:
         >>> net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])

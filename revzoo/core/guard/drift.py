@@ -1,11 +1,10 @@
 """The guard: detects wrong reconstructions, without stalling the device.
 
-A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
-have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
-So the guard keeps up to 128 values of every stream that a step changes, spread evenly over it, and
-compares them with the reconstruction. The largest error, relative to the largest value, is the
-*drift*; its limit is ``Step.drift_limit``. Words must be equal: of fixed-point streams, the guard
-compares the sums. In every mode, streams on a grid must stay in its range
+Reconstructions and gradients are wrong if a network amplifies rounding errors, if streams have a
+narrow dtype, or if a branch is not deterministic. So the guard keeps up to 128 values of every
+stream that a step changes, and compares them with the reconstruction. The largest error, relative
+to the largest value, is the *drift*; its limit is ``Step.drift_limit``. Of fixed-point streams the
+guard compares the sums of the words, which must be equal, and checks the ranges
 (:mod:`revzoo.core.guard.ranges`).
 
 All figures stay on the device. We read them once, after the backward pass; only the ranges of
@@ -20,17 +19,15 @@ NOTE [ Streams that overflow ]
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
-    zeros) holds only rounding errors when it is reconstructed. They are small: 1e-7 of the size of
-    the other channels. But BatchNorm, GroupNorm and RMSNorm divide by the channel's spread, at
-    least sqrt(eps). They amplify the errors 300 times, and the next ReLU is at its kink, where
-    rounding decides whether a gradient passes. Measured: two pruned filters in a stem make its
-    gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
+    zeros) holds only rounding errors when it is reconstructed: 1e-7 of the size of the other
+    channels. But norms divide by the channel's spread, at least sqrt(eps), which amplifies the
+    errors 300 times. Then rounding decides whether the next ReLU passes a gradient. Measured: two
+    pruned filters in a stem make its gradient 13 to 37 times too large, at a drift of 2e-5.
 
-    So in ``invert`` we also compare each value's error with the spread of its channel. The spread
-    is taken over the whole reconstructed channel: for a healthy channel of mostly zeros, as after a
-    ReLU, the spread of a sample is zero. A channel with small values is fine if its spread is far
-    above the rounding errors. We check only streams that a replay reads and saves tensors from: the
-    first input of a chain is added to, but never read.
+    So in ``invert`` we also compare each value's error with the spread of its channel, taken over
+    the whole reconstructed channel: of mostly zeros, as after a ReLU, the spread of a sample is
+    zero. We check only streams that a replay reads and saves tensors from: the first input of a
+    chain is added to, but never read.
 
     To find the spread takes longer than all other figures, and most such channels are there from
     the start. So a step stops after two passes without one (``Step.close_checks``).
@@ -145,13 +142,9 @@ class Guard:
         computed: Streams,
         known: Streams = (),
     ) -> None:
-        """Record a replay's values, to compare with the samples of the forward pass.
+        """Record the streams that a replay ``computed`` from the ``known`` ones.
 
-        Args:
-            replayed: the step.
-            samples: of the forward pass.
-            computed: the streams that the replay computed.
-            known: the streams that it started from.
+        ``samples`` are of the forward pass, by stream.
         """
         for stream, expected in samples.items():
             t = computed[stream]
@@ -382,9 +375,8 @@ def set_drift_limit(module: nn.Module, limit: float | None) -> None:
     """Set the largest allowed relative drift for the steps of ``module``.
 
     Infinity allows any drift; :func:`drift` still measures it. The error of a single channel,
-    relative to its spread, may be the square root of ``limit``. None switches the guard off: it
-    compares nothing, checks no range of fixed-point streams and reads nothing from the device, as
-    a CUDA graph needs. Wrong reconstructions then go unnoticed, so run a few guarded steps first.
+    relative to its spread, may be the square root of ``limit``. None switches the guard off, as a
+    CUDA graph needs: wrong reconstructions go unnoticed, so run a few guarded steps first.
 
     Raises:
         ValueError: ``limit`` is negative or not a number.
