@@ -13,7 +13,7 @@ Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from itertools import repeat
 from types import MethodType
@@ -204,10 +204,15 @@ def _run(
     conditions = Conditions((), members, tensors, name=name, remedy=remedy, ambient=False)
     drift = None
     if options["determinism_check"] == "default":
-        # from the same inputs, a CPU computes the same bits
-        limit = 0.0 if all(t.device.type == "cpu" for t in tensors) else Step.drift_limit
-        drift = Replayed((_Named(remedy),), name, limit or 0.0, False)  # type: ignore[arg-type]
+        drift = Replayed((_Named(remedy),), name, limit_of(Step, tensors), False)  # type: ignore[arg-type]
     return run_recomputed(fn, args, kwargs, conditions, drift, **options)
+
+
+def limit_of(step: Step | type[Step], inputs: Iterable[Tensor]) -> float:
+    """The largest drift of outputs: 0 on a CPU, which computes the same bits again, unless set."""
+    limit = step.drift_limit or 0.0
+    on_cpu = all(t.device.type == "cpu" for t in inputs)
+    return 0.0 if limit == Step.drift_limit and on_cpu else limit
 
 
 class _Named:

@@ -36,7 +36,7 @@ from revzoo.core.calls import (
     refuse_changed_inputs,
     runs_forward_alone,
 )
-from revzoo.core.checkpoint import run_recomputed
+from revzoo.core.checkpoint import limit_of, run_recomputed
 from revzoo.core.conditions import Conditions, Members, is_replaying
 from revzoo.core.fixedpoint.words import (
     AUTO,
@@ -129,12 +129,9 @@ class _Recompute(Mode):
             warnings.warn(tape.LAZY_WARNING, UserWarning, stacklevel=2)
             return super().run(step, state, context)
         conditions = Conditions((step,), members, state, ambient=False)
-        limit, drift = step.drift_limit, None
-        if limit is not None and not members.quiet:
-            # from the same inputs, a CPU computes the same bits
-            if limit == Step.drift_limit and all(t.device.type == "cpu" for t in state):
-                limit = 0.0
-            drift = Replayed((step,), name_of(step), limit, False)
+        drift = None
+        if step.drift_limit is not None and not members.quiet:
+            drift = Replayed((step,), name_of(step), limit_of(step, state), False)
 
         def call(*state: Tensor, **context: Any) -> Any:
             return call_on_grid(plain_call, step, state, context)

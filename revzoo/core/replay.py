@@ -8,7 +8,7 @@ couplings: their gradients need no graph of the sums, so it records only the bra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ class Executed:
     def _refuse_graphs(self, step: Invertible, values: Any, start: int) -> None:
         """Raise if the step uses a tensor with a graph of its own, or leaves one behind."""
         roots = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
-        for node in _nodes(roots):
+        for node in _nodes(map(_edge_of, roots)):
             if node._sequence_nr() < start:
                 raise RuntimeError(
                     f"{name_of(step)} uses a tensor that was computed outside of it and requires "
@@ -196,11 +196,15 @@ class Executed:
     # the backward pass
 
     def _derive(
-        self, roots: Sequence[Any], grads: Gradients, inputs: Sequence[Any], needs: Sequence[bool]
+        self,
+        roots: Sequence[GradientEdge | None],
+        grads: Gradients,
+        inputs: Sequence[Any],
+        needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """The gradients of those ``inputs`` that need one; frees the graph."""
         known = zip(roots, grads, strict=True)
-        pairs = [(r, g) for r, g in known if g is not None and _has_graph(r)]
+        pairs = [(r, g) for r, g in known if g is not None and r is not None]
         wanted = [t if n else None for t, n in zip(inputs, needs, strict=True)]
         every = targets = [t for t in wanted if t is not None]
         if not pairs or not targets:
@@ -475,7 +479,7 @@ class Evaluated(Executed):
         if record.records:
             guard.note_uses([t for t in record.leaves if t is not None], inputs)
             received = [*record.leaves, *arguments, *self.trained[0]]
-            found = self._derive(recorded, grads, received, needs)
+            found = self._derive([*map(_edge_of, recorded)], grads, received, needs)
         return inputs, found
 
     def _checked(self, returned: Sequence[Any]) -> Streams:
@@ -551,7 +555,7 @@ class Recorder:
 
 
 def _derivatives(
-    roots: Sequence[Tensor | GradientEdge], targets: Sequence[Tensor], grads: Gradients
+    roots: Sequence[GradientEdge], targets: Sequence[Tensor], grads: Gradients
 ) -> Sequence[Tensor | None]:
     """``torch.autograd.grad(roots, targets, grads, allow_unused=True)``, without its checks."""
     run = Variable._execution_engine.run_backward
@@ -567,14 +571,9 @@ def _edge_of(value: Tensor) -> GradientEdge | None:
     return GradientEdge(value.grad_fn, value.output_nr)
 
 
-def _has_graph(root: Tensor | GradientEdge | None) -> bool:
-    return root is not None and (isinstance(root, GradientEdge) or root.requires_grad)
-
-
-def _nodes(roots: Sequence[Tensor | GradientEdge]) -> list[Any]:
+def _nodes(roots: Iterable[GradientEdge | None]) -> list[Any]:
     """The nodes of the graph behind ``roots``."""
-    behind = (r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots)
-    waiting = [node for node in behind if node is not None]
+    waiting: list[Any] = [root.node for root in roots if root is not None]
     seen: dict[Any, None] = {}
     while waiting:
         node = waiting.pop()

@@ -182,17 +182,11 @@ def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
     check_grid(grid)
     for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
-            raise ValueError(
-                f"{name_of(step)} {_inexact(step)}: use 'invert' for it, or additive couplings, "
-                "squeezes and permutations instead, which are exact"
+            why = step.inexact or (
+                "its class does not set exact = True (do so if it only moves values, and works on "
+                "integers, too)"
             )
-
-
-def _inexact(step: Step) -> str:
-    """Why mode ``exact`` does not fit ``step``; continues a sentence that begins with its name."""
-    if not step.inexact:
-        return (
-            "is not marked as exact on fixed-point streams (if it only moves values, and works on "
-            "integers, too, set exact = True on its class)"
-        )
-    return f"is not exact on fixed-point streams, since {step.inexact}"
+            raise ValueError(
+                f"{name_of(step)} is not exact on fixed-point streams, since {why}: use 'invert' "
+                "for it, or additive couplings, squeezes and permutations instead, which are exact"
+            )

@@ -380,7 +380,7 @@ def test_refused_where_arithmetic_is_not_exact():
 
         inverse = forward
 
-    with pytest.raises(ValueError, match=r"is not marked.*set exact = True on its class"):
+    with pytest.raises(ValueError, match=r"its class does not set exact = True"):
         set_memory(ReversibleSequence([Swap()]), "exact")
 
 
