@@ -45,17 +45,6 @@ def test_a_backward_pass_costs_at_most_one_evaluation_of_each_branch_more_than_s
     assert forward_and_backward(twin(net, mode), x) == (once, 2 * once + again)
 
 
-@pytest.mark.parametrize(("early_stop", "left_out"), [(True, 6), (False, 0)])
-def test_a_step_may_be_replayed_to_its_end(early_stop, left_out):
-    net, x = conv_net(depth=3), images().requires_grad_()
-    once = branches(net, x)
-    set_memory(net, "recompute")
-    for m in net.modules():
-        m.early_stop = early_stop
-    again = (CONVOLUTIONS - left_out) * once // CONVOLUTIONS
-    assert forward_and_backward(net, x) == (once, 2 * once + again)
-
-
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_a_branch_that_ends_in_dropout_is_replayed_to_its_end(mode):
     """What it draws is compared with the forward pass's."""
