@@ -121,11 +121,16 @@ def explain_transforms(error: Exception, step: Step) -> None:
 def refuse_changed_inputs(step: Step, inputs: State, versions: list[int]) -> None:
     """Raise a RuntimeError if the forward pass of ``step`` changed a stream in place."""
     if changed := _changed(inputs, versions):
-        raise RuntimeError(
-            f"{name_of(step)} changed its input stream {changed}: expected no change, since a "
-            "replay would start from the changed values. Make the first operation of the branch "
-            "out of place (inplace=False)"
-        )
+        raise changes_input(step, changed)
+
+
+def changes_input(step: Step, changed: str) -> RuntimeError:
+    """The error for a step that changes its input in place."""
+    return RuntimeError(
+        f"{name_of(step)} changed its input stream {changed}: expected no change, since a replay "
+        "would start from the changed values. Make the first operation of the branch out of place "
+        "(inplace=False)"
+    )
 
 
 def refuse_changed_outputs(step: Step, outputs: State, versions: list[int]) -> None:

@@ -144,10 +144,6 @@ class Step(nn.Module):
         """The module whose state a replay restores, with all it reaches; by default ``self``."""
         return self
 
-    def difference(self) -> str:
-        """Details for the error message of a replay that did not repeat the forward pass."""
-        return ""
-
 
 def _no_inverse(self: Invertible, *state: Tensor, **context: Any) -> State:
     raise TypeError(

@@ -85,7 +85,6 @@ class Mode:
 
     name = "store"
     keeps = "every activation"
-    costs = "nothing"
     inverts = False
     """Whether the mode recovers a step's inputs from the outputs."""
     on_host = False
@@ -108,7 +107,6 @@ class Mode:
 class _Offload(Mode):
     name = "offload"
     keeps = "every activation, in host memory"
-    costs = "transfers"
     on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
@@ -121,7 +119,6 @@ class _Offload(Mode):
 class _Recompute(Mode):
     name = "recompute"
     keeps = "the input of each step"
-    costs = "one more evaluation of each step"
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         members = Members.of(step)
@@ -151,7 +148,6 @@ class _Recompute(Mode):
 class _Invert(_Recompute):
     name = "invert"
     keeps = "the last output of a chain of steps"
-    costs = "one more evaluation of each branch"
     inverts = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
@@ -170,7 +166,6 @@ class _Invert(_Recompute):
 
 class _Exact(_Invert):
     name = "exact"
-    costs = "as invert, plus integer sums"
     grid = AUTO
 
     def drift_limit(self, step: Step) -> float | None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from revzoo.core.arguments import Kept
 from revzoo.core.calls import (
     call_on_grid,
+    changes_input,
     explain_streams,
     refuse_changed_inputs,
     refuse_changed_outputs,
@@ -163,11 +164,7 @@ class Executed:
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
-            raise RuntimeError(
-                f"{name_of(step)} changed its input stream in place: expected no change, since a "
-                "replay would start from the changed values. Make the first operation of the "
-                "branch out of place (inplace=False)"
-            ) from error
+            raise changes_input(step, "in place") from error
         self._refuse_graphs(step, values, start)
         found = [t for t in tree_flatten(values)[0] if isinstance(t, Tensor)]
         self.differentiable = [t.requires_grad for t in found]
@@ -196,13 +193,9 @@ class Executed:
     # the backward pass
 
     def _derive(
-        self,
-        roots: Sequence[GradientEdge | None],
-        grads: Gradients,
-        inputs: Sequence[Any],
-        needs: Sequence[bool],
+        self, roots: Iterable[Any], grads: Gradients, inputs: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradients of those ``inputs`` that need one; frees the graph."""
+        """The gradients of those ``inputs`` that need one, from edges; frees the graph."""
         known = zip(roots, grads, strict=True)
         pairs = [(r, g) for r, g in known if g is not None and r is not None]
         wanted = [t if n else None for t, n in zip(inputs, needs, strict=True)]
@@ -479,7 +472,7 @@ class Evaluated(Executed):
         if record.records:
             guard.note_uses([t for t in record.leaves if t is not None], inputs)
             received = [*record.leaves, *arguments, *self.trained[0]]
-            found = self._derive([*map(_edge_of, recorded)], grads, received, needs)
+            found = self._derive(map(_edge_of, recorded), grads, received, needs)
         return inputs, found
 
     def _checked(self, returned: Sequence[Any]) -> Streams:
