@@ -133,9 +133,8 @@ def is_invertible(
 ) -> bool:
     """Whether ``module`` has an inverse that recovers ``inputs``.
 
-    Works on a copy in float64, so that rounding does not decide; :func:`check_inverse` measures the
-    error of each step, in several dtypes. Branches that draw random numbers (dropout in training)
-    have no common inverse: call ``eval()``.
+    Works on a copy in float64, so that rounding does not decide. Branches that draw random numbers
+    (dropout in training) have no common inverse: call ``eval()``.
 
     Args:
         module: any module; only an :class:`~revzoo.Invertible` has an inverse.

@@ -204,8 +204,10 @@ class _Pass:
             RangeError: a stream reached its limit; names the step and a grid that fits.
             DriftError: a drift beyond the step's limit; names the step.
         """
-        comparisons, sums, scales = self.comparisons, self.sums, self.scales
-        self.__init__()  # type: ignore[misc]  # chains may hold this object
+        # chains may hold this object for longer
+        comparisons, self.comparisons = self.comparisons, []
+        sums, self.sums = self.sums, []
+        scales, self.scales = self.scales, {}
         check_ranges(scales)
         _check_sums(sums)
         _check_comparisons(comparisons)
