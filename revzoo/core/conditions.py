@@ -411,18 +411,15 @@ class Conditions:
                 undo.append((_put_back, (m.__dict__, dict(m.__dict__))))
             if [m.training for m in self._flagged] != self._flags:
                 for m, flag in zip(self._flagged, self._flags, strict=True):
-                    undo.append((_set, (m.__dict__, "training", m.training)))
-                    m.__dict__["training"] = flag
+                    _swap(undo, m.__dict__, "training", flag)
             if not self._has_parameters():
                 for (table, name), p in zip(members.parameters, self._parameters, strict=True):
-                    # TorchScript has no get(); FSDP2 gathers its shards itself
+                    # FSDP2 gathers its shards itself
                     now = table[name] if name in table else None  # noqa: SIM401
                     if now is not p and not is_traceable_wrapper_subclass(p):
-                        undo.append((_set, (table, name, now)))
-                        table[name] = p
+                        _swap(undo, table, name, p)
             for table, growth in self._growths:
-                undo.append((_set, (table, "growth", table.get("growth"))))
-                _set(table, "growth", copy.copy(growth))
+                _swap(undo, table, "growth", copy.copy(growth))
             self._swap_buffers(undo, inverting=inverting)
             self._set_ambient(undo)
             for device, state in self._random:
@@ -444,18 +441,14 @@ class Conditions:
         if members.norms:
             for m, scratch in zip(members.norms, members.scratch(), strict=True):
                 if m.training and scratch:
-                    undo.append((_set, (m.__dict__, "_buffers", m._buffers)))
-                    m.__dict__["_buffers"] = scratch
+                    _swap(undo, m.__dict__, "_buffers", scratch)
         for table, name, t in self._copies:
-            undo.append((_set, (table, name, table[name])))
-            table[name] = t.clone()
+            _swap(undo, table, name, t.clone())
         for (table, name, t), _ in self._watched:  # the forward pass may have replaced it
-            undo.append((_set, (table, name, table[name])))
-            table[name] = t
+            _swap(undo, table, name, t)
         if inverting:
             for table, name, t in self._carried:
-                undo.append((_set, (table, name, table[name])))
-                table[name] = t.clone()
+                _swap(undo, table, name, t.clone())
 
     def _set_ambient(self, undo: Undo) -> None:
         now, (dtype, device, autocast) = _ambient(self._kinds), self._ambient
@@ -489,6 +482,12 @@ def leave(undo: Undo) -> None:
     while undo:
         fn, args = undo.pop()
         fn(*args)
+
+
+def _swap(undo: Undo, table: dict[str, Any], name: str, value: Any) -> None:
+    # TorchScript's tables have no get()
+    undo.append((_set, (table, name, table[name] if name in table else None)))  # noqa: SIM401
+    _set(table, name, value)
 
 
 def _set(table: dict[str, Any], name: str, value: Any) -> None:
