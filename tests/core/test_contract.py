@@ -321,5 +321,5 @@ def test_statistics_that_a_norm_read_may_not_change(mode, norm):
     x = torch.randn(3, 4, 2, 2, requires_grad=True)
     y = net.eval()(x)
     net.train()(x)
-    with pytest.raises(RuntimeError, match="(running_mean|tracked)' of .* changed between"):
+    with pytest.raises(RuntimeError, match=r"(running_mean|tracked)' of .* changed between"):
         y.square().sum().backward()
