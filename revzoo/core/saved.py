@@ -56,6 +56,11 @@ def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     return (Versioned.of, Versioned.get) if found is None else found[:2]
 
 
+def are_hooked() -> bool:
+    """Whether hooks of the caller get the tensors that are saved here, and may keep them."""
+    return _innermost(True) is not None
+
+
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
     """Save ``t`` like the graph's tensors; returns a function that gives it back in backward."""
     pack, unpack = hooks()

@@ -67,7 +67,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.replay import Added, Evaluated, Executed, Gradients
-from revzoo.core.saved import SavedState, graph_is_kept
+from revzoo.core.saved import SavedState, are_hooked, graph_is_kept
 from revzoo.core.tensors import versions_of
 
 LAZY_WARNING = (
@@ -119,7 +119,7 @@ def run_inverting(
         return _moved(step, tape, members, state, context, drift_limit)
     kind = Added if alone and step.adds and not step.extras else Evaluated
     executed = kind(steps, members, state, context, drift_limit)
-    if private and isinstance(executed, Added):
+    if private and isinstance(executed, Added) and not are_hooked():
         executed.private = True
         tape.forget_end()
     trained = [t for of_step in executed.trained for t in of_step]

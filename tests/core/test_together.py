@@ -211,3 +211,18 @@ def test_a_deep_copy_has_functions_of_its_own():
     assert not torch.equal(*y)
     for out, m in zip(y, (net, other), strict=True):
         assert all(g is not None for g in torch.autograd.grad(out.sum(), list(m.parameters())))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_that_hooks_keep_stay_whole(mode):
+    """A function freed its input, which hooks of saved tensors had got as the state of the tape."""
+    net, kept = net_of(mode), []
+    x = images().requires_grad_()
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        net(x).square().sum().backward()
+    assert all(t.untyped_storage().nbytes() >= t.nbytes for t in kept)
