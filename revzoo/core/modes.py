@@ -59,6 +59,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
+from revzoo.core.saved import are_watched
 from revzoo.core.sums import begun_chains, collects_chains, put_on_grid
 from revzoo.core.tensors import tensors_of, versions_of
 
@@ -269,6 +270,7 @@ def can_run_together(step: Step, state: State) -> bool:
     """Whether steps with the settings of ``step`` may run in one function from this state."""
     return (
         tape.watcher is None
+        and not are_watched()
         and all(t.requires_grad for t in state)
         and can_have_words(state)
         and differentiates(step, state, {})

@@ -8,6 +8,7 @@ couplings: their gradients need no graph of the sums, so it records only the bra
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -243,11 +244,10 @@ class Added(Executed):
 
     The function of a single one returns only the sum, since z passes it by. That of several frees
     what it got as soon as it is used, though its caller holds it: gradients, and, if it is
-    ``private``, its input.
+    ``frees_input``, its input: only the sequence that runs the couplings holds it.
     """
 
-    private = False
-    _grads: tuple[Tensor | None, ...] | None = None
+    frees_input = False
 
     def forward(self, state: State) -> Any:
         on_grid = self.step.grid is not None and keeps_words()
@@ -261,7 +261,7 @@ class Added(Executed):
             for at, step in enumerate(self.steps):
                 strides, dtype = _strides_of(x[0]), x[0].dtype
                 before: Tensor | Fixed = x[1] or x[0]
-                if self.private and at < len(state) and isinstance(before, Fixed):
+                if self.frees_input and at < len(state) and isinstance(before, Fixed):
                     discard(x[0])
                 del x
                 value = step.checked_value(self._value(step, z[0]), before)
@@ -270,7 +270,7 @@ class Added(Executed):
                     y = plus(before, value, dtype, step)
                 else:
                     y = before + step.fitting(value, before), None
-                    if self.private and at < len(state):
+                    if self.frees_input and at < len(state):
                         discard(before)
                 x, z = z, y
                 del value, before, y  # before the next evaluation
@@ -313,8 +313,6 @@ class Added(Executed):
         x2, y2 = outputs
         outputs.clear()
         single = len(self.steps) == 1
-        if grads and self._grads is not None:
-            grads, self._grads = self._grads, None
         gx, gy = (None, *grads)[-2:] if grads else (None, None)
         grads = ()
         context, arguments = self._again()
@@ -358,11 +356,6 @@ class Added(Executed):
                 leave(undo)
         return (x2, y2), [gx, gy, *of_others]
 
-    def take(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Keep what the function gets, before it runs; it gets tensors without memory instead."""
-        self._grads = grads
-        return tuple(None if g is None else _hollow(g.shape, g.dtype, g.device) for g in grads)
-
     def _leaf(self, t: Tensor | Fixed) -> Tensor:
         if isinstance(t, Fixed):
             # code that we do not know may hold steps, which go on with the words as in forward
@@ -393,6 +386,26 @@ def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tens
         if value.dtype == y.dtype and unshared(value):
             return torch.sub(y, value, out=value)
         return y - step.fitting(value, y)
+
+
+_taken = threading.local()  # ``last``: a function, and what it got; it runs next in this thread
+
+
+def take_gradients(
+    executed: Executed, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """A hook of a function, before it runs: takes its gradients, for tensors without memory.
+
+    The caller holds what it passes until the function returns.
+    """
+    _taken.last = executed, grads
+    return tuple(None if g is None else _hollow(g.shape, g.dtype, g.device) for g in grads)
+
+
+def taken_gradients(executed: Executed) -> tuple[Tensor | None, ...] | None:
+    """The gradients that :func:`take_gradients` took for this function, once."""
+    last, _taken.last = getattr(_taken, "last", None), None
+    return last[1] if last is not None and last[0] is executed else None
 
 
 @functools.lru_cache(maxsize=64)

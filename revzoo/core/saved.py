@@ -56,9 +56,13 @@ def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     return (Versioned.of, Versioned.get) if found is None else found[:2]
 
 
-def are_hooked() -> bool:
-    """Whether hooks of the caller get the tensors that are saved here, and may keep them."""
-    return _innermost(True) is not None
+def are_watched() -> bool:
+    """Whether a caller may keep tensors that are made here, or records the pass to repeat it.
+
+    By hooks of saved tensors, as checkpoints have, or by a mode.
+    """
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+    return bool(modes) or _innermost(True) is not None
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:

@@ -33,6 +33,9 @@ NOTE [ The tape ]
     7. A step that only moves values is plain autograd, which saves nothing; the tape undoes it.
     8. Up to eight additive couplings of a sequence share a function if they run only torch's layers
        and draw nothing: their conditions are restored once, and their gradients arrive together.
+       The last two couplings have one each, so hooks of the sequence's outputs see what they see in
+       plain training. Nothing is shared under hooks of saved tensors or modes: a checkpoint must
+       repeat the same functions, and others may keep tensors that a function would free.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A step
@@ -46,6 +49,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,8 +70,15 @@ from revzoo.core.invertible import (
     plain_call,
     streams_of,
 )
-from revzoo.core.replay import Added, Evaluated, Executed, Gradients
-from revzoo.core.saved import SavedState, are_hooked, graph_is_kept
+from revzoo.core.replay import (
+    Added,
+    Evaluated,
+    Executed,
+    Gradients,
+    take_gradients,
+    taken_gradients,
+)
+from revzoo.core.saved import SavedState, graph_is_kept
 from revzoo.core.tensors import versions_of
 
 LAZY_WARNING = (
@@ -119,8 +130,8 @@ def run_inverting(
         return _moved(step, tape, members, state, context, drift_limit)
     kind = Added if alone and step.adds and not step.extras else Evaluated
     executed = kind(steps, members, state, context, drift_limit)
-    if private and isinstance(executed, Added) and not are_hooked():
-        executed.private = True
+    if private and isinstance(executed, Added):
+        executed.frees_input = True
         tape.forget_end()
     trained = [t for of_step in executed.trained for t in of_step]
     outputs = _Executed.apply(executed, tape, *state, *executed.arguments, *trained)
@@ -128,7 +139,7 @@ def run_inverting(
         if len(steps) == 1:
             outputs = state[1], outputs
         else:
-            outputs[0].grad_fn.register_prehook(executed.take)
+            outputs[0].grad_fn.register_prehook(partial(take_gradients, executed))
     if any(executed.differentiable) and not any(t.requires_grad for t in as_state(outputs, step)):
         raise RuntimeError(
             f"{executed.name} uses parameters that are not its own, so no gradient would reach "
@@ -177,6 +188,7 @@ class _Executed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs: tuple[bool, ...] = ctx.needs_input_grad[2:]
+        grads = taken_gradients(ctx.executed) or grads
         if all(g is None for g in grads):
             return None, None, *[None] * len(needs)
         return None, None, *ctx.tape.replay(ctx.executed, grads, needs)
@@ -286,7 +298,8 @@ class Tape:
         if self._known is None or position > self._position:
             raise RuntimeError(
                 "trying to backward through the graph a second time, but the first pass freed the "
-                "tape of its steps: pass retain_graph=True to the first backward pass"
+                "tape of its steps: pass retain_graph=True to the first backward pass. (A forward "
+                "pass that went on from these steps and failed frees it, too: compute them again)"
             )
         return self._position, self._known.state(self._executed[-1].name)
 

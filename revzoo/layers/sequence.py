@@ -62,6 +62,7 @@ from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split, check_cut
 
+_ALONE = 2  # couplings at the end, whose outputs others see
 _TOGETHER = 8  # couplings in one function; more save no time, and their gradients come together
 
 _thread = threading.local()  # ``nested``: whether another sequence is calling this one as a step
@@ -537,10 +538,12 @@ def _is_plain(sequence: ReversibleSequence) -> bool:
 def _shared_run(step: Step, waiting: list[Step], state: State) -> tuple[Any, ...]:
     """``step`` and those of the next couplings that may run in one function with it.
 
-    Opens containers in ``waiting``, whose last step is the next.
+    The last two couplings before another step, or the end, run alone: hooks of the tensors that
+    they return see the same gradients as in plain training. Opens containers in ``waiting``, whose
+    last step is the next.
     """
     steps, settings = [step], Settings.of(step)
-    while len(steps) < _TOGETHER and len(waiting) >= len(steps):
+    while len(steps) < _TOGETHER + _ALONE and len(waiting) >= len(steps):
         following = waiting[-len(steps)]
         if _opens(following, state):
             at = len(waiting) - len(steps)
@@ -549,7 +552,7 @@ def _shared_run(step: Step, waiting: list[Step], state: State) -> tuple[Any, ...
             steps.append(following)
         else:
             break
-    return tuple(steps)
+    return tuple(steps[:-_ALONE])
 
 
 def _advance(

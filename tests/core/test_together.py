@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from revzoo import AdditiveCoupling, DriftError, ReversibleBlock, ReversibleSequence, set_memory
 from revzoo.core.invertible import Step
@@ -118,31 +120,77 @@ def test_gradients_and_statistics_equal_stores(use, mode):
 def test_up_to_eight_couplings_share_a_function(mode):
     net = net_of(mode)
     y = net(images().requires_grad_())
-    # 12 couplings; and in invert the split and the merge are no functions of couplings
-    assert functions_of(y) == 2
+    # 12 couplings: 8 together, 2 together, 2 alone
+    assert functions_of(y) == 4
 
 
 def test_only_plain_couplings_with_equal_settings_share():
     x = images().requires_grad_()
-    net = net_of("exact", depth=2)
-    assert functions_of(net(x)) == 1
-    set_memory(net[1][0], "recompute")
-    assert functions_of(net(x)) == 2
-    net = net_of("exact", depth=2)
-    net[0][1].register_forward_hook(lambda *_: None)
-    assert functions_of(net(x)) == 2  # and one step that is recomputed
-    net = net_of("exact", depth=2)
-    net[0][1].branch.append(nn.Dropout(0.1))
-    assert functions_of(net(x)) == 3
-    assert functions_of(net.eval()(x)) == 1
-    net = net_of("exact", depth=2)
-    net[1] = net[0]  # the couplings 1 and 2 share no parameters
-    assert functions_of(net(x)) == 3
+    net = net_of("exact", depth=4)
+    assert functions_of(net(x)) == 3  # 6 together, 2 alone
+    set_memory(net[2][0], "recompute")
+    assert functions_of(net(x)) == 3 + 3  # 2 together and 2 alone; 3 alone
+    net = net_of("exact", depth=4)
+    net[1][1].branch.append(nn.Dropout(0.1))
+    assert functions_of(net(x)) == 3 + 1 + 3
+    assert functions_of(net.eval()(x)) == 3
+    net = net_of("exact", depth=4)
+    net[1] = net[0]  # in one function its gradients would be those of two couplings
+    assert functions_of(net(x)) == 1 + 1 + 1 + 2
 
 
-def test_a_state_without_gradient_is_not_shared():
-    net = net_of("exact", depth=2)
-    assert functions_of(net(images())) == 3  # the first two couplings have one of their own
+def test_couplings_without_gradient_do_not_share():
+    net = net_of("exact", depth=4)
+    assert functions_of(net(images())) == 2 + 1 + 2  # the first two make the state require gradient
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_both_outputs_see_whole_gradients(mode):
+    """That of the first output lacked what the last branch adds."""
+    found = []
+    for m in (mode, "store"):
+        net, x, seen = net_of(m), images().requires_grad_(), []
+        y = net(*x.chunk(2, 1))
+        for t in y:
+            t.register_hook(lambda g: g * 0.5)
+        y[1].grad_fn.register_prehook(seen.extend)
+        loss = sum(t.square().sum() for t in y)
+        found.append(torch.autograd.grad(loss, [*y, x, *net.parameters()]))
+        assert torch.equal(seen[-1], found[-1][1] * 0.5)  # after the hook of the tensor
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_repeats_the_same_functions(mode, monkeypatch):
+    """After the first backward pass couplings shared functions, so the second did not fit."""
+    monkeypatch.setattr(Step, "close_checks", 1)
+    found = []
+    for m in (mode, "store"):
+        net, x = net_of(m), images().requires_grad_()
+        losses = [checkpoint(net, x, use_reentrant=False).square().sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        found.append([x.grad, *(p.grad for p in net.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_that_a_mode_keeps_stay_whole(mode):
+    """Reading one that a function had freed crashed the process."""
+    kept = []
+
+    class Keeps(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kept.append(func(*args, **(kwargs or {})))
+            return kept[-1]
+
+    net, x = net_of(mode), images().requires_grad_()
+    with Keeps():
+        net(x)
+    tensors = [t for t in kept if isinstance(t, torch.Tensor)]
+    assert all(t.untyped_storage().nbytes() >= t.nbytes for t in tensors)
 
 
 @pytest.mark.parametrize("mode", MODES)
