@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from revzoo.core.replay import Recorder
 
 State = tuple[Tensor, ...]
 _MODES = "revzoo.core.modes"  # imports this module
@@ -200,7 +197,7 @@ class Invertible(Step):
         return True
 
     def replay(
-        self, outputs: Any, record: Recorder, context: Mapping[str, Any]
+        self, outputs: Any, record: Any, context: Mapping[str, Any]
     ) -> tuple[Any, Sequence[Any]]:
         """Recover the inputs from ``outputs``, the streams, and evaluate the step once more.
 

@@ -154,7 +154,7 @@ def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["[" * 100_000, '{"imports": 5}', '{"imports": [5]}', "5", "", '{"imports": "os"}']
+    "line", ['{"imports": 5}', '{"imports": [5]}', "5", "", '{"imports": "os"}']
 )
 def test_a_damaged_record_is_named(
     line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

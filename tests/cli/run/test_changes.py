@@ -33,7 +33,7 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
     assert answer() == command_line("train", *words[2:])
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "-1", "1" + "0" * 400, '"a"', "[" * 100_000])
+@pytest.mark.parametrize("seconds", ["NaN", "-1", "1" + "0" * 400, '"a"'])
 def test_a_wrong_training_time_is_named(
     seconds: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
