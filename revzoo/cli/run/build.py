@@ -224,7 +224,9 @@ def build_trainer(
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     # given only by name, Lightning's profilers just log their table
     if (profiler := options.pop("profiler", None)) is not None:
-        profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile")
+        # hooks that record the names of modules would make steps recompute
+        unhooked = {"record_module_names": False} if profiler == "pytorch" else {}
+        profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile", **unhooked)
     return make_trainer(
         **options,
         profiler=profiler,
