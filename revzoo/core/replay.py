@@ -91,8 +91,6 @@ class Executed:
         self.step = steps[0]
         self.limit = limit
         self.needs = [t.requires_grad for t in state]
-        self.dtypes = [t.dtype for t in state]
-        self.strides = [_strides_of(t) for t in state]
         self.members = members
         self.conditions = Conditions(steps, members, state)
         self.trained = members.trained()
@@ -443,6 +441,8 @@ class Evaluated(Executed):
         self._given = {}  # the tape must not hold a graph
         step = self.step
         self._shapes = [t.shape for t in state]
+        self.dtypes = [t.dtype for t in state]
+        self.strides = [_strides_of(t) for t in state]
         self.streams = as_fixed([t.detach() for t in streams_of(outputs, step)])
         # without sums, which no branch reads
         x = as_fixed(state[: len(state) - step.float_streams])
