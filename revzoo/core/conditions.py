@@ -8,7 +8,7 @@ NOTE [ The contract ]
 
     1. torch's random state, of the CPU and of the inputs' devices, if the step may draw;
     2. autocast, and torch's default dtype and device;
-    3. the ``training`` flags of the step's modules;
+    3. the ``training`` flags of the step's modules, and the grids of steps;
     4. parameters: the same tensors as in the forward pass. One that was changed in place raises;
     5. buffers: torch's norms update scratch tensors, so a batch counts once. Other small buffers
        start from their values before the forward pass. A large one that changed raises, and so do
@@ -30,7 +30,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, starmap
+from itertools import chain, starmap, zip_longest
 from operator import getitem, is_
 from types import FunctionType, MethodType
 from typing import Any
@@ -49,7 +49,7 @@ from revzoo.core.ambient import (
     default_device,
     is_faked,
 )
-from revzoo.core.invertible import Invertible, Step, name_of
+from revzoo.core.invertible import Invertible, Step, kind_of, name_of
 from revzoo.core.tensors import version_of, versions_of
 
 
@@ -150,6 +150,7 @@ class Members:
         tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
         tables += [m._buffers for m in self.norms]  # which Module.to() replaces
         self._tables = [t for t in tables if t]
+        self._places = [m._modules for m in every if m._modules]
         # of others the number of entries tells: a buffer may be replaced in each pass
         self._counted = [t for t in tables if not t]
         for m in every:
@@ -226,6 +227,10 @@ class Members:
     def _signature(self) -> list[int]:
         children = chain.from_iterable([table.values() for table in self._tables])
         return [*map(id, children), *map(len, self._counted)]
+
+    def children(self) -> list[nn.Module | None]:
+        """The modules in all places of the modules, as they are now."""
+        return [*chain.from_iterable([table.values() for table in self._places])]
 
     def unknown(self, steps: Sequence[nn.Module]) -> list[nn.Module]:
         """The modules of which we do not know the code; ``steps`` as in the constructor."""
@@ -319,6 +324,7 @@ class Conditions:
     """
 
     _versions: list[int] | None = None
+    _children: list[nn.Module | None] | None = None
     _random: Sequence[tuple[torch.device, Tensor]] = ()
     _copies: Sequence[_Buffer] = ()
     _watched: Sequence[tuple[_Buffer, int]] = ()
@@ -341,7 +347,10 @@ class Conditions:
         self._remedy = remedy
         self._flagged = [*steps, *members.modules]
         self._flags = [m.training for m in self._flagged]
+        self._on_grids = [*steps, *members.inner]
+        self._grids = [m.grid for m in self._on_grids]
         self._parameters = [table[name] for table, name in members.parameters]
+        self._trained = [p.requires_grad for p in self._parameters]
         devices = frozenset([t.device for t in (*inputs, *members.tensors)])
         self._kinds = autocast_device_types(devices) if ambient else []
         self._ambient = _ambient(self._kinds)
@@ -376,11 +385,28 @@ class Conditions:
         """Complete after the forward pass."""
         # after it: an initialisation from the first batch may change parameters
         self._versions = versions_of(self._parameters)
+        self._children = self.members.children()
         if carried := self.members.carried:
             self._carried = [(table, key, table[key].clone()) for table, key in carried]
 
     def check(self) -> None:
-        """Raise a RuntimeError if a parameter or a large buffer was changed in place."""
+        """Raise a RuntimeError if a parameter or large buffer changed in place, or a module."""
+        remedy = self._steps[0].remedy if self._steps else self._remedy
+        if self._children is not None and (found := self.members.children()) != self._children:
+            old = next(a for a, b in zip_longest(self._children, found) if a is not b)
+            raise RuntimeError(
+                f"a module of {self.name}, {kind_of(old) if old is not None else 'None'}, was "
+                "replaced between its forward pass and its replay, so its parameters would get no "
+                f"gradient. Replace it after the backward pass, or {remedy}"
+            )
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:
+            changed = next(i for i, t in enumerate(trained) if t != self._trained[i])
+            raise RuntimeError(
+                f"requires_grad of {self.members.parameters[changed][1]!r} of {self.name} changed "
+                f"to {trained[changed]} between its forward pass and its replay: set it before the "
+                f"forward pass, or after the backward pass, or {remedy}"
+            )
         now = versions_of(self._parameters)
         if self._versions is not None and now != self._versions:
             pairs = zip(now, self._versions, strict=True)
@@ -412,6 +438,9 @@ class Conditions:
             if [m.training for m in self._flagged] != self._flags:
                 for m, flag in zip(self._flagged, self._flags, strict=True):
                     _swap(undo, m.__dict__, "training", flag)
+            if [m.grid for m in self._on_grids] != self._grids:
+                for m, grid in zip(self._on_grids, self._grids, strict=True):
+                    _swap(undo, m.__dict__, "grid", grid)
             if not self._has_parameters():
                 for (table, name), p in zip(members.parameters, self._parameters, strict=True):
                     # FSDP2 gathers its shards itself

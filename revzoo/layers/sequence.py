@@ -377,18 +377,12 @@ class ReversibleSequence(Invertible):
                 state = on_grid_of(step, widened(state))
                 private = [p or t is not k for p, t, k in zip(private, state, known, strict=False)]
                 del known
-            couples = shares and can_share(step)
-            if couples and can_run_together(step, state):
-                steps = _shared_run(step, waiting, state)
-                outputs = None
-                if len(steps) > 1:
-                    outputs = run_together(steps, state, private=all(private))
-                if outputs is not None:
-                    del waiting[len(waiting) - len(steps) + 1 :]
-                    state, outputs, private = outputs, None, [True, True]
-                    continue
+            if shares and can_share(step) and can_run_together(step, state):
+                run, streams, state = _couplings_from(step, waiting, state), [*state], ()
+                state, private = _run_couplings(run, streams, private=all(private))
+                continue
             state, total, more = _advance(step, state, total, context)
-            private = [private[-1], True] if couples else [False] * len(state)
+            private = [False] * len(state)
             extras += more
         if splits:
             self._check_mergeable(state)
@@ -535,24 +529,50 @@ def _is_plain(sequence: ReversibleSequence) -> bool:
     return inherits and calls_only_forward(sequence)
 
 
-def _shared_run(step: Step, waiting: list[Step], state: State) -> tuple[Any, ...]:
-    """``step`` and those of the next couplings that may run in one function with it.
+def _couplings_from(step: Step, waiting: list[Step], state: State) -> list[Any]:
+    """``step`` and the couplings after it that may share functions, taken from ``waiting``.
 
-    The last two couplings before another step, or the end, run alone: hooks of the tensors that
-    they return see the same gradients as in plain training. Opens containers in ``waiting``, whose
-    last step is the next.
+    The last in ``waiting`` is the next; containers among them are opened.
     """
     steps, settings = [step], Settings.of(step)
-    while len(steps) < _TOGETHER + _ALONE and len(waiting) >= len(steps):
-        following = waiting[-len(steps)]
+    while waiting:
+        following = waiting[-1]
         if _opens(following, state):
-            at = len(waiting) - len(steps)
-            waiting[at : at + 1] = list(following)[::-1]
+            waiting[-1:] = list(following)[::-1]
         elif can_share(following) and Settings.of(following) == settings:
-            steps.append(following)
+            steps.append(waiting.pop())
         else:
             break
-    return tuple(steps[:-_ALONE])
+    return steps
+
+
+def _run_couplings(
+    steps: list[Any], streams: list[Tensor], *, private: bool
+) -> tuple[State, list[bool]]:
+    """Run couplings, several in one function; the last two have one each. Empties both lists.
+
+    Hooks of the tensors that the last two return see the same gradients as in plain training.
+
+    Returns:
+        The streams, and which of them only the caller holds.
+    """
+    state: State = tuple(streams)
+    streams.clear()
+    free = [private, private]
+    while steps:
+        count = min(len(steps) - _ALONE, _TOGETHER)
+        outputs = None
+        if count > 1:
+            outputs = run_together(tuple(steps[:count]), state, private=all(free))
+        if outputs is None:
+            count = 1
+            outputs = as_state(run_in_mode(steps[0], state, {}), steps[0])
+            free = [free[1], True]
+        else:
+            free = [True, True]
+        del steps[:count]
+        state, outputs = outputs, None
+    return state, free
 
 
 def _advance(

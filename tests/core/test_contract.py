@@ -70,6 +70,10 @@ def flags(net):
     net.eval()
 
 
+def grids(net):
+    set_memory(net, "exact", grid=8)
+
+
 def default_dtype(net):
     torch.set_default_dtype(torch.float64)
 
@@ -80,6 +84,7 @@ RIGHT = {
     "training flags": flags,
     "statistics and small buffers": another_pass,
     "the default dtype": default_dtype,
+    "grids": grids,
 }
 
 
@@ -157,7 +162,12 @@ def set_global(net):
 
 def other_layer(net):
     for branch in branches(net):
-        branch.linear = nn.Linear(4, 4)
+        branch.linear = copy.deepcopy(branch.linear)
+
+
+def other_branch(net):
+    for step in net:
+        step.branch = copy.deepcopy(step.branch)
 
 
 REPORTED = {
@@ -166,7 +176,6 @@ REPORTED = {
     "an iterator": (set_draws(lambda x: x * next(COUNT) / 99), lambda net: None),
     "an attribute": (lambda net: None, set_scale),
     "a global": (lambda net: None, set_global),
-    "a layer": (lambda net: None, other_layer),
 }
 
 
@@ -176,6 +185,24 @@ def test_what_else_differs_is_reported(mode, what):
     before, between = REPORTED[what]
     with pytest.raises(DriftError, match="deterministic"):
         train(net_of(mode), between, before)
+
+
+@pytest.mark.parametrize("change", [other_layer, other_branch])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replaced_module_raises(mode, change):
+    """Its copy computes the same values, so no comparison would see it."""
+    with pytest.raises(RuntimeError, match="replaced between its forward pass and its replay"):
+        train(net_of(mode), change)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_frozen_or_thawed_between_the_passes_raises(mode, trained):
+    """In recompute, other tensors would be saved, and mistaken for those of the forward pass."""
+    net = net_of(mode)
+    net[1].branch.linear.requires_grad_(not trained)
+    with pytest.raises(RuntimeError, match=f"requires_grad of 'weight' .* changed to {trained}"):
+        train(net, lambda net: net[1].branch.linear.requires_grad_(trained))
 
 
 def test_a_captured_tensor_with_a_graph_is_refused():
