@@ -4,14 +4,16 @@ A kernel fills tensors that its caller made. Floating-point values are rounded i
 float64 for words of 64 bits. Kernels that round a value return its *peak*: the largest magnitude,
 in units, NaN if there is a NaN. On a CPU it is one number for all samples, where reading it costs
 nothing; elsewhere a tensor with one for each sample, and what a sample beyond the range reads is
-NaN.
+NaN. On a GPU, :mod:`revzoo.core.fixedpoint.triton_kernels` takes their place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -108,6 +110,47 @@ def _compiled(fn: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return compiled
 
 
+_with_triton = {"cuda"}  # device types
+_TAKEN = (torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@functools.cache
+def _triton_kernels(device: torch.device) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """Triton's kernels in place of those above; none if Triton does not work on the device."""
+    try:
+        from revzoo.core.fixedpoint import triton_kernels as ours
+
+        one = torch.ones(1, 1, device=device)
+        ours.read(one.int(), one, one.flatten())  # compiles
+    except Exception as error:  # no Triton, or no C compiler for its launcher
+        warnings.warn(
+            f"Triton does not work here ({type(error).__name__}: {error}), so mode 'exact' runs "
+            "ten kernels a sum, not one: install Triton and a C compiler",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}
+    return {
+        quantise: ours.quantise,
+        read: ours.read,
+        subtract: ours.subtract,
+        add_and_read: ours.add_and_read,
+    }
+
+
+def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """What each sample reached, and its ``down``, from what Triton's kernel returned."""
+    from revzoo.core.fixedpoint import triton_kernels as ours
+
+    with _on_device(peaks):
+        return ours.judge(peaks, down, unit, limit)
+
+
+def _on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which Triton launches on the device of ``t``."""
+    return torch.cuda.device_of(t)  # type: ignore[no-untyped-call]
+
+
 def in_chunks(
     fn: Callable[..., Tensor | None], tensors: tuple[Tensor, ...], *figures: Tensor
 ) -> Tensor | None:
@@ -119,11 +162,20 @@ def in_chunks(
         *figures: figures of each sample, shaped to multiply the tensors.
 
     Returns:
-        The largest of what the pieces return.
+        The largest of what the pieces return; of Triton's kernels, the largest magnitudes of
+        summand and sum for each sample, ``(2, B)``.
     """
-    if backend is None and tensors[0].numel() <= _CHUNK:
+    on_gpu = tensors[0].device.type in _with_triton
+    if backend is None and tensors[0].numel() <= _CHUNK and not on_gpu:
         return fn(*tensors, *figures)
     words = next(t for t in tensors if not t.is_floating_point())
+    if on_gpu and words.dtype == torch.int32 and has_values(words):
+        kernel = _triton_kernels(words.device).get(fn)
+        flat = None if kernel is None else _as_rows(tensors, figures[0].numel())
+        if kernel is not None and flat is not None and all(t.dtype in _TAKEN for t in flat):
+            with _on_device(words):
+                peaks: Tensor | None = kernel(*flat, *[f.flatten() for f in figures])
+            return peaks
     compiles = backend is not None and fn in _COMPILABLE and has_values(words)
     chunk = _CHUNK if free_to_read(words) else _CHUNK_OF_DEVICES
     flat = _as_rows(tensors, figures[0].numel()) if compiles or words.numel() > chunk else None
@@ -138,7 +190,7 @@ def in_chunks(
     samples, length = flat[0].shape
     high = max(chunk // length, 1)
     wide = -(-length // -(-length // chunk))  # pieces of nearly one size
-    peaks: Tensor | None = None
+    peaks = None
     for top in range(0, samples, high):
         band = [t[top : top + high] for t in flat]
         of_band = [f[top : top + high] if f.dim() else f for f in of_rows]

@@ -53,6 +53,7 @@ from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint import integer_kernels
 from revzoo.core.fixedpoint.integer_kernels import (
     in_chunks,
+    judge,
     read,
     renew,
     subtract,
@@ -180,7 +181,7 @@ class Fixed:
         """Find the samples that left their range (rules 5 and 6 of NOTE [ Words and floats ]).
 
         Args:
-            peak: of the summand, from the kernel.
+            peak: what the kernel returned.
             before: the bound of the stream that it was added to.
             total: the floats of the sum.
             summand: what was added, in floating point.
@@ -198,6 +199,10 @@ class Fixed:
             if self.bound < scale.limit / 2 and scale.growth.seen == scale.grid:
                 return None
         count = len(scale.down)
+        if not host and peak is not None and peak.dim() == 2:  # Triton's kernel has measured
+            self.peaks, self.down = judge(peak, self.down, scale.down, scale.limit)
+            scale.log.append(Measured(step, self.peaks, scale.sizes, scale.down))
+            return None
         added, after = magnitudes(summand, count), magnitudes(total, count)
         left = ~((added < scale.end) & (after < scale.end))
         # after a summand beyond the range, the sum means nothing

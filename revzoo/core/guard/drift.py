@@ -264,7 +264,8 @@ def _check_sums(sums: list[tuple[tuple[Step, ...], Tensor, Tensor]]) -> None:
         for step in steps:
             checks = step.close_checks - 1 if same else Step.close_checks
             # nn.Module's own assignment is slow
-            vars(step).update(drift=0.0 if same else math.inf, close_checks=checks)
+            object.__setattr__(step, "drift", 0.0 if same else math.inf)
+            object.__setattr__(step, "close_checks", checks)
         if not same:
             raise _failure(
                 steps,

@@ -1,0 +1,159 @@
+"""The kernels of :mod:`revzoo.core.fixedpoint.integer_kernels`, each as one Triton kernel.
+
+torch runs a sum on words as ten kernels, and each reads and writes the whole stream. On a GPU that
+takes longer than the arithmetic. Here a stream is read once and written once. Triton comes with
+torch on Linux; without it, on a CPU and for words of 64 bits, torch's kernels run.
+
+Results are equal bit for bit: each operation is exact, or rounds once. Only a sample with a value
+beyond the range differs: here just that value reads as NaN, and the whole sample from the next sum
+on.
+
+Tensors are rows ``(B, n)`` of equal strides: a program handles ``_BLOCK`` values of one row, whose
+figures (``up``, ``down``) have index ``row * step``; with one scale for all, there is one row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+
+@triton.jit
+def _places(n, BLOCK: tl.constexpr):
+    """Row, places in memory and mask of this program's values."""
+    blocks = tl.cdiv(n, BLOCK)
+    row = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return row, row.to(tl.int64) * n + at, at < n
+
+
+@triton.jit
+def _rounded(units):
+    """``units`` rounded, half to even, as int32."""
+    # adding 2**23 leaves no bits for fractions; larger numbers have none
+    size = tl.abs(units)
+    whole = tl.where(size < 8388608.0, (size + 8388608.0) - 8388608.0, size)
+    return tl.where(units < 0, -whole, whole).to(tl.int32)
+
+
+@triton.jit
+def _note_peak(peaks, x, mask):
+    """Raise a figure to the largest magnitude in ``x``; to NaN if there is one."""
+    # the bits of floats that are not negative have the order of the floats, and NaN is the largest
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    tl.atomic_max(peaks, tl.max(tl.where(mask, bits, 0), 0))
+
+
+@triton.jit
+def _quantise(value, words, up, peaks, n, step, BLOCK: tl.constexpr):
+    row, at, mask = _places(n, BLOCK)
+    v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
+    tl.store(words + at, _rounded(v * tl.load(up + row * step)), mask=mask)
+    _note_peak(peaks + row, v, mask)
+
+
+@triton.jit
+def _subtract(words, value, out, up, n, step, BLOCK: tl.constexpr):
+    row, at, mask = _places(n, BLOCK)
+    v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
+    w = tl.load(words + at, mask=mask, other=0)
+    tl.store(out + at, w - _rounded(v * tl.load(up + row * step)), mask=mask)
+
+
+@triton.jit
+def _read(words, floats, down, n, step, BLOCK: tl.constexpr):
+    row, at, mask = _places(n, BLOCK)
+    w = tl.load(words + at, mask=mask, other=0).to(tl.float32) * tl.load(down + row * step)
+    tl.store(floats + at, w.to(floats.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_and_read(x, value, words, total, up, down, peaks, n, step, count, BLOCK: tl.constexpr):
+    row, at, mask = _places(n, BLOCK)
+    v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
+    units = v * tl.load(up + row * step)
+    w = tl.load(x + at, mask=mask, other=0) + _rounded(units)
+    tl.store(words + at, w, mask=mask)
+    t = w.to(tl.float32) * tl.load(down + row * step)
+    t = tl.where(tl.abs(units) < 1073741824.0, t, float("nan")).to(total.dtype.element_ty)
+    tl.store(total + at, t, mask=mask)
+    _note_peak(peaks + row, v, mask)
+    _note_peak(peaks + count + row, t.to(tl.float32), mask)
+
+
+@triton.jit
+def _judge(peaks, down, unit, limit, reached, ended, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    added = tl.load(peaks + at, mask=mask, other=0)
+    after = tl.load(peaks + count + at, mask=mask, other=0)
+    end = tl.load(unit + at, mask=mask, other=1) * limit
+    larger = tl.maximum(added, after, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(reached + at, tl.where(added < end, larger, added), mask=mask)
+    stays = (added < end) & (after < end)
+    now = tl.load(down + at, mask=mask, other=0)
+    tl.store(ended + at, tl.where(stays, now, float("nan")), mask=mask)
+
+
+def quantise(value: Tensor, words: Tensor, up: Tensor) -> Tensor:
+    """The words of ``value``. Returns the largest magnitudes of value and words, ``(2, B)``."""
+    count, n = words.shape
+    peaks = torch.zeros(count, dtype=torch.int32, device=words.device)
+    _quantise[_grid(words)](value, words, up, peaks, n, _step(up), BLOCK=_BLOCK)
+    return peaks.view(torch.float32).repeat(2, 1)
+
+
+def subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
+    """``out = words - value``; ``out`` may have the memory of ``value``."""
+    _subtract[_grid(words)](words, value, out, up, words.shape[1], _step(up), BLOCK=_BLOCK)
+
+
+def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
+    """The floats of ``words``."""
+    _read[_grid(words)](words, floats, down, words.shape[1], _step(down), BLOCK=_BLOCK)
+
+
+def add_and_read(
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
+) -> Tensor:
+    """``words = x + value`` and its floats ``total``.
+
+    Returns the largest magnitudes of value and total, ``(2, B)``.
+    """
+    count, n = words.shape
+    peaks = torch.zeros(2, count, dtype=torch.int32, device=words.device)
+    _add_and_read[_grid(words)](
+        x, value, words, total, up, down, peaks, n, _step(up), count, BLOCK=_BLOCK
+    )
+    return peaks.view(torch.float32)
+
+
+def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """What each sample reached, and its ``down``: NaN if that is beyond ``limit`` units.
+
+    Args:
+        peaks: from a sum, ``(2, B)``.
+        down: before the sum, ``(B,)``.
+        unit: of the grid, ``(B,)``.
+        limit: in units.
+    """
+    reached, ended = torch.empty_like(unit), torch.empty_like(unit)
+    count = len(unit)
+    blocks = (triton.cdiv(count, _BLOCK),)
+    _judge[blocks](peaks, down, unit, limit, reached, ended, count, BLOCK=_BLOCK)
+    return reached, ended
+
+
+def _grid(words: Tensor) -> tuple[int]:
+    count, n = words.shape
+    return (count * triton.cdiv(n, _BLOCK),)
+
+
+def _step(figures: Tensor) -> int:
+    return int(figures.numel() > 1)

@@ -1,0 +1,224 @@
+"""Triton's kernels against torch's, bit for bit: under Triton's interpreter on a CPU."""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo import AdditiveCoupling, ReversibleSequence
+from revzoo.core import fixedpoint
+from revzoo.core.fixedpoint import integer_kernels, scale
+from revzoo.core.fixedpoint.scale import magnitudes
+
+pytest.importorskip("triton")
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def test_under_the_interpreter():
+    """The other tests, in a process of their own: Triton must be imported with this variable."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    if INTERPRETED:
+        pytest.skip("is running")
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stdout
+    assert "27 passed" in run.stdout, run.stdout
+
+
+@pytest.fixture
+def kernels():
+    """The module: interpreted, or compiled on a GPU."""
+    if not INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a GPU or Triton's interpreter")
+    from revzoo.core.fixedpoint import triton_kernels
+
+    return triton_kernels
+
+
+@pytest.fixture
+def in_place_of_torchs(kernels, monkeypatch):
+    """CPU tensors are computed as on a GPU."""
+    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
+    monkeypatch.setattr(integer_kernels, "_with_triton", {"cpu", "cuda"})
+    integer_kernels._triton_kernels.cache_clear()
+    yield
+    integer_kernels._triton_kernels.cache_clear()
+
+
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def rows(count, n, dtype=torch.float32, size=10.0):
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(count, n, generator=generator) * size
+    # ties, to round half to even, also where adding 2**23 would lose them
+    x[:, ::3] = (x[:, ::3] * 2**22).round() / 2**22 + 2.0**-24
+    return x.to(device(), dtype)
+
+
+def figures(count, scales):
+    down = torch.tensor([2.0**-23, 2.0**-20, 2.0**-21, 2.0**-14])[:count].to(device())
+    down = down if scales == "each" else down[:1]
+    return down.reciprocal(), down
+
+
+def same_floats(a, b, dtype):
+    # the interpreter cuts off a bfloat16 where a GPU rounds it
+    rounds = dtype != torch.bfloat16 or not INTERPRETED
+    torch.testing.assert_close(a, b, rtol=0 if rounds else 2**-7, atol=0)
+
+
+def shaped(t):
+    return t.view(-1, 1) if len(t) > 1 else t.view(())
+
+
+@pytest.mark.parametrize("n", [1, 1000, 1024, 3001])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_kernel_equals_torchs(kernels, dtype, n):
+    count = 4
+    up, down = figures(count, "each")
+    value, x = rows(count, n, dtype), (rows(count, n) * 2**22).int()
+    found, expected = torch.empty_like(x), torch.empty_like(x)
+    peaks = kernels.quantise(value, found, up)
+    integer_kernels.quantise(value, expected, shaped(up))
+    assert torch.equal(found, expected)
+    assert torch.equal(peaks[0], magnitudes(value.float(), count))
+
+    kernels.subtract(x, value, found, up)
+    integer_kernels.subtract(x, value, expected, shaped(up))
+    assert torch.equal(found, expected)
+
+    floats, known = (torch.empty_like(x, dtype=dtype) for _ in range(2))
+    kernels.read(x, floats, down)
+    integer_kernels.read(x, known, shaped(down))
+    same_floats(floats, known, dtype)
+
+    peaks = kernels.add_and_read(x, value, found, floats, up, down)
+    integer_kernels.add_and_read(x, value, expected, known, shaped(up), shaped(down))
+    assert torch.equal(found, expected)
+    same_floats(floats, known, dtype)
+    assert torch.equal(peaks, torch.stack([magnitudes(t.float(), count) for t in (value, floats)]))
+
+
+def test_one_scale_for_all(kernels):
+    up, down = figures(1, "all")
+    value, x = rows(1, 2500), (rows(1, 2500) * 2**20).int()
+    words, total = torch.empty_like(x), torch.empty_like(value)
+    kernels.add_and_read(x, value, words, total, up, down)
+    expected, known = torch.empty_like(x), torch.empty_like(value)
+    integer_kernels.add_and_read(x, value, expected, known, up.view(()), down.view(()))
+    assert torch.equal(words, expected)
+    assert torch.equal(total, known)
+
+
+def test_the_result_may_take_the_memory_of_the_summand(kernels):
+    up, _ = figures(4, "each")
+    value, x = rows(4, 1500), (rows(4, 1500) * 2**20).int()
+    expected = torch.empty_like(x)
+    integer_kernels.subtract(x, value, expected, shaped(up))
+    kernels.subtract(x, value, value.view(torch.int32), up)
+    assert torch.equal(value.view(torch.int32), expected)
+
+
+def test_judging_a_sum(kernels):
+    unit = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], device=device())
+    end = 100 * unit
+    peaks = torch.stack([end / 2, end / 4])
+    peaks[0, 1], peaks[1, 2], peaks[0, 3], peaks[1, 4] = 200, 401, math.nan, math.nan
+    down = unit.clone()
+    reached, ended = kernels.judge(peaks, down, unit, 100.0)
+    nan = math.nan
+    expected = [[50, 200, 401, nan, nan], [1, nan, nan, nan, nan]]
+    for found, known in zip((reached, ended), expected, strict=True):
+        torch.testing.assert_close(found.cpu(), torch.tensor(known), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1e30])
+def test_values_beyond_the_range(kernels, bad):
+    """They read as NaN and show in the peaks of their own sample."""
+    up, down = figures(4, "each")
+    value, x = rows(4, 1500), torch.zeros(4, 1500, dtype=torch.int32, device=device())
+    value[2, 1400] = bad
+    words, total = torch.empty_like(x), torch.empty_like(value)
+    added, after = kernels.add_and_read(x, value, words, total, up, down)
+    assert total[2, 1400].isnan()
+    assert total.isnan().sum() == 1
+    assert after.isnan().tolist() == [False, False, True, False]
+    assert added.isfinite().tolist() == [True, True, abs(bad) == 1e30, True]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("grid", ["auto", 20])
+def test_a_network_computes_the_same(in_place_of_torchs, monkeypatch, grid, layout):
+    """Outputs and gradients are equal bit for bit to those of torch's kernels."""
+
+    def train(with_triton):
+        monkeypatch.setattr(
+            integer_kernels, "_with_triton", {"cpu", "cuda"} if with_triton else set()
+        )
+        torch.manual_seed(0)
+        steps = [
+            AdditiveCoupling(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.GroupNorm(1, 3)))
+            for _ in range(4)
+        ]
+        net = ReversibleSequence(steps, memory="exact").to(device())
+        for step in net:
+            step.grid = grid
+        x = torch.randn(3, 6, 5, 5).to(device(), memory_format=layout).requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+        return [y, x.grad, *(p.grad for p in net.parameters())]
+
+    calls = []
+    launch = integer_kernels._triton_kernels(device())
+    for fn, kernel in list(launch.items()):
+        launch[fn] = lambda *a, fn=fn, kernel=kernel: (calls.append(fn.__name__), kernel(*a))[1]
+    found = train(True)
+    assert {"quantise", "read", "subtract", "add_and_read"} == {*calls}
+    for a, b in zip(found, train(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_triton_torchs_kernels_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "revzoo.core.fixedpoint.triton_kernels", None)
+    monkeypatch.delattr(fixedpoint, "triton_kernels", raising=False)
+    integer_kernels._triton_kernels.cache_clear()
+    with pytest.warns(RuntimeWarning, match="Triton does not work here"):
+        assert integer_kernels._triton_kernels(device()) == {}
+    integer_kernels._triton_kernels.cache_clear()
+
+
+COMPILES = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from revzoo.core.fixedpoint import triton_kernels as ours
+
+kinds = {"x": "*i32", "words": "*i32", "out": "*i32", "up": "*fp32", "down": "*fp32"}
+kinds |= {"peaks": "*i32", "n": "i32", "step": "i32", "count": "i32", "BLOCK": "constexpr"}
+kinds |= {name: "*fp32" for name in ("unit", "reached", "ended")} | {"limit": "fp32"}
+for fn in (ours._quantise, ours._subtract, ours._read, ours._add_and_read, ours._judge):
+    for dtype in ("fp16", "bf16", "fp32", "fp64"):
+        signature = {name: kinds.get(name, "*" + dtype) for name in fn.arg_names}
+        if fn is ours._judge:
+            signature["peaks"] = "*fp32"
+        source = ASTSource(fn, signature=signature, constexprs={"BLOCK": 1024})
+        assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
+def test_they_compile_for_a_gpu_that_is_not_here():
+    """The interpreter accepts more than the compiler."""
+    run = subprocess.run([sys.executable, "-c", COMPILES], capture_output=True, text=True)
+    assert run.stdout == "compiled\n", run.stderr
