@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -32,13 +32,10 @@ def capturing_cuda_graph() -> bool:
 
 def is_faked(inputs: Iterable[Tensor]) -> bool:
     """Whether the step computes only shapes; random states are then fake or missing."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    if module is None:
-        return False
     # real inputs become fake inside the mode
     if torch._C._len_torch_dispatch_stack() and torch._guards.detect_fake_mode() is not None:
         return True
-    return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
+    return any(type(t) is not Tensor and isinstance(t, FakeTensor) for t in inputs)
 
 
 def default_device() -> torch.device | None:

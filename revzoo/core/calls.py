@@ -17,7 +17,6 @@ from revzoo.core.fixedpoint.words import (
     counting_changes,
     keeps_words,
     move_words,
-    within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of
 from revzoo.core.tensors import as_dense, versions_of
@@ -35,33 +34,27 @@ def call_on_grid(
 
     Not if a hook may change the outputs, unless the step ``inverts``: then no hook may.
     """
-    if step.grid is None or not keeps_words():
+    if step.grid is None or not step.moves_values or not keeps_words():
         return call(step, *state, **context)
-    with within(step):
-        if not step.moves_values:
-            return call(step, *state, **context)
-        with counting_changes():
-            returned = call(step, *state, **context)
-        # extra outputs are not streams: they get no words and may have any layout
-        outputs = as_state(returned, step)
-        cut = len(outputs) - step.extras
-        moves = functools.partial(step.forward, **context)
-        trusted = inverts or runs_forward_alone(step)
-        streams = _with_words(step, moves if trusted else None, state, outputs[:cut])
+    with counting_changes():
+        returned = call(step, *state, **context)
+    # extra outputs are not streams: they get no words and may have any layout
+    outputs = as_state(returned, step)
+    cut = len(outputs) - step.extras
+    moves = functools.partial(step.forward, **context)
+    trusted = inverts or runs_forward_alone(step)
+    streams = _with_words(step, moves if trusted else None, state, outputs[:cut])
     return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 
 def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
     """``step.inverse(*state, **context)``; the words move with the values."""
     inverse = functools.partial(step.inverse, **context)
-    if step.grid is None or not keeps_words():
+    if step.grid is None or not step.moves_values or not keeps_words():
         return as_state(inverse(*state), step, inverse=True)
-    with within(step):
-        if not step.moves_values:
-            return as_state(inverse(*state), step, inverse=True)
-        with counting_changes():
-            inputs = as_state(inverse(*state), step, inverse=True)
-        return _with_words(step, inverse, state, inputs)
+    with counting_changes():
+        inputs = as_state(inverse(*state), step, inverse=True)
+    return _with_words(step, inverse, state, inputs)
 
 
 def _with_words(step: Step, fn: Callable[..., Any] | None, state: State, outputs: State) -> State:
@@ -120,8 +113,8 @@ def explain_transforms(error: Exception, step: Step) -> None:
 
 def refuse_changed_inputs(step: Step, inputs: State, versions: list[int]) -> None:
     """Raise a RuntimeError if the forward pass of ``step`` changed a stream in place."""
-    if changed := _changed(inputs, versions):
-        raise changes_input(step, changed)
+    if versions_of(inputs) != versions:
+        raise changes_input(step, _changed(inputs, versions))
 
 
 def changes_input(step: Step, changed: str) -> RuntimeError:
@@ -135,17 +128,15 @@ def changes_input(step: Step, changed: str) -> RuntimeError:
 
 def refuse_changed_outputs(step: Step, outputs: State, versions: list[int]) -> None:
     """Raise a RuntimeError if the inverse of ``step`` changed a stream in place."""
-    if changed := _changed(outputs, versions):
+    if versions_of(outputs) != versions:
         raise RuntimeError(
-            f"the inverse of {name_of(step)} changed its input stream {changed}: the caller may "
-            "still hold that tensor, as an output of the forward pass. Make the operations of the "
-            "inverse out of place"
+            f"the inverse of {name_of(step)} changed its input stream "
+            f"{_changed(outputs, versions)}: the caller may still hold that tensor, as an output "
+            "of the forward pass. Make the operations of the inverse out of place"
         )
 
 
 def _changed(streams: State, versions: list[int]) -> str:
     now = versions_of(streams)
-    if now == versions:
-        return ""
     i = next(i for i, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
     return f"{i} in place (version {versions[i]} became {now[i]})"

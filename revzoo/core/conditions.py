@@ -150,7 +150,7 @@ class Members:
         tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
         tables += [m._buffers for m in self.norms]  # which Module.to() replaces
         self._tables = [t for t in tables if t]
-        self._places = [m._modules for m in every if m._modules]
+        self._child_tables = [m._modules for m in every if m._modules]
         # of others the number of entries tells: a buffer may be replaced in each pass
         self._counted = [t for t in tables if not t]
         for m in every:
@@ -230,7 +230,7 @@ class Members:
 
     def children(self) -> list[nn.Module | None]:
         """The modules in all places of the modules, as they are now."""
-        return [*chain.from_iterable([table.values() for table in self._places])]
+        return [*chain.from_iterable([table.values() for table in self._child_tables])]
 
     def unknown(self, steps: Sequence[nn.Module]) -> list[nn.Module]:
         """The modules of which we do not know the code; ``steps`` as in the constructor."""

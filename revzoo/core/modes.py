@@ -44,7 +44,6 @@ from revzoo.core.fixedpoint.words import (
     can_have_words,
     keeps_words,
     renew_words,
-    within,
 )
 from revzoo.core.guard.drift import Replayed
 from revzoo.core.guard.ranges import RangeError, finish_chains, scales_of
@@ -348,8 +347,7 @@ def on_grid_of(step: Step, state: State) -> State:
     cut = len(state) - step.float_streams
     if not can_have_words(state[:cut]):
         return state
-    with within(step):
-        return (*put_on_grid(state[:cut], step), *state[cut:])
+    return (*put_on_grid(state[:cut], step), *state[cut:])
 
 
 def no_float_inverse_message(step: Step, mode: str) -> str:

@@ -1,8 +1,8 @@
-"""Steps that were executed once, and are evaluated again in the backward pass.
+"""Calls of steps, which the backward pass evaluates once more.
 
-An :class:`Executed` is one function of the graph. :class:`Added` are one or more additive
-couplings: their gradients need no graph of the sums, so it records only the branches.
-:class:`Evaluated` is any other invertible step.
+A :class:`Call` belongs to one function of the graph. An :class:`AdditiveCall` runs one or more
+additive couplings: their gradients need no graph of the sums, so it records only the branches. A
+:class:`GeneralCall` runs any other invertible step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from revzoo.core.fixedpoint.words import (
     keeps_words,
     read_with_words,
     set_words,
-    within,
 )
 from revzoo.core.guard.drift import Guard, Replayed, names_of, note_sums, sum_of, words_sum
 from revzoo.core.guard.samples import sample, sample_of
@@ -60,8 +59,8 @@ from revzoo.core.tensors import detached, unshared, version_of, versions_of, wit
 Gradients = Sequence[Tensor | None]
 
 
-class Executed:
-    """One or more executed steps: what their replay needs, but no activation and no graph.
+class Call:
+    """What the replay of one or more steps needs; no activation and no graph.
 
     Attributes:
         arguments: the keyword arguments' tensors that require gradient.
@@ -108,7 +107,7 @@ class Executed:
         return name_of(self.step)
 
     @property
-    def waits(self) -> bool:
+    def may_run_backward(self) -> bool:
         """Whether the graph may still run the function backward."""
         return not self.done and self.function() is not None
 
@@ -237,7 +236,7 @@ class _Before(NamedTuple):
     values: Tensor | None  # a sample; for the guard
 
 
-class Added(Executed):
+class AdditiveCall(Call):
     """Additive couplings ``(x, z) -> (z, x + F(z))``, one after the other.
 
     The function of a single one returns only the sum, since z passes it by. That of several frees
@@ -389,21 +388,19 @@ def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tens
 _taken = threading.local()  # ``last``: a function, and what it got; it runs next in this thread
 
 
-def take_gradients(
-    executed: Executed, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+def stash_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """A hook of a function, before it runs: takes its gradients, for tensors without memory.
 
     The caller holds what it passes until the function returns.
     """
-    _taken.last = executed, grads
+    _taken.last = call, grads
     return tuple(None if g is None else _hollow(g.shape, g.dtype, g.device) for g in grads)
 
 
-def taken_gradients(executed: Executed) -> tuple[Tensor | None, ...] | None:
-    """The gradients that :func:`take_gradients` took for this function, once."""
+def pop_stashed_gradients(call: Call) -> tuple[Tensor | None, ...] | None:
+    """The gradients that :func:`stash_gradients` took for this function, once."""
     last, _taken.last = getattr(_taken, "last", None), None
-    return last[1] if last is not None and last[0] is executed else None
+    return last[1] if last is not None and last[0] is call else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -416,7 +413,7 @@ def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-class Evaluated(Executed):
+class GeneralCall(Call):
     """Any invertible step."""
 
     saved: Sequence[Tensor] = ()
@@ -473,7 +470,7 @@ class Evaluated(Executed):
         try:
             # code that we do not know records always: the same kernels as in forward
             quiet = self.members.quiet and not record.records
-            with torch.set_grad_enabled(not quiet), within(step):
+            with torch.set_grad_enabled(not quiet):
                 takes = known if takes_words else as_floats(known)
                 returned, recorded = step.replay(takes, record, context)
         finally:
@@ -522,16 +519,16 @@ class Recorder:
         saved: what the step saved in its forward pass by ``save_for_replay``.
     """
 
-    def __init__(self, executed: Evaluated, *, records: bool) -> None:
-        self._executed = executed
+    def __init__(self, call: GeneralCall, *, records: bool) -> None:
+        self._call = call
         self.records = records
-        self.needs = executed.needs
-        self.saved = executed.saved
+        self.needs = call.needs
+        self.saved = call.saved
         self.leaves: list[Tensor | None] = [None] * len(self.needs)
 
     def leaf(self, i: int, t: Tensor | Fixed) -> Tensor:
         """Stream ``i`` of the step's input in floating point, where the recorded graph ends."""
-        t = _with_strides(t, self._executed.strides[i])
+        t = _with_strides(t, self._call.strides[i])
         # with words, as in the forward pass: steps inside may go on with them
         leaf = read_with_words(t) if isinstance(t, Fixed) else t.detach()
         self.leaves[i] = leaf = leaf.requires_grad_(self.needs[i] and self.records)
@@ -545,14 +542,14 @@ class Recorder:
         It runs with the random state and buffers of the forward pass (``carried`` buffers: the
         values after it). These are restored afterwards, so the next recording sees them, too.
         """
-        step = self._executed.step
-        undo = self._executed.conditions.enter(inverting=True)
+        step = self._call.step
+        undo = self._call.conditions.enter(inverting=True)
         try:
             with torch.no_grad():
                 if step.moves_values and all(isinstance(t, Fixed) for t in outputs):
                     fixed = tuple(t for t in outputs if isinstance(t, Fixed))
                     return apply_to_words(
-                        lambda *s: inverse(*s, **context), fixed, self._executed.dtypes
+                        lambda *s: inverse(*s, **context), fixed, self._call.dtypes
                     )
                 returned = inverse(*as_floats(outputs), **context)
                 return as_fixed(as_state(returned, step, inverse=True))

@@ -16,8 +16,9 @@ from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint.words import Fixed, Streams, backing_tensors
 from revzoo.core.tensors import storage_id
 
-# Private in torch: the hooks of the innermost context. Without it we assume that there are none.
-_innermost: Callable[[bool], Any] = getattr(
+# Private in torch: the hooks of the innermost context. Without it we assume that there are none: do
+# not use torch's checkpoints then, since nothing shows where they begin and end.
+innermost_hooks: Callable[[bool], Any] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None
 )
 
@@ -52,7 +53,7 @@ class Versioned(NamedTuple):
 
 def hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """The innermost hooks of saved tensors; without any, hooks that check versions."""
-    found = _innermost(True)
+    found = innermost_hooks(True)
     return (Versioned.of, Versioned.get) if found is None else found[:2]
 
 
@@ -62,7 +63,7 @@ def are_watched() -> bool:
     By hooks of saved tensors, as checkpoints have, or by a mode.
     """
     modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    return bool(modes) or _innermost(True) is not None
+    return bool(modes) or innermost_hooks(True) is not None
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:

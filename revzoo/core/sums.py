@@ -35,7 +35,6 @@ from revzoo.core.fixedpoint.words import (
     counting_changes,
     fixed_of,
     read_with_words,
-    running_step,
     set_words,
 )
 from revzoo.core.guard.drift import note_scale
@@ -86,7 +85,7 @@ def put_on_grid(state: tuple[Tensor, ...], step: Step) -> tuple[Tensor, ...]:
     scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, sizes, growth, word_type, bits)
     if _begun.scales is not None:
         _begun.scales.append(scale)
-    return tuple(_rounded_to(t, scale, fits=bits is None) for t in state)
+    return tuple(_rounded_to(t, scale, step, fits=bits is None) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
@@ -106,27 +105,27 @@ class _Rounded(torch.autograd.Function):
     """``x`` -> the float tensor of its words; the gradient is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        ctx.scale, ctx.step = fixed.scale, running_step()
+    def forward(ctx: Any, x: Tensor, fixed: Fixed, step: Step | None) -> Tensor:
+        ctx.scale, ctx.step = fixed.scale, step
         return read_with_words(fixed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         note_scale(ctx.scale, ctx.step)
-        return gradient, None
+        return gradient, None, None
 
 
-def _rounded_to(x: Tensor, scale: Scale, *, fits: bool = False) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, step: Step | None, *, fits: bool = False) -> Tensor:
     words = torch.empty_like(x, dtype=scale.word_type)
     fixed = Fixed(words, scale, x.dtype, bound=0.0)
     if x.numel():
         value = x.detach()
         peak = in_chunks(quantise, (value, words), scale.shaped(x.dim())[0])
         if not fits or free_to_read(value):
-            fixed.measure(peak, 0.0, value, value, running_step())
+            fixed.measure(peak, 0.0, value, value, step)
         else:  # the scale was made for this input: only inputs of 1e36 do not fit
             fixed.down = torch.where(scale.sizes < scale.end, scale.down, math.nan)
-    rounded: Tensor = _Rounded.apply(x, fixed)
+    rounded: Tensor = _Rounded.apply(x, fixed, step)
     return rounded
 
 
@@ -159,30 +158,31 @@ class _Sum(torch.autograd.Function):
     """``x + value`` on the words of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
-        ctx.dtype, ctx.scale, ctx.step = value.dtype, fixed.scale, running_step()
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, step: Step | None) -> Tensor:
+        ctx.dtype, ctx.scale, ctx.step = value.dtype, fixed.scale, step
         total, words = plus(fixed, value, x.dtype, ctx.step)
         set_words(total, words)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         note_scale(ctx.scale, ctx.step)
-        return gradient, gradient.to(ctx.dtype), None
+        return gradient, gradient.to(ctx.dtype), None, None
 
 
-def add(x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+def add(x: Tensor, value: Tensor, fixed: Fixed, step: Step | None = None) -> Tensor:
     """``x + value``, rounded to the grid of ``x``, with words.
 
     Args:
         x: a stream.
         value: of the same shape.
         fixed: the words of ``x``.
+        step: the step that adds; its guard checks the range.
     """
-    total: Tensor = _Sum.apply(x, value, fixed)
+    total: Tensor = _Sum.apply(x, value, fixed, step)
     return total
 
 
-def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
+def put_on_grid_of(fixed: Fixed, x: Tensor, step: Step) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.scale)
+    return _rounded_to(x.to(fixed.dtype), fixed.scale, step)

@@ -8,34 +8,33 @@ Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585,
 
 NOTE [ The tape ]
     forward     step 0     step 1     step 2         The graph holds one function for each
-              x ------> s ------> s ------> y        step, and no activation.
-    backward                          <---- y        The function of step 2 inverts it, which
-                            <---- s                  gives s, and computes the gradients. From
-                                                     s the function of step 1 goes on.
+              x -----> s1 -----> s2 -----> y         step, and no activation.
+    backward                         <---- y         The function of step 2 inverts it, which
+                          <---- s2                   gives s2, and computes the gradients. From
+                                                     s2 the function of step 1 goes on.
 
     1. The tape of a chain holds one *known state*: the words of the streams in mode ``exact``, the
-       streams themselves in ``invert``. ``_position`` counts the steps before it. For each step the
-       tape holds the conditions (:mod:`revzoo.core.conditions`) and a figure of the streams that
-       the step changed, which the replay compares.
+       streams themselves in ``invert``. ``_position`` counts the functions before it. For each
+       function the tape holds the conditions (:mod:`revzoo.core.conditions`) and what the replay
+       compares: a sum of the words that the step changed, or a sample of the floats.
     2. Functions hold the tape; the tape refers to functions weakly. So there is no cycle, and
        graph and tape are freed at once.
     3. Parameters are inputs of the function, so their gradients arrive at their own accumulate
        nodes: hooks, DDP, ``autograd.grad`` and frozen parts work as usual. A leaf that the step
-       captures in another way is accumulated in the replay. A captured tensor that has a graph of
-       its own raises.
-    4. If the graph will not be used again, and neither this step nor a later one can still run
-       backward, the tape is cut: the step's input becomes the known state. If no earlier step can
-       run either, no state is kept.
-    5. Otherwise (``retain_graph``, a partial graph) the known state stays, and the walk continues
-       from a *cursor*. A step that no gradient reaches is undone on the way. A step that the
-       cursor has passed is reached from the known state again.
+       reads without owning it, as from a closure, is accumulated in the replay. A captured tensor
+       that has a graph of its own raises.
+    4. Once a function and all later ones have run backward for the last time, they are dropped, and
+       this function's input becomes the known state. If no earlier one can run, no state is kept.
+    5. Otherwise (``retain_graph``, or ``autograd.grad`` of some inputs) the known state stays, and
+       the walk continues from a *cursor*. A step that no gradient reaches is undone on the way. A
+       step that the cursor has passed is reached from the known state again.
     6. First derivatives only: ``create_graph=True`` raises.
     7. A step that only moves values is plain autograd, which saves nothing; the tape undoes it.
     8. Up to eight additive couplings of a sequence share a function if they run only torch's layers
        and draw nothing: their conditions are restored once, and their gradients arrive together.
        The last two couplings have one each, so hooks of the sequence's outputs see what they see in
-       plain training. Nothing is shared under hooks of saved tensors or modes: a checkpoint must
-       repeat the same functions, and others may keep tensors that a function would free.
+       plain training. Nothing is shared while others may keep the tensors that a function frees, or
+       repeat the pass (:func:`revzoo.core.saved.are_watched`).
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A step
@@ -71,12 +70,12 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.replay import (
-    Added,
-    Evaluated,
-    Executed,
+    AdditiveCall,
+    Call,
+    GeneralCall,
     Gradients,
-    take_gradients,
-    taken_gradients,
+    pop_stashed_gradients,
+    stash_gradients,
 )
 from revzoo.core.saved import SavedState, graph_is_kept
 from revzoo.core.tensors import versions_of
@@ -125,28 +124,28 @@ def run_inverting(
         return call_on_grid(plain_call, step, state, context)
     tape = Tape.ending_with(state, step)
     tape.close()  # steps inside this one must not join this chain
-    alone = runs_forward_alone(step)
-    if alone and step.moves_values:
+    plain = runs_forward_alone(step)
+    if plain and step.moves_values:
         return _moved(step, tape, members, state, context, drift_limit)
-    kind = Added if alone and step.adds and not step.extras else Evaluated
-    executed = kind(steps, members, state, context, drift_limit)
-    if private and isinstance(executed, Added):
-        executed.frees_input = True
+    kind = AdditiveCall if plain and step.adds and not step.extras else GeneralCall
+    call = kind(steps, members, state, context, drift_limit)
+    if private and isinstance(call, AdditiveCall):
+        call.frees_input = True
         tape.forget_end()
-    trained = [t for of_step in executed.trained for t in of_step]
-    outputs = _Executed.apply(executed, tape, *state, *executed.arguments, *trained)
-    if isinstance(executed, Added):
+    trained = [t for of_step in call.trained for t in of_step]
+    outputs = StepFunction.apply(call, tape, *state, *call.arguments, *trained)
+    if isinstance(call, AdditiveCall):
         if len(steps) == 1:
             outputs = state[1], outputs
         else:
-            outputs[0].grad_fn.register_prehook(partial(take_gradients, executed))
-    if any(executed.differentiable) and not any(t.requires_grad for t in as_state(outputs, step)):
+            outputs[0].grad_fn.register_prehook(partial(stash_gradients, call))
+    if any(call.differentiable) and not any(t.requires_grad for t in as_state(outputs, step)):
         raise RuntimeError(
-            f"{executed.name} uses parameters that are not its own, so no gradient would reach "
+            f"{call.name} uses parameters that are not its own, so no gradient would reach "
             "them: register their module as a submodule of the step, or pass them as keyword "
             "arguments"
         )
-    tape.append(executed, outputs if kind is Added else streams_of(outputs, step))
+    tape.append(call, outputs if kind is AdditiveCall else streams_of(outputs, step))
     return outputs
 
 
@@ -160,45 +159,45 @@ def _moved(
 ) -> Any:
     """Rule 7."""
     limit = drift_limit if step.guarded else None
-    executed = Evaluated((step,), members, state, context, limit)
-    executed.done = True
+    call = GeneralCall((step,), members, state, context, limit)
+    call.done = True
     returned = call_on_grid(plain_call, step, state, context)
-    executed.finish(state, returned)
-    tape.append(executed, streams_of(returned, step))
+    call.finish(state, returned)
+    tape.append(call, streams_of(returned, step))
     return returned
 
 
-class _Executed(torch.autograd.Function):
-    """The function of an executed step in the graph."""
+class StepFunction(torch.autograd.Function):
+    """The function in the graph, of one or more steps."""
 
     @staticmethod
-    def forward(ctx: Any, executed: Executed, tape: Tape, *inputs: Tensor) -> Any:
+    def forward(ctx: Any, call: Call, tape: Tape, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.executed, ctx.tape = executed, tape
-        executed.function = weakref.ref(ctx)  # rule 2
-        executed.arguments = []  # they may hold this chain's graph
-        with without_cached_casts(executed.conditions.autocast):
-            outputs = executed.forward(inputs[: len(executed.needs)])
-        if isinstance(executed, Evaluated):
+        ctx.call, ctx.tape = call, tape
+        call.function = weakref.ref(ctx)  # rule 2
+        call.arguments = []  # they may hold this chain's graph
+        with without_cached_casts(call.conditions.autocast):
+            outputs = call.forward(inputs[: len(call.needs)])
+        if isinstance(call, GeneralCall):
             flat = as_state(outputs)
-            found = zip(flat, executed.differentiable, strict=True)
+            found = zip(flat, call.differentiable, strict=True)
             ctx.mark_non_differentiable(*(t for t, d in found if not d))
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs: tuple[bool, ...] = ctx.needs_input_grad[2:]
-        grads = taken_gradients(ctx.executed) or grads
+        grads = pop_stashed_gradients(ctx.call) or grads
         if all(g is None for g in grads):
             return None, None, *[None] * len(needs)
-        return None, None, *ctx.tape.replay(ctx.executed, grads, needs)
+        return None, None, *ctx.tape.replay(ctx.call, grads, needs)
 
 
 class Tape:
-    """A chain of executed steps and one known state (NOTE [ The tape ])."""
+    """The calls of a chain, and one known state (NOTE [ The tape ])."""
 
     def __init__(self) -> None:
-        self._executed: list[Executed] = []
+        self._calls: list[Call] = []
         self._position = 0
         self._has_words = False
         self._known: SavedState | None = None
@@ -211,21 +210,21 @@ class Tape:
     def ending_with(state: State, step: Step) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
         tape = _open_tapes.get(id(state[-1]))
-        # ids are reused: _knows() compares the objects. The inverse of a floating-point step would
-        # recover the words of fixed-point streams only approximately
-        if tape is None or not tape._knows(state) or (step.grid is None and tape._has_words):
+        # ids are reused, so ends_with() compares the objects. A floating-point step would
+        # recover words only approximately
+        if tape is None or not tape.ends_with(state) or (step.grid is None and tape._has_words):
             return Tape()
         return tape
 
-    def append(self, executed: Executed, outputs: State) -> None:
-        """Add an executed step, whose ``outputs`` become the known state."""
-        executed.index = len(self._executed)
-        self._executed.append(executed)
-        self._has_words = Fixed in map(type, executed.streams)
-        self._known, executed.streams = SavedState(executed.streams), ()
+    def append(self, call: Call, outputs: State) -> None:
+        """Add a call, whose ``outputs`` become the known state."""
+        call.index = len(self._calls)
+        self._calls.append(call)
+        self._has_words = Fixed in map(type, call.streams)
+        self._known, call.streams = SavedState(call.streams), ()
         # marks of the returned tensors: the caller can change those, but not the words
         self._marks = _marks_of(outputs)
-        self._position = len(self._executed)
+        self._position = len(self._calls)
         self._returned = [weakref.ref(t) for t in outputs]
         # keys of freed tensors stay until the tape is freed; ending_with() compares the tensors
         _open_tapes[id(outputs[-1])] = self
@@ -238,16 +237,14 @@ class Tape:
         """Free the known state: the next step is certain to be appended, or the graph is lost."""
         self._known = None
 
-    def _knows(self, state: State) -> bool:
+    def ends_with(self, state: State) -> bool:
         return (
             len(state) == len(self._returned)
             and all(ref() is t for t, ref in zip(state, self._returned, strict=True))
             and _marks_of(state) == self._marks
         )
 
-    def replay(
-        self, executed: Executed, grads: Gradients, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
+    def replay(self, call: Call, grads: Gradients, needs: Sequence[bool]) -> list[Tensor | None]:
         """The package's backward rule: invert the steps, and evaluate them again.
 
         Returns:
@@ -255,44 +252,42 @@ class Tape:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{executed.name} got create_graph=True in memory mode {executed.step.memory!r}, "
+                f"{call.name} got create_graph=True in memory mode {call.step.memory!r}, "
                 "which computes first derivatives only. For second derivatives, use "
                 "revzoo.set_memory(model, 'recompute') or 'store'"
             )
         if profiler._is_profiler_enabled:
-            with profiler.record_function(f"revzoo.replay {executed.name}"):
-                return self._replay(executed, grads, needs)
-        return self._replay(executed, grads, needs)
+            with profiler.record_function(f"revzoo.replay {call.name}"):
+                return self._replay(call, grads, needs)
+        return self._replay(call, grads, needs)
 
-    def _replay(
-        self, executed: Executed, grads: Gradients, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        index: int = executed.index
+    def _replay(self, call: Call, grads: Gradients, needs: Sequence[bool]) -> list[Tensor | None]:
+        index: int = call.index
         state = list(self._walk_to(index + 1))
-        executed.done = not graph_is_kept()
+        call.done = not graph_is_kept()
         if self._can_cut(index):
             self._known = self._cursor = None  # the steps free these streams when they are used
         scales = [t.scale for t in state if isinstance(t, Fixed)]
-        inputs, found = executed.unwind(state, self._guard, grads, needs)
-        if executed.limit is not None:
+        inputs, found = call.unwind(state, self._guard, grads, needs)
+        if call.limit is not None:
             for scale in [*scales, *(t.scale for t in inputs if isinstance(t, Fixed))]:
-                note_scale(scale, executed.step)
+                note_scale(scale, call.step)
         self._move_to(index, inputs)
         return found
 
     def _walk_to(self, position: int) -> Streams:
         """The state after ``position`` functions; cuts the tape or moves the cursor there."""
-        at, state = self._nearest(position)
-        if any(e.limit is not None for e in self._executed[position - 1 : at]):
+        at, state = self._start_for(position)
+        if any(call.limit is not None for call in self._calls[position - 1 : at]):
             self._guard.begin(state)
         if at > position:
             while at > position:
                 at -= 1
-                state, _ = self._executed[at].unwind(list(state), self._guard, (), ())
+                state, _ = self._calls[at].unwind(list(state), self._guard, (), ())
             self._move_to(position, state)  # frees the later state before memory peaks
         return state
 
-    def _nearest(self, position: int) -> tuple[int, Streams]:
+    def _start_for(self, position: int) -> tuple[int, Streams]:
         if self._cursor is not None and self._cursor[0] >= position:
             return self._cursor
         if self._known is None or position > self._position:
@@ -301,21 +296,22 @@ class Tape:
                 "tape of its steps: pass retain_graph=True to the first backward pass. (A forward "
                 "pass that went on from these steps and failed frees it, too: compute them again)"
             )
-        return self._position, self._known.state(self._executed[-1].name)
+        return self._position, self._known.state(self._calls[-1].name)
 
     def _can_cut(self, index: int) -> bool:
         """Whether nobody needs the functions from ``index`` on once more (rule 4)."""
-        return not (graph_is_kept() or any(e.waits for e in self._executed[index:]))
+        return not (graph_is_kept() or any(call.may_run_backward for call in self._calls[index:]))
 
     def _move_to(self, index: int, state: Streams) -> None:
         """Continue from ``state``, the input of function ``index``: cut or keep (rule 5)."""
         if self._can_cut(index):
-            del self._executed[index:]
+            del self._calls[index:]
             self.close()
             # the loss keeps the graph, and so this tape, until the whole backward pass is done
-            self._known = SavedState(state) if any(e.waits for e in self._executed) else None
+            runs_on = any(call.may_run_backward for call in self._calls)
+            self._known = SavedState(state) if runs_on else None
             self._position, self._cursor = index, None
-        elif any(e.waits for e in self._executed[:index]):
+        elif any(call.may_run_backward for call in self._calls[:index]):
             self._cursor = index, state
         else:  # the end of the walk
             self._cursor = None

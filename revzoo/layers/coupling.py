@@ -150,13 +150,13 @@ class AdditiveCoupling(Coupling):
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, x1)
         if (fixed := self._words(x1)) is not None:
-            return add(x1, value, fixed)
+            return add(x1, value, fixed, self)
         return x1 + self.fitting(value, x1)
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, y2)
         if (fixed := self._words(y2)) is not None:
-            return add(y2, -(value if value.is_floating_point() else value.float()), fixed)
+            return add(y2, -(value if value.is_floating_point() else value.float()), fixed, self)
         return y2 - self.fitting(value, y2)
 
     def _words(self, stream: Tensor) -> Fixed | None:

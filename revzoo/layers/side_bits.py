@@ -68,7 +68,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
-from revzoo.core.saved import save_for_replay, saving_for_replay
+from revzoo.core.saved import innermost_hooks, save_for_replay, saving_for_replay
 from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.tensors import version_of
 from revzoo.layers.pack_bits import pack_bits, unpack_bits
@@ -78,10 +78,6 @@ MAX_BITS = 8
 # by x[k]: x[k-1], and the marks of both when x[k] was returned
 _previous: Any = WeakTensorKeyDictionary()
 
-# Private in torch: the hooks of the innermost checkpoint. If torch lacks it, do not use torch's
-# checkpoints: nothing shows where they begin and end.
-_hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-
 
 def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
     """The versions and the checkpoint, which must not have changed when a block continues the run.
@@ -89,7 +85,7 @@ def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
     A reentrant checkpoint has no hooks. But gradients are off inside it, and its results require
     gradient only afterwards.
     """
-    hooks = _hooks_now(True)
+    hooks = innermost_hooks(True)
     checkpoint = None if hooks is None else hooks[0]
     versions = version_of(before), version_of(x)
     return *versions, checkpoint, torch.is_grad_enabled(), x.requires_grad
@@ -243,14 +239,14 @@ class SideBits(Invertible):
         fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
         if not before:
             if fixed is not None:
-                return put_on_grid_of(fixed, value)
+                return put_on_grid_of(fixed, value, self)
             # a block may return its input, but a run identifies its states by their tensors
             return value.clone() if value is x else value.to(x.dtype)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
         # an arithmetic shift: it rounds down, also below zero, and side bits add the rest
         shifted = known.with_words(known.words >> self.bits)
-        return add(b * before[0], self._difference(x, value, known), shifted)
+        return add(b * before[0], self._difference(x, value, known), shifted, self)
 
     def _difference(self, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
         """``(1 + b) value - 2 b x`` in the precision of the words."""

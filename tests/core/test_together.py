@@ -39,7 +39,7 @@ def functions_of(y):
         if node is not None and node not in seen:
             seen.add(node)
             waiting += [n for n, _ in node.next_functions]
-    return sum(type(node).__name__ == "_ExecutedBackward" for node in seen)
+    return sum(type(node).__name__ == "StepFunctionBackward" for node in seen)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -74,34 +73,6 @@ AUTO = "auto"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Grid = int | str
-
-
-class _Running(threading.local):
-    step: Step | None = None
-
-
-_running = _Running()
-
-
-class within:
-    """A context in which sums belong to ``step``."""
-
-    __slots__ = ("_inner", "_outer")
-
-    def __init__(self, step: Step) -> None:
-        self._inner = step
-
-    def __enter__(self) -> None:
-        self._outer = _running.step
-        _running.step = self._inner
-
-    def __exit__(self, *_: object) -> None:
-        _running.step = self._outer
-
-
-def running_step() -> Step | None:
-    """The step that runs in this thread; None outside of steps."""
-    return _running.step
 
 
 class Fixed:

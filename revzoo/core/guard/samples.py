@@ -17,9 +17,6 @@ from revzoo.core.tensors import has_values, values_of
 SAMPLED = 128  # values of a stream
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
 
-# masks and indices; not bytes, in which kernels keep uninitialised workspaces
-CHOICES = (torch.bool, torch.int32, torch.int64)
-
 
 def sample(computed: Streams, known: Streams) -> dict[int, Tensor]:
     """Sample the streams that a replay computes, except those that it knows; by their index.
@@ -38,7 +35,9 @@ def sample(computed: Streams, known: Streams) -> dict[int, Tensor]:
 def sample_of(t: Tensor) -> Tensor | None:
     """Sampled values of one stream; None if it has no values to compare."""
     t = _plain(t)
-    numbers = t.is_floating_point() or t.is_complex() or t.dtype in CHOICES
+    # of integers masks and indices; not bytes, in which kernels keep uninitialised workspaces
+    choices = (torch.bool, torch.int32, torch.int64)
+    numbers = t.is_floating_point() or t.is_complex() or t.dtype in choices
     return values_in(t) if numbers and t.layout is torch.strided and has_values(t) else None
 
 
