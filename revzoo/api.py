@@ -47,11 +47,13 @@ from revzoo.weights.table import WeightsTable
 if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
     from revzoo.data.registry import register_data
     from revzoo.training.callbacks.registry import register_callback
+    from revzoo.training.graphed_step import graphed_step
     from revzoo.training.optim.optimizers import register_optimizer
     from revzoo.training.predict import predict
 
 # Imported on first use: they import Lightning, which is slow and which models do not need.
 _LATER = {
+    "graphed_step": "revzoo.training.graphed_step",
     "predict": "revzoo.training.predict",
     "register_callback": "revzoo.training.callbacks.registry",
     "register_data": "revzoo.data.registry",
@@ -100,6 +102,7 @@ __all__ = [
     "create_model",
     "drift",
     "from_pretrained",
+    "graphed_step",
     "invertible_checkpoint",
     "is_invertible",
     "is_replaying",

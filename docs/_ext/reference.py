@@ -50,6 +50,7 @@ TOPICS = {  # the names in the order of a reader's questions
         recalibrate_batch_norm Step Invertible Reversed""",
     "Choose a memory mode": "memory audit plan_memory",
     "Recompute any function": "checkpoint invertible_checkpoint is_replaying",
+    "A training step on a GPU": "graphed_step",
     "Check inverses and drift": "check_inverse is_invertible drift set_drift_limit",
     "Layers that only move values": """
         Squeeze HaarSqueeze ChannelPermutation InvertibleFlatten Split Merge ChannelPadding
