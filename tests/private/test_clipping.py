@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import revzoo
 from revzoo.core.guard.ranges import RangeError
-from revzoo.per_sample.clipping import ClippedGradients, SampleNorms
+from revzoo.private.clipping import ClippedGradients, SampleNorms
 from revzoo.profiling.live import LiveMemory
 
 CLIP = 0.5
