@@ -141,12 +141,13 @@ class _Sweep(Trial):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; end the sweep if it fails or the loss is not finite."""
-        reason = "the loss is not finite"
-        if torch.isfinite(loss.detach()):
-            try:
-                return super().backward(loss, *args, **kwargs)
-            except (DriftError, RangeError) as error:
-                reason = type(error).__name__
+        try:
+            if torch.isfinite(loss.detach()):
+                super().backward(loss, *args, **kwargs)
+                return
+            reason = "the loss is not finite"
+        except (DriftError, RangeError) as error:
+            reason = type(error).__name__
         # otherwise the optimiser would still step with the failed gradients
         self.zero_grad(set_to_none=True)
         self.trainer.should_stop = True
