@@ -96,8 +96,10 @@ class Captures(ABC):
     def several(self, module: nn.Module) -> bool:
         """Whether one backward pass may use a parameter of ``module`` several times (rule 5).
 
+        If not, this use is noted.
+
         Raises:
-            RuntimeError: it may not, but a pass used one before.
+            RuntimeError: the only use of a parameter was noted before.
         """
         parameters = own_parameters(module).values()
         if any(sum(hook.calls for hook in self._hooks.get(p, ())) > 1 for p in parameters):

@@ -65,9 +65,10 @@ class _OnReplays(Captures):
         self.hooks_enabled = True
 
     def add(self, call: Call, gradient: Tensor) -> None:
-        module, inputs = call.module, call.inputs()
+        module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
             return
+        inputs = call.inputs()
         if not self.batch_first and gradient.dim() > 2:
             gradient = gradient.transpose(0, 1)
             inputs = tuple(x.transpose(0, 1) if isinstance(x, Tensor) else x for x in inputs)
@@ -135,20 +136,18 @@ class _Ghost(_OnReplays):
 
     def get_norm_sample(self) -> Tensor:
         """Refuse norms that lack a parameter."""
-        # Opacus takes the list in its constructor
-        if {p for p in self._module.parameters() if p.requires_grad} != set(
-            self.trainable_parameters
-        ):
+        trained = {p for p in self._module.parameters() if p.requires_grad}
+        if trained != {*self.trainable_parameters}:  # Opacus takes the list in its constructor
             raise ValueError(
                 "parameters were frozen or unfrozen after make_private, so the norms would lack "
                 "some: call cleanup() and make_private again"
             )
-        for name, p in self._module.named_parameters():
-            if p.requires_grad and not hasattr(p, "_norm_sample"):
-                raise RuntimeError(
-                    f"{name!r} got no gradient, so the norms lack its part: freeze it before "
-                    "make_private, or use it in the forward pass, in a layer that is called"
-                )
+        named = self._module.named_parameters()
+        if unused := [n for n, p in named if p.requires_grad and not hasattr(p, "_norm_sample")]:
+            raise RuntimeError(
+                f"{unused[0]!r} got no gradient, so the norms lack its part: freeze it before "
+                "make_private, or use it in the forward pass, in a layer that is called"
+            )
         norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
         refuse_infinite(norms)
         return norms
