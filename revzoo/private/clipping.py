@@ -17,12 +17,12 @@ Shapes: B samples.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from revzoo._checks import check_number
 from revzoo.private.capture import Call, Captures
@@ -141,7 +141,7 @@ class ClippedGradients:
             tensor.
         FloatingPointError: in a backward pass, if the gradient of a sample is not finite.
         RuntimeError: a backward pass reaches two forward passes, and clipping each would not bound
-            their sum.
+            their sum; or it got ``create_graph=True``.
 
     Example:
         >>> from revzoo.private.clipping import ClippedGradients
@@ -206,11 +206,19 @@ class ClippedGradients:
         # every parameter is frozen
         if not logits.requires_grad:
             return None
-        clipped: Tensor = _Weighted.apply(logits, images, self._weights)
+        # a view: hooks of the logits themselves would run in the first pass, too
+        clipped = logits.view_as(logits)
+        weight = partial(self._weighted, get_gradient_edge(logits), images)
+        clipped.register_hook(weight)  # type: ignore[no-untyped-call]
         return clipped
 
-    def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
-        """Each sample's weight ``(B,)``; it also replaces the divisor B of the mean by ``size``."""
+    def _weighted(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient of the logits ``(B, ...)``, times each sample's weight."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "clipped gradients got create_graph=True, but the derivative of the weights would "
+                "be missing: call remove() for second derivatives"
+            )
         count = len(gradient)
         # private in torch 2.15; public hooks do not say which backward pass calls them
         task, self._task = self._task, torch._C._current_graph_task_id()
@@ -222,7 +230,7 @@ class ClippedGradients:
             )
         if not count:
             self.norms = gradient.new_zeros(0)
-            return self.norms
+            return gradient
         self._sums.collect(count)
         try:
             # a first pass only to the images, which accumulates no gradients of parameters
@@ -234,20 +242,6 @@ class ClippedGradients:
         self.norms = norms
         refuse_infinite(norms)
         # 1e-6 is Opacus' constant; it matters only for gradients near zero
-        return (self.max_norm / (norms + 1e-6)).clamp(max=1) * (count / self.size(count))
-
-
-class _Weighted(torch.autograd.Function):
-    """The identity; its backward pass weights the gradient by sample."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, images: Tensor, weights: Callable[..., Tensor]) -> Tensor:
-        ctx.images, ctx.weights = images, weights
-        # autograd needs a new tensor: a returned input would get no node
-        return logits.view_as(logits)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        weights = ctx.weights(GradientEdge(*ctx.next_functions[0]), ctx.images, gradient)
-        return gradient * weights.view(-1, *[1] * (gradient.dim() - 1)), None, None
+        weights = (self.max_norm / (norms + 1e-6)).clamp(max=1)
+        weights = weights * (count / self.size(count))  # replaces the divisor B of the mean
+        return gradient * weights.view(-1, *[1] * (gradient.dim() - 1))

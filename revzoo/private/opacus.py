@@ -28,8 +28,6 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
 )
 from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
-from opacus.validators import ModuleValidator
-from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
 
 from revzoo.private.capture import Call, Captures
@@ -178,20 +176,6 @@ _CLASSES: dict[tuple[str, bool], type[Any]] = {
 }
 
 
-def _validate(module: nn.Module) -> None:
-    """Run Opacus' validators, except the one that refuses nn.MultiheadAttention."""
-    if not module.training:
-        raise ValueError("the model is in evaluation mode: call train() before make_private")
-    # Opacus wants its own attention layer instead; gradients.py knows torch's
-    if errors := [
-        error
-        for layer in module.modules()
-        if trainable(layer) and type(layer) is not nn.MultiheadAttention
-        for error in ModuleValidator.VALIDATORS.get(type(layer), lambda layer: [])(layer)
-    ]:
-        raise UnsupportedModuleError(errors)
-
-
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     """``opacus.PrivacyEngine``, for networks in any memory mode.
 
@@ -230,7 +214,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         wrap_model: bool = True,
         **options: Any,
     ) -> Any:
-        refuse_unsupported(module)
+        refuse_unsupported(module)  # as Opacus' validators, but nn.MultiheadAttention may stay
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
         # for other modes, or a model that the caller has wrapped: Opacus' own code
         if kind is None or isinstance(module, AbstractGradSampleModule):
@@ -241,7 +225,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
                 wrap_model=wrap_model,
                 **options,
             )
-        _validate(module)
+        if not module.training:
+            raise ValueError("the model is in evaluation mode: call train() before make_private")
         if grad_sample_mode == "ghost":
             options["max_grad_norm"] = max_grad_norm
         return kind(module, **options)
