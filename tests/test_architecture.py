@@ -22,7 +22,7 @@ FLOORS = {
     "layers": 1,
     "models": 2,
     "private": 2,
-    "per_sample": 3,  # a name from before
+    "per_sample": 3,
     "data": 2,
     "interop": 3,
     "compat": 3,
