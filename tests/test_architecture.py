@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -35,16 +36,13 @@ FLOORS = {
 }
 # floors of the same height that know nothing of each other
 STRANGERS = {
-    frozenset({"interop", "profiling"}),
-    frozenset({"integrations", "interop"}),
-    frozenset({"integrations", "profiling"}),
-    frozenset({"compat", "integrations"}),
-    frozenset({"compat", "interop"}),
-    frozenset({"compat", "profiling"}),
-    frozenset({"models", "data"}),
-    frozenset({"models", "private"}),
-    frozenset({"data", "private"}),
-    frozenset({"core", "weights"}),
+    frozenset(pair)
+    for rooms in (
+        ("core", "weights"),
+        ("models", "private", "data"),
+        ("compat", "integrations", "interop", "per_sample", "profiling"),
+    )
+    for pair in combinations(rooms, 2)
 }
 # where a library may be imported at all
 CONFINED = {
