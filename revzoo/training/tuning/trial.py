@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.seed import isolate_rng
 
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
-from revzoo.training.resume.run_state import generator_states, set_generator_states
 
 # options of a run's trainer that affect a step or its device
 KEPT = (
@@ -54,21 +52,15 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
         options: of the run's trainer; only the options in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
-    states = generator_states()
-    with tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
-        try:
-            yield pl.Trainer(
-                # as in configs/trainer/auto.yaml
-                **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
-                devices=1,
-                max_steps=max_steps,
-                check_val_every_n_epoch=sys.maxsize,
-                num_sanity_val_steps=0,
-                default_root_dir=folder,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-        finally:
-            set_generator_states(states)
+    with isolate_rng():
+        yield pl.Trainer(
+            # as in configs/trainer/auto.yaml
+            **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
+            devices=1,
+            max_steps=max_steps,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
