@@ -14,9 +14,8 @@ BackPACK's own has no rule for GroupNorm, so it computes less than the others.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import opacus
 import torch
@@ -25,7 +24,6 @@ from backpack import extend as plain_extend
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.extensions import BatchGrad, BatchL2Grad
 from measure import MIB, environment, interleaved
-from opacus.grad_sample import GradSampleHooksFastGradientClipping
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -33,11 +31,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import revzoo
 from revzoo.integrations.backpack import extend
 from revzoo.integrations.opacus import PrivacyEngine
-from revzoo.per_sample.clipping import ClippedGradients
+from revzoo.private.clipping import ClippedGradients
 from revzoo.profiling.live import LiveMemory
 
 Step = Callable[[], None]
-REGISTERED = (nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)  # by revzoo's integration
 
 
 def network(name: str, memory: str) -> nn.Module:
@@ -63,25 +60,13 @@ def with_opacus(engine: type[opacus.PrivacyEngine], mode: str) -> Callable[..., 
         criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
 
         def step() -> None:
-            with plain_rules() if engine is opacus.PrivacyEngine else contextlib.nullcontext():
-                criterion(model(images), labels).backward()
-                optimizer.step()
+            criterion(model(images), labels).backward()
+            optimizer.step()
             optimizer.zero_grad()
 
         return step
 
     return make
-
-
-@contextlib.contextmanager
-def plain_rules() -> Iterator[None]:
-    """Opacus without the rules that revzoo registers."""
-    table = GradSampleHooksFastGradientClipping.NORM_SAMPLERS
-    ours = {kind: table.pop(kind) for kind in REGISTERED}
-    try:
-        yield
-    finally:
-        table.update(ours)
 
 
 def with_clipping(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Step:

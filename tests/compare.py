@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import gc
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from revzoo import ReversibleBlock, ReversibleSequence, set_memory
+from revzoo.profiling.live import LiveMemory
 
 
 def conv_branch(channels=4, *, dropout=0.0, norm=nn.BatchNorm2d):
@@ -102,3 +104,63 @@ def assert_same_training(net, reference, x, *, tolerance=1e-12, **options):
         else:
             assert torch.equal(a, e)
     assert torch.equal(actual.random_state, expected.random_state)
+
+
+def leaf_rows(width=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, width, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def gradients_in(net, mode, x, *, grid=None):
+    set_memory(net, mode, grid=grid)
+    return torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+
+
+LAYOUTS = {
+    "dense": lambda x: x.clone(),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def streams(layout, *, rows=8, width=8):
+    generator = torch.Generator().manual_seed(1)
+    x1, x2 = torch.randn(2, 5, rows, width, dtype=torch.float64, generator=generator)
+    return [LAYOUTS[layout](x).detach().requires_grad_() for x in (x1, x2)]
+
+
+def relu_block(norm, width=8):
+    def branch():
+        return nn.Sequential(
+            *(norm(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)),
+            *(norm(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)),
+        )
+
+    return ReversibleBlock(branch(), branch())
+
+
+def kept_bytes(run):
+    """Bytes alive between forward and backward, besides the result of ``run``."""
+    with LiveMemory() as memory:
+        outputs = run()
+        own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
+        kept = memory.now - sum(own.values())
+        sum(t.sum() for t in outputs).backward()
+    return kept
+
+
+def grows(run):
+    """Whether each call of ``run`` leaves tensors behind."""
+    gc.collect()
+    gc.freeze()  # so that only what is made from here on is counted
+    try:
+        alive = []
+        for _ in range(6):
+            run()
+            gc.collect()
+            alive.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))
+    finally:
+        gc.unfreeze()
+    return alive[-1] > alive[2]

@@ -1,1 +1,1 @@
-"""Gradients of single samples: their norms, and clipping by them."""
+"""An earlier name of :mod:`revzoo.private`."""

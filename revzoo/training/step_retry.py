@@ -35,6 +35,7 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
+from revzoo.training.callbacks.base import MeasuresSteps
 from revzoo.training.distributed import gathered
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.run_state import RunState, can_drift, set_states, states_of
@@ -192,11 +193,8 @@ class StepRetry:
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
-        # only now: it imports the gradients of single samples, and few steps are repeated
-        from revzoo.training.callbacks.sample_norms import ReadsNorms
-
-        for reader in callbacks_of(trainer, ReadsNorms):  # type: ignore[type-abstract]
-            reader.restart()
+        for callback in callbacks_of(trainer, MeasuresSteps):  # type: ignore[type-abstract]
+            callback.restart()
         # training_step must neither log again nor count twice
         self.running, self.counted = True, counted
         try:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import conv_net, images
+from compare import conv_net, images, linear_net
 from torch import nn
 
 from revzoo import (
@@ -259,3 +259,55 @@ def test_a_model_gets_integers_as_they_are_and_all_its_parts_must_run():
     model.used = False
     with pytest.raises(NotInvertibleError, match="Tokens did not call its part body"):
         check_inverse(model, torch.tensor([[0, 3, 4]]))
+
+
+def test_check_inverse_reports_nan():
+    class Broken(Invertible):
+        def forward(self, x1, x2):
+            return x1, x2
+
+        def inverse(self, y1, y2):
+            return y1, y2 * float("nan")
+
+    report = check_inverse(ReversibleSequence([Broken()]), torch.randn(2, 4))
+    assert not report.worst(torch.float64) < 1
+
+
+def test_check_inverse_on_a_grid():
+    net = linear_net().float()
+    set_memory(net, "exact")
+    report = check_inverse(net, torch.randn(4, 8))
+    assert {row.dtype for row in report} == {torch.float64, torch.float32, torch.bfloat16}
+    assert all(report.worst(dtype) == 0 for dtype in (torch.float32, torch.bfloat16))
+
+
+def test_check_inverse_where_an_inverse_lacks_a_dtype():
+    """It crashed on torch.linalg, which knows no bfloat16."""
+
+    class Mixes(Invertible):
+        streams = 1
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4) + 0.1 * torch.randn(4, 4))
+
+        def forward(self, x):
+            return x @ self.weight
+
+        def inverse(self, y):
+            return torch.linalg.solve(self.weight, y, left=False)
+
+    report = check_inverse(ReversibleSequence([Mixes()]), torch.randn(3, 4))
+    assert {row.dtype for row in report} == {torch.float64, torch.float32}
+    assert report.worst(torch.float32) < 1e-5
+    assert "bfloat16" in str(report)
+    assert "not implemented" in report.skipped[torch.bfloat16]
+    with pytest.raises(ValueError, match=r"bfloat16 was not checked: .*not implemented"):
+        report.worst(torch.bfloat16)
+
+    class Broken(Mixes):
+        def inverse(self, y):
+            raise RuntimeError("broken in every type")
+
+    with pytest.raises(RuntimeError, match="broken in every type"):
+        check_inverse(ReversibleSequence([Broken()]), torch.randn(3, 4))

@@ -7,11 +7,13 @@ import functools
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
-from compare import error, linear_net
+from compare import error, grows, leaf_rows, linear_net
 from torch import nn
 
+import revzoo
 from revzoo import AdditiveCoupling, DriftError, ReversibleSequence, checkpoint, set_memory
 
 
@@ -243,3 +245,60 @@ def test_sizes_of_nested_tensors_are_known_by_identity():
     (expected,) = torch.autograd.grad(ragged(x, offsets).sum(), x)
     (got,) = torch.autograd.grad(checkpoint(ragged, x, offsets).sum(), x)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("inner", ["recompute", "invert"])
+def test_dropout_in_steps_inside_a_checkpoint(inner):
+    """A replay that ends early was said to draw other random numbers."""
+    results = []
+    for mode in (inner, "store"):
+        torch.manual_seed(0)
+        branches = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(2)]
+        net = ReversibleSequence([AdditiveCoupling(b) for b in branches], memory=mode).double()
+        x = leaf_rows()
+        y = net(x) if mode == "store" else checkpoint(net, x)
+        results.append(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
+    assert error(*results) < 1e-12
+
+
+def test_nothing_is_left_of_a_checkpoint_that_fails():
+    """Its last activation held its own graph, for good."""
+    linear = nn.Linear(4, 4)
+
+    def fails(x):
+        linear(x).exp()
+        raise KeyError
+
+    def step():
+        with pytest.raises(KeyError):
+            checkpoint(fails, torch.ones(2, 4))
+
+    assert not grows(step)
+
+
+def test_an_order_drawn_outside_of_torch_is_noticed():
+    """It permuted the gradient."""
+    x = torch.randn(3, 64, requires_grad=True)
+    y = revzoo.checkpoint(
+        lambda x: x[:, torch.from_numpy(np.random.default_rng().permutation(64))], x
+    )
+    with pytest.raises(DriftError):
+        y.sum().backward()
+
+
+def test_a_ctc_loss_of_sequences_of_several_lengths():
+    """Its kernel leaves a part of its table unfilled, which the guard compared."""
+    lengths, targets = torch.tensor([20, 12, 9]), torch.tensor([[1, 2, 3], [2, 1, 4], [3, 3, 5]])
+
+    def loss(x):
+        targets_length = torch.tensor([3, 2, 3])
+        return nn.functional.ctc_loss(x.log_softmax(-1), targets, lengths, targets_length)
+
+    for _ in range(20):
+        x = torch.randn(20, 3, 6, requires_grad=True)
+        y = checkpoint(loss, x)
+        # other tensors take the place of the freed table
+        del [torch.full((420,), 1e3) for _ in range(20)][:]
+        (gradient,) = torch.autograd.grad(y, x)
+        (expected,) = torch.autograd.grad(loss(x), x)
+        assert torch.equal(gradient, expected)

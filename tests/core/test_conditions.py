@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
 from random import uniform
@@ -9,16 +10,28 @@ from random import uniform
 import numpy as np
 import pytest
 import torch
-from compare import assert_same_training, conv_net, error, images, twin
+from compare import (
+    assert_same_training,
+    conv_net,
+    error,
+    gradients_in,
+    images,
+    leaf_rows,
+    twin,
+)
 from torch import nn
+from torch.profiler import profile
 
 import revzoo
 from revzoo import (
     AdditiveCoupling,
+    DriftError,
     Invertible,
     ReversibleBlock,
     ReversibleSequence,
+    checkpoint,
     is_replaying,
+    set_drift_limit,
     set_memory,
 )
 from revzoo.core import conditions
@@ -419,3 +432,442 @@ def test_an_iterator_beside_two_norms_is_no_drift():
 
     net = ReversibleSequence([AdditiveCoupling(Norms()) for _ in range(6)], dim=-1)
     net(torch.randn(4, 12)).sum().backward()
+
+
+NORM = nn.BatchNorm1d(4).double()
+
+
+@pytest.mark.parametrize("run", [lambda f, x: f(x), checkpoint])
+def test_modules_that_a_function_names_as_globals(run):
+    """As in a notebook. A replay counted the batch once more."""
+    before = NORM.num_batches_tracked.item()
+    run(lambda x: NORM(x).sin(), leaf_rows(4)).sum().backward()
+    assert NORM.num_batches_tracked == before + 1
+
+
+def test_spectral_norm_and_two_backward_passes():
+    results = []
+    for mode in ("invert", "store"):
+        torch.manual_seed(0)
+        spectral = nn.utils.parametrizations.spectral_norm
+        steps = [AdditiveCoupling(spectral(nn.Linear(4, 4))) for _ in range(2)]
+        net = ReversibleSequence(steps, memory=mode).double()
+        loss = net(leaf_rows()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad for p in net.parameters()])
+    assert error(*results) < 1e-12
+
+
+REPLAYED = ["recompute", "invert"]
+
+
+def compared(build, mode, *, steps=3, between=None, size=4):
+    """Train a net in a mode and in store; ``between`` acts between forward and backward."""
+    results = []
+    for m in (mode, "store"):
+        torch.manual_seed(0)
+        net = ReversibleSequence(build(), memory=m).double()
+        found = []
+        for seed in range(steps):
+            generator = torch.Generator().manual_seed(seed)
+            x = torch.randn(5, 2 * size, dtype=torch.float64, generator=generator)
+            loss = net(x.requires_grad_()).square().sum()
+            if between is not None:
+                between(net)
+            loss.backward()
+            found.append(x.grad)
+        found += [p.grad for p in net.parameters() if p.grad is not None]
+        results.append([*found, *(b.double() for b in net.buffers())])
+    return error(*results)
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("how", ["derived", "hook", "reader", "function"])
+def test_running_statistics_that_influence_the_output_in_training(mode, how):
+    """Only torch's own layers ignore them in training. What else reads theirs is reported."""
+
+    class Renorm(nn.modules.batchnorm._NormBase):
+        def forward(self, x):
+            mean, var = x.mean(0), x.var(0)
+            with torch.no_grad():
+                r = (var / self.running_var).sqrt()
+                d = (mean - self.running_mean) / self.running_var.sqrt()
+                self.running_mean.lerp_(mean, 0.1)
+                self.running_var.lerp_(var, 0.1)
+            return (x - mean) / var.sqrt() * r + d
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.norm(x) * self.norm.running_var.clone()
+
+    class Functional(nn.Module):  # F.batch_norm changes its arguments without a new version
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x):
+            y = nn.functional.batch_norm(x, self.mean, self.var, training=True)
+            return y + self.mean.clone()
+
+    def branch():
+        if how == "derived":
+            return Renorm(4)
+        if how == "reader":
+            return Reader()
+        norm = nn.BatchNorm1d(4)
+        norm.register_forward_hook(lambda m, _, y: y * m.running_var.clone())
+        return norm
+
+    if how == "function":
+        branch = Functional
+    if how in ("hook", "reader"):
+        with pytest.raises(DriftError):
+            compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode)
+    else:
+        assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("how", ["alias", "partial", "import", "update"])
+def test_statistics_that_functions_of_torch_update(mode, how):
+    """A replay updated them again."""
+    alias = nn.functional.batch_norm
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+            self.normalize = functools.partial(nn.functional.batch_norm, training=True)
+
+        def forward(self, x):
+            from torch import batch_norm_update_stats as update
+            from torch.nn.functional import batch_norm as imported
+
+            y = self.linear(x)
+            if how == "alias":
+                return alias(y, self.mean, self.var, training=True)
+            if how == "partial":
+                return self.normalize(y, self.mean, self.var)
+            if how == "import":
+                return imported(y, self.mean, self.var, training=True)
+            mean, _ = update(y.detach(), self.mean, self.var, 0.1)
+            return y - mean
+
+    assert compared(lambda: [AdditiveCoupling(Own()) for _ in range(3)], mode) < 1e-12
+
+
+CREATES = pytest.mark.filterwarnings("ignore:lazy layers have no weights yet:UserWarning")
+
+
+@CREATES
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
+def test_statistics_that_the_first_pass_creates(mode, kind):
+    """The replay updated them again, and InstanceNorm read its size before it was set."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = kind(affine=True, track_running_stats=True).double()
+
+        def forward(self, x):
+            return self.norm(x[..., None].expand(*x.shape, 2).cos()).mean(-1)
+
+    assert compared(lambda: [AdditiveCoupling(Normed()) for _ in range(3)], mode) < 1e-12
+
+
+@CREATES
+@pytest.mark.parametrize("mode", ["store", "offload", *REPLAYED])
+def test_a_lazy_layer_in_a_branch(mode):
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(nn.LazyLinear(4)) for _ in range(2)], memory=mode)
+    net(torch.ones(3, 8))
+    reference = copy.deepcopy(net)
+    torch.manual_seed(1)
+    lazy = ReversibleSequence([AdditiveCoupling(nn.LazyLinear(4)) for _ in range(2)], memory=mode)
+    x = torch.randn(5, 8, requires_grad=True)
+    loss = lazy(x).square().sum()
+    reference.load_state_dict(lazy.state_dict())
+    set_memory(reference, "store")
+    actual = torch.autograd.grad(loss, [x, *lazy.parameters()])
+    expected = torch.autograd.grad(reference(x).square().sum(), [x, *reference.parameters()])
+    assert error(actual, expected) < 1e-5
+    assert error(gradients_in(lazy, mode, x), expected) < 1e-5
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_a_lazy_layer_beside_dropout(mode):
+    """Its initialisation draws random numbers, but a replay would not."""
+
+    def branch():
+        return nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5))
+
+    with pytest.warns(UserWarning, match=r"keep their activations.* torch\.no_grad\(\) first"):
+        found = compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode)
+    assert found < 1e-12
+
+
+@CREATES
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_only_steps_with_lazy_layers_keep_their_activations(mode):
+    def kept(*kinds):
+        branches = [nn.Sequential(kind(64), nn.Tanh(), nn.Linear(64, 64)) for kind in kinds]
+        net = ReversibleSequence(map(AdditiveCoupling, branches), memory=mode)
+        set_drift_limit(net, None)
+        x = torch.randn(256, 128, requires_grad=True)
+        found = []
+        for _ in range(2):
+            with LiveMemory() as memory:
+                y = net(x)
+            found.append(memory.now)
+            y.sum().backward()
+        return found
+
+    plain, lazy = functools.partial(nn.Linear, 64), nn.LazyLinear
+    first, later = kept(plain, lazy, plain, plain)
+    assert first > later  # the second branch's activations
+    assert later == pytest.approx(kept(plain, plain, plain, plain)[1], rel=0.01)
+
+
+@CREATES
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_a_lazy_layer_changed_before_its_first_backward_is_an_error(mode):
+    net = ReversibleSequence([AdditiveCoupling(nn.LazyLinear(4))], memory=mode)
+    loss = net(torch.randn(5, 8, requires_grad=True)).sum()
+    with torch.no_grad():
+        net[0].branch.weight.mul_(1 + 1e-5)
+    with pytest.raises(RuntimeError, match=r"inplace|expected version"):
+        loss.backward()
+
+
+class Masked(nn.Module):
+    """A large buffer that changes in place on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(2**15))
+        self.changes = False
+
+    def forward(self, x):
+        if self.changes:
+            self.mask.mul_(0.5)
+        return (x * self.mask[:4]).tanh()
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_large_buffers_that_stay_as_they_are_are_not_copied(mode):
+    """Each forward pass copied every buffer: four masks of 16 MB took 38 ms instead of 1.3."""
+    net = ReversibleSequence([AdditiveCoupling(Masked()) for _ in range(2)], memory=mode)
+    net(leaf_rows().float()).sum().backward()
+    with profile(record_shapes=True) as profiler:
+        net(leaf_rows().float()).sum().backward()
+        torch.zeros(2**15).clone()
+    copies = [e for e in profiler.events() if e.name == "aten::clone"]
+    assert sum(e.input_shapes[0] == [2**15] for e in copies) == 1  # the test's own
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_a_large_buffer_that_forward_changes_in_place_is_an_error(mode):
+    net = ReversibleSequence([AdditiveCoupling(Masked())], memory=mode)
+    net[0].branch.changes = True
+    loss = net(leaf_rows().float()).sum()
+    with pytest.raises(RuntimeError, match=r"'mask' of steps\.0 .*memory='store'"):
+        loss.backward()
+    assert net[0].branch.mask[0] == 0.5
+
+
+@pytest.mark.parametrize("way", ["data", "numpy"])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_buffer_updated_around_autograd(mode, way):
+    """Moving averages that code updates by ``.data``, without a new version, moved twice."""
+
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(8, dtype=torch.float64))
+
+        def forward(self, x):
+            if way == "data":
+                self.mean.data.mul_(0.9)
+            else:
+                self.mean.numpy()[...] *= 0.9
+            return x.tanh() * self.mean
+
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(Average()) for _ in range(2)], memory=m)
+        x = leaf_rows()
+        y = net(x, x.sin())
+        grads = torch.autograd.grad(y[1].square().sum(), x)
+        results.append([*grads, *net.buffers()])
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_statistics_of_an_exported_branch(mode):
+    """Its graph updates them without a new version, in code that is not searched."""
+    norm = nn.Sequential(nn.BatchNorm1d(8).double(), nn.Tanh())
+    branches = [torch.export.export(norm, (leaf_rows(),)).module() for _ in range(2)]
+    for branch, m in zip(branches, (mode, "store"), strict=True):
+        net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=m), leaf_rows()
+        net(x, x.sin())[1].square().sum().backward()
+    for actual, expected in zip(branches[0].buffers(), branches[1].buffers(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+class FirstBatch(nn.Module):
+    """A scale taken from the first batch; a flag says that it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if not self.ready:
+                self.scale.copy_(1 / x.std(0))
+                self.ready.fill_(True)
+        return self.scale * x.tanh()
+
+
+class Clamped(nn.Module):
+    def __init__(self, change=lambda weight: weight.clamp_(-0.1, 0.1)):
+        super().__init__()
+        weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        self.weight, self.change = nn.Parameter(weight), change
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return self.weight * x.tanh()
+
+
+@pytest.mark.parametrize("branch", [FirstBatch, Clamped])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_parameter_that_the_forward_pass_changes(mode, branch):
+    """The replay changed it again, in place: the graph that had saved it refused it."""
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(branch()) for _ in range(3)], memory=m)
+        for _ in range(2):
+            x = leaf_rows()
+            y = net(x, x.sin())
+            results.append(torch.autograd.grad(y[1].square().sum(), [x, *net.parameters()]))
+        results.append([p.detach() for p in net.parameters()])
+    for actual, expected in zip(results[:3], results[3:], strict=True):
+        assert error(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_weight_that_forward_clamps_around_autograd(mode):
+    """A change that gives the same value when done twice may run in a replay, on a copy."""
+    results = []
+    for m in (mode, "store"):
+        branches = [Clamped(lambda weight: weight.data.clamp_(-0.1, 0.1)) for _ in range(2)]
+        net = ReversibleSequence([AdditiveCoupling(b) for b in branches], memory=m)
+        x = leaf_rows()
+        loss = net(x, x.sin())[1].square().sum()
+        results.append(torch.autograd.grad(loss, [x, *net.parameters()]))
+        results[-1] += tuple(p.detach() for p in net.parameters())
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_a_normalisation_whose_channels_are_pruned_between_steps(mode, norm):
+    """The replay updated scratch statistics of the old number of channels, which raised."""
+    torch.manual_seed(0)
+    branch = nn.Sequential(
+        nn.Conv1d(2, 4, 1), norm(4, track_running_stats=True), nn.Conv1d(4, 2, 1)
+    )
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    x = torch.randn(3, 4, 5)
+    for _ in range(2):  # the first pass adds an attribute to the step
+        net(x).sum().backward()
+    for layer in branch[:2]:
+        for name, t in (*layer.named_parameters(), *layer.named_buffers()):
+            if t.dim():
+                kept = t.detach()[:3].clone()
+                setattr(layer, name, nn.Parameter(kept) if isinstance(t, nn.Parameter) else kept)
+    branch[1].num_features = 3
+    branch[2].weight = nn.Parameter(branch[2].weight.detach()[:, :3].clone())
+    expected = copy.deepcopy(net)
+    set_memory(expected, "store", grid="auto" if mode == "exact" else None)
+    for each in (net, expected):
+        each.zero_grad()
+        each(x).square().sum().backward()
+    grads = ([p.grad for p in each.parameters()] for each in (net, expected))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(list(net.buffers()), list(expected.buffers()))
+
+
+class Counts(revzoo.Step):
+    """Replaces a large buffer in each pass, from the second on."""
+
+    streams = 1
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2**14 + 1))
+        self.counts = False
+
+    def forward(self, x):
+        if self.counts:
+            self.count = self.count + 1
+        return (x * (1 + self.count[0])).sin()
+
+
+def test_a_large_buffer_may_be_replaced_for_the_first_time_in_a_later_pass():
+    """The replay said that it was changed in place."""
+    found = []
+    for mode in ("store", "recompute"):
+        step, x = Counts(), leaf_rows()
+        step.memory = mode
+        for step.counts in (False, True):
+            found.append(torch.autograd.grad(step(x).sum(), x)[0])
+        assert step.count[0] == 1
+    assert torch.equal(found[1], found[3])
+
+
+class Forks(nn.Linear):
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            noise = torch.rand(x.shape)
+        return super().forward(x) * noise
+
+
+class Seeds(nn.Linear):
+    def forward(self, x):
+        torch.manual_seed(7)
+        return super().forward(x) * torch.rand(x.shape)
+
+
+@pytest.mark.parametrize("kind", [Forks, Seeds])
+@pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
+def test_branches_that_set_the_random_state(kind, memory):
+    """A state that was the same afterwards counted as one that nothing was drawn from."""
+    torch.manual_seed(0)
+    seq = ReversibleSequence([AdditiveCoupling(kind(8, 8)) for _ in range(2)], memory=memory)
+    for _ in range(2):  # from the second pass on, the seed leaves the state as it was
+        x1, x2 = torch.ones(2, 3, 8, requires_grad=True)
+        found, expected = [], []
+        for mode, results in ((memory, found), ("store", expected)):
+            set_memory(seq, mode, grid=seq.steps[0].grid)
+            torch.manual_seed(7)
+            torch.rand(3, 8)
+            y1, y2 = seq(x1, x2)
+            torch.rand(3)
+            state = torch.get_rng_state()
+            results += torch.autograd.grad((y1 * y2).sum(), [x1, x2, *seq.parameters()])
+            assert torch.equal(torch.get_rng_state(), state)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from compare import error
+from compare import error, leaf_rows
 from torch import nn
 
 from revzoo import invertible_checkpoint, is_replaying
@@ -114,3 +114,29 @@ def test_an_inverse_without_a_result_is_named():
     y = invertible_checkpoint(torch.exp, lambda y: None, vectors(3))
     with pytest.raises(TypeError, match=r"^the inverse of \S*exp \w+ returned a NoneType"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("way", ["children", "get_submodule", "_modules"])
+def test_statistics_of_submodules_that_a_function_walks_over(way):
+    """As above, if the model that calls invertible_checkpoint finds them by walking."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8).double()
+
+        def find(self):
+            if way == "children":
+                return next(iter(self.children()))
+            return self.get_submodule("norm") if way == "get_submodule" else self._modules["norm"]
+
+        def forward(self, *state):
+            return invertible_checkpoint(
+                lambda a, b: (b, a + self.find()(b).tanh()),
+                lambda a, b: (b - self.find()(a).tanh(), a),
+                *state,
+            )
+
+    net, x = Model(), leaf_rows()
+    net(x, x.sin())[1].square().sum().backward()
+    assert net.norm.num_batches_tracked == 1

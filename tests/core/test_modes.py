@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import conv_net, images, linear_net
+from compare import conv_net, error, gradients_in, images, kept_bytes, leaf_rows, linear_net
 from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, Step, memory, set_memory
@@ -180,3 +180,33 @@ def test_a_chain_keeps_no_state_after_its_backward_pass(mode):
         del y
     assert loss.requires_grad
     assert live.now < x.nbytes
+
+
+def test_the_mode_is_that_of_the_forward_pass():
+    net = linear_net().float()
+    x = leaf_rows().detach().float().requires_grad_()
+    expected = gradients_in(net, "exact", x)
+    set_memory(net, "exact")
+    loss = net(x).square().sum()
+    set_memory(net, "store")  # the replay must still round
+    actual = torch.autograd.grad(loss, [x, *net.parameters()])
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_step_called_by_itself_keeps_what_its_mode_says(mode):
+    """It silently kept as much as ``store``."""
+    torch.manual_seed(0)
+    branch = nn.Sequential(nn.Linear(8, 8), *[nn.Tanh() for _ in range(9)])
+    coupling = AdditiveCoupling(branch)
+    x1, x2 = torch.randn(2, 4000, 8).requires_grad_()
+    x = x1.detach().requires_grad_(), x2.detach().requires_grad_()
+    results, kept = [], []
+    for m in ("store", mode):
+        set_memory(coupling, m, grid="auto" if mode == "exact" else None)
+        kept.append(kept_bytes(lambda: coupling(*x)))
+        results.append([t.grad for t in x])
+        for t in x:
+            t.grad = None
+    assert error(*results) < 1e-6
+    assert kept[1] < kept[0] / 3

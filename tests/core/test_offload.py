@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from compare import leaf_rows, linear_net
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
+from revzoo import set_memory
 from revzoo.core import offload
 from revzoo.core.offload import offloaded
 
@@ -68,3 +70,14 @@ def test_weights_of_a_reversible_block_stay(monkeypatch):
     net(torch.randn(3, 5, 16)).sum().backward()
     assert copied
     assert not {tuple(p.shape) for p in net.parameters() if p.dim() > 1} & {*copied}
+
+
+def test_offload_sees_parameters_changed_on_the_cpu():
+    # save_on_cpu keeps an alias of what is on the CPU already and checks no version.
+    net = linear_net()
+    set_memory(net, "offload")
+    y = net(leaf_rows())
+    with torch.no_grad():
+        net[0][0].branch[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -7,12 +7,24 @@ import weakref
 
 import pytest
 import torch
-from compare import assert_same_training, conv_net, error, images, linear_net, train, twin
+from compare import (
+    assert_same_training,
+    conv_net,
+    error,
+    gradients_in,
+    images,
+    kept_bytes,
+    leaf_rows,
+    linear_net,
+    train,
+    twin,
+)
 from torch import nn
 
 from revzoo import (
     AdditiveCoupling,
     DriftError,
+    Invertible,
     ReversibleBlock,
     ReversibleSequence,
     is_replaying,
@@ -577,3 +589,77 @@ def test_graph_and_tape_die_without_the_garbage_collector(mode, passes):
         assert node() is None
     finally:
         gc.enable()
+
+
+def test_steps_that_run_steps_on_their_own_input():
+    # The inner steps joined the chain that the outer one was about to continue.
+    class Scaled(Invertible):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, *state):
+            return tuple(t * self.scale for t in self.inner(*state))
+
+        def inverse(self, *state):
+            return self.inner.inverse(*(t / self.scale for t in state))
+
+    net = ReversibleSequence([Scaled(linear_net(1, seed=i)) for i in range(3)]).double()
+    x = leaf_rows()
+    assert error(gradients_in(net, "invert", x), gradients_in(net, "store", x)) < 1e-12
+
+
+def test_a_chain_does_not_continue_across_detach():
+    a, b = linear_net(seed=0), linear_net(seed=1)
+    y = a(*leaf_rows().chunk(2, dim=1))
+    b(*(t.detach() for t in y))
+    with torch.no_grad():
+        b[0][0].branch[0].bias.add_(1)
+    (y[0] + y[1]).sum().backward()  # b is none of its business
+
+
+def test_partial_graphs_in_the_order_that_cuts_the_tape_first():
+    net, results = linear_net(), []
+    for mode in ("invert", "store"):
+        other, x = twin(net, mode), leaf_rows()
+        y1, y2 = other(*x.chunk(2, dim=1))
+        first = torch.autograd.grad(y1.sum(), [other[0][0].branch[0].weight, x])
+        last = torch.autograd.grad(y2.square().sum(), [other[2][1].branch[2].weight])
+        results.append([*first, *last])
+    assert error(*results) < 1e-12
+
+
+def test_a_frozen_weight_changed_before_the_backward():
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))]).double().requires_grad_(False)
+    y = net(leaf_rows())
+    net[0].branch.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_retained_graph_costs_one_replay_a_step():
+    calls = []
+
+    class Counting(nn.Module):
+        def forward(self, x):
+            calls.append(is_replaying())
+            return x.sin()
+
+    net = ReversibleSequence([AdditiveCoupling(Counting()) for _ in range(5)])
+    net(leaf_rows()).sum().backward(retain_graph=True)
+    assert calls == [False] * 5 + [True] * 5
+
+
+def test_steps_called_one_after_the_other_form_a_chain():
+    torch.manual_seed(0)
+    steps = [AdditiveCoupling(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(12)]
+    x = torch.randn(4000, 8, requires_grad=True)
+
+    def run(depth):
+        state = x, x
+        for step in steps[:depth]:
+            state = step(*state)
+        return state
+
+    few, many = kept_bytes(lambda: run(3)), kept_bytes(lambda: run(12))
+    assert many - few < 4000 * 8 * 4

@@ -106,3 +106,10 @@ def test_tar_files_are_refused(tmp_path):
 def test_a_missing_file_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_tensors(tmp_path / "a.pt")
+
+
+def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
+    state = {"weight": torch.ones(2)}
+    path = tmp_path / "model_best.pth.tar"
+    torch.save({"epoch": 3, "state_dict": state, "best_acc1": torch.tensor(1.0)}, path)
+    assert read_tensors(path).keys() == state.keys()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from compare import assert_same_training, error, twin
+from compare import assert_same_training, error, gradients_in, leaf_rows, twin
 from torch import nn
 
 import revzoo
@@ -284,3 +284,66 @@ def test_a_subclass_that_says_it_is_exact_is():
         revzoo.set_memory(net, mode, grid="auto")
         gradients.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_coupling_derived_from_the_additive_one(scale):
+    # Its value was overwritten by the reconstructed stream before combine was recorded.
+    class Scaled(AdditiveCoupling):
+        def __init__(self, branch):
+            super().__init__(branch)
+            self.scale = nn.Parameter(torch.tensor(scale))
+
+        def combine(self, x1, value):
+            return x1 + self.scale * value
+
+        def uncombine(self, y2, value):
+            return y2 - self.scale * value
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([Scaled(nn.Linear(4, 4)) for _ in range(3)]).double()
+    x = leaf_rows()
+    assert error(gradients_in(net, "invert", x), gradients_in(net, "store", x)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_value_that_is_expanded(mode):
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).mean(0, keepdim=True).expand_as(x)
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(Mean()) for _ in range(3)]).double()
+    x, grid = leaf_rows(), 14 if mode == "exact" else None
+    expected = gradients_in(net, "store", x, grid=grid)
+    assert error(gradients_in(net, mode, x, grid=grid), expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_value_that_overlaps_itself_in_a_storage_of_its_own_size(mode):
+    """The replay subtracted in place from one row that stood for all."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)[:1].expand_as(x)
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(First()) for _ in range(3)]).double()
+    x, grid = leaf_rows(), 14 if mode == "exact" else None
+    expected = gradients_in(net, "store", x, grid=grid)
+    assert error(gradients_in(net, mode, x, grid=grid), expected) < 1e-12
+
+
+def test_a_branch_without_its_extra_output():
+    coupling = AdditiveCoupling(nn.Identity())
+    coupling.extras = 1
+    with pytest.raises(TypeError, match="returned Tensor, expected a tuple of 2 tensors"):
+        coupling(torch.ones(1, 2), torch.ones(1, 2))

@@ -113,3 +113,12 @@ def test_a_step_that_is_replayed_to_its_end_is_so_reversed():
     y = net(torch.randn(2, 3, requires_grad=True))
     with pytest.raises(revzoo.ReplayMismatchError, match="save more tensors"):
         y.sum().backward()
+
+
+def test_reversing_leaves_the_module_its_modes_and_names():
+    encoder = ReversibleSequence([AdditiveCoupling(nn.Tanh())], memory="exact")
+    decoder = Reversed(encoder)
+    assert (encoder[0].memory, encoder[0].grid, encoder[0].label) == ("exact", "auto", "steps.0")
+    assert (decoder[0].memory, decoder[0].grid) == ("exact", "auto")
+    x = torch.randint(-9, 9, (2, 4)) / 8
+    assert torch.equal(decoder(encoder(x)), x)

@@ -1,11 +1,13 @@
 """Containers: one tensor or two streams, round trips, refusals."""
 
+import collections
 import copy
+import math
 import weakref
 
 import pytest
 import torch
-from compare import assert_same_training, conv_net, error, images, linear_net
+from compare import assert_same_training, conv_net, error, images, leaf_rows, linear_net
 from torch import nn
 
 import revzoo
@@ -13,6 +15,7 @@ from revzoo import (
     AdditiveCoupling,
     AffineCoupling,
     Invertible,
+    Merge,
     NotInvertibleError,
     Reversed,
     ReversibleBlock,
@@ -560,3 +563,67 @@ def test_nested_streams(mode):
         y2.values().square().sum().backward()
         gradients.append([p.grad for p in seq.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+def test_a_sequence_of_one_stream_takes_and_gives_a_bare_tensor():
+    class Double(Invertible):
+        streams = 1
+
+        def forward(self, x):
+            return 2 * x
+
+        def inverse(self, y):
+            return y / 2
+
+    net, x = ReversibleSequence([Double(), Double()]), leaf_rows()
+    assert torch.equal(net(x), 4 * x)
+    assert torch.equal(net.inverse(net(x)), x)
+
+
+def test_tokens_are_split_along_another_dimension():
+    torch.manual_seed(0)
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))], dim=-1)
+    x = torch.randn(2, 7, 8)
+    y1, y2 = net(*x.chunk(2, dim=-1))
+    assert torch.equal(net(x), torch.cat((y1, y2), dim=-1))
+    assert torch.allclose(net.inverse(net(x)), x, atol=1e-6)
+
+
+def test_a_sequence_that_ends_in_one_stream_is_inverted():
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), Merge()])
+    x = torch.randn(2, 3, 4)
+    back = net.inverse(net(*x))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(back, x, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: revzoo.SpatialPadding(1.5), r"padding=1\.5: expected two numbers"),
+        (lambda: revzoo.SpatialPadding(True), "padding=True: expected two numbers"),
+        (lambda: revzoo.Squeeze(2.0), r"factor=2\.0: expected a whole number"),
+        (lambda: revzoo.InvertibleFlatten((2.5,)), r"shape=\(2\.5,\): expected the sizes"),
+        (lambda: revzoo.InvertibleFlatten((2, 3), start_dim=1.0), r"start_dim=1\.0.*expected"),
+        (lambda: revzoo.ReversibleSequence([], split=2), r"split=2: expected .* two whole numbers"),
+        (
+            lambda: revzoo.ReversibleSequence(collections.OrderedDict(append=nn.Identity())),
+            "name 'append'",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(make, message):
+    """They raised a TypeError or KeyError of Python, or were accepted."""
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_inverses_of_values_that_are_not_finite(value):
+    """It could not convert NaN to an integer. The other row is right."""
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4))])
+    y = torch.randn(2, 8)
+    expected = net.inverse(y)
+    y[0, 0] = value
+    x = net.inverse(y)
+    assert x[0].isnan().all()
+    assert torch.equal(x[1:], expected[1:])

@@ -870,3 +870,28 @@ def test_lazy_layers_in_stages_and_numbered_blocks(numbered):
     make_reversible(net, 4)
     net(torch.randn(2, 8)).sum().backward()
     assert {row.role for row in reversible_blocks(net)} == {"starts", "joins"}
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("outer", ["exact", "invert"])
+def test_a_stored_run_of_side_bits_in_a_branch(outer, part):
+    """Its bits reached the outer step, which has none."""
+    torch.manual_seed(0)
+    blocks = [revzoo.Residual(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3)]
+    branch = revzoo.make_reversible(nn.Sequential(*blocks), bits=4)
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), AdditiveCoupling(branch)], memory=None)
+    for step in net:
+        step.memory, step.grid = outer, "auto" if outer == "exact" else None
+    set_memory(branch, "store", grid=20)
+    state = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+
+    def effects():
+        y1, y2 = net(*state)
+        loss = y1.square().sum() if part else (y1 * y2).sum()
+        return torch.autograd.grad(loss, [*state, *branch.parameters()], materialize_grads=True)
+
+    found = effects()
+    for step in net:
+        step.memory = "store"
+    for a, b in zip(found, effects(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

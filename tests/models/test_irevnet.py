@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from compare import error, twin
 
-from revzoo import NotInvertibleError, drift, set_memory
+from revzoo import AdditiveCoupling, NotInvertibleError, drift, set_memory
 from revzoo.models import IREVNETS, create_model
 
 SMALL = {"units": (2, 2, 1), "dropout": 0.0}
@@ -248,3 +248,20 @@ def test_a_copy_of_exact_features_loses_one_rounding_alone():
         z = model.encode(x)
         assert torch.allclose(model.inverse(z.clone()), x, atol=1e-4)
         assert torch.allclose(model.inverse(z + 1e-5 * z.sin()), x, atol=1e-2)
+
+
+def test_zeros_appended_by_a_stage_of_one_block_are_guarded_in_the_next_stage_too():
+    """The second coupling after a padding amplified rounding where it was in another stage."""
+    model = create_model("irevnet13", units=(1, 2), memory="invert")
+    modes = [m.memory for m in model.modules() if isinstance(m, AdditiveCoupling)]
+    assert modes == ["recompute", "recompute", "invert"]
+
+
+def test_stochastic_depth_in_training_has_no_inverse():
+    """Only dropout was refused: the image came back wrong, without an error."""
+    model = create_model("irevnet13", drop_path_rate=0.5, memory="exact")
+    z = model.encode(torch.zeros(2, 3, 8, 8))
+    with pytest.raises(NotInvertibleError, match=r"drop_path drops values with p=.*call eval\(\)"):
+        model.inverse(z)
+    x = torch.ones(1, 3, 8, 8)
+    assert torch.equal(model.eval().inverse(model.encode(x)), x)

@@ -23,6 +23,7 @@ from compare import error
 from torch import nn
 
 import revzoo
+from revzoo.compat import memcnn
 from revzoo.compat import memcnn as ours
 from revzoo.core.guard.drift import DriftError
 from revzoo.profiling.live import LiveMemory
@@ -647,3 +648,20 @@ def test_the_page_maps_the_names_of_memcnns_submodules():
     names += ["is_invertible_module", "AdditiveCoupling", "AffineCoupling"]
     names += ["AffineAdapterNaive", "AffineAdapterSigmoid"]
     assert set(names) <= set(ours.__all__)
+
+
+def test_an_inverse_that_draws_inside_a_forward_pass():
+    """The inverse put the random state back, so its step seemed to draw nothing."""
+    results = []
+    for disable in (True, False):
+        torch.manual_seed(0)
+        branch = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))
+        coupling = memcnn.AdditiveCoupling(branch, nn.Linear(4, 4))
+        y = torch.randn(4, 8, requires_grad=True)
+        x = memcnn.InvertibleModuleWrapper(coupling, disable=disable).inverse(y)
+        state = torch.get_rng_state()
+        x.square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append([y.grad, *(p.grad for p in coupling.parameters())])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)

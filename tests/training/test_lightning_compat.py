@@ -44,7 +44,9 @@ def test_a_private_use_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((PACKAGE / "training").rglob("*.py")), ids=lambda p: str(p.name)
+    "path",
+    [*sorted((PACKAGE / "training").rglob("*.py")), *sorted((PACKAGE / "private").glob("*.py"))],
+    ids=lambda p: str(p.name),
 )
 def test_only_one_file_uses_private_parts(path: Path) -> None:
     if path.name != "lightning_compat.py":

@@ -18,6 +18,14 @@ class ChecksModel(pl.Callback, ABC):
         """Raise a ValueError if the network does not fit; called again when training starts."""
 
 
+class MeasuresSteps(pl.Callback, ABC):
+    """A callback that collects figures during a training step."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Forget the figures of a step that failed: it is computed again."""
+
+
 def is_nth_step(trainer: pl.Trainer, every_n_steps: int) -> bool:
     """Whether the next optimiser step is the n-th, the 2n-th and so on (``every_n_steps``)."""
     return (trainer.global_step + 1) % every_n_steps == 0

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
 NAMED = 30  # a matrix with more classes has no room for names and numbers
 
-
 Parts = tuple[Tensor, ...]
 
 
@@ -70,7 +69,7 @@ class PictureCallback(pl.Callback, ABC):
         """What the picture needs of the ``i``-th batch ``(images, labels)``; may be empty."""
 
     @abstractmethod
-    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         """The picture of all that was gathered, in process 0."""
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
@@ -100,8 +99,7 @@ class PictureCallback(pl.Callback, ABC):
         seen, self._seen = self._seen, []
         if seen and trainer.is_global_zero:
             tensors = [torch.cat(parts).cpu() for parts in zip(*seen, strict=True)]
-            figure = self.draw(trainer, tensors, self._step)
-            add_figure(trainer, self.tag, figure, self._step)
+            add_figure(trainer, self.tag, self.draw(trainer, tensors), self._step)
 
     def chosen(self, trainer: pl.Trainer, images: int, batch: int) -> list[int]:
         """The indices of a batch's images to show, so that ``count`` spread over all batches."""
@@ -121,7 +119,7 @@ class Samples(PictureCallback):
         chosen = self.chosen(trainer, len(logits), i)
         return batch[0][chosen], true_classes(batch[1])[chosen], logits[chosen]
 
-    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, labels, logits = gathered
         shares, guesses = logits.softmax(1).max(1)
         names = class_names(trainer, logits.shape[1])
@@ -157,7 +155,7 @@ class Reconstructions(PictureCallback):
         with trainer.precision_plugin.val_step_context(), evaluation_mode(network), torch.no_grad():
             return images, network.inverse(network.encode(images)).to(images.dtype)
 
-    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, back = gathered
         difference = (back - images).abs()
         # relative, as normalised images have no fixed range
@@ -169,7 +167,7 @@ class Reconstructions(PictureCallback):
         texts += [f"error {error:.1g}" for error in errors.tolist()]
         for logger in trainer.loggers:
             # not module.log: Lightning refuses it at the end of training
-            logger.log_metrics({"reconstruction/error": float(errors.max())}, step=step)
+            logger.log_metrics({"reconstruction/error": float(errors.max())}, step=self._step)
         return images_figure(rows, texts, columns=len(images))
 
 
@@ -208,7 +206,7 @@ class ConfusionMatrix(PictureCallback):
             self._seen, self._metric = [(self._metric.compute(),)], None
         super().on_validation_epoch_end(trainer, pl_module)
 
-    def draw(self, trainer: pl.Trainer, gathered: list[Tensor], step: int) -> Figure:
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         (counts,) = gathered
         names = class_names(trainer, len(counts))
         try:

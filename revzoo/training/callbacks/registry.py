@@ -93,9 +93,9 @@ CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
         "side_bits": f"{HERE}.side_bits:AnnealedBits",
         "finetuning": f"{HERE}.finetuning:Finetuning",
         "compiled_branches": f"{HERE}.compiled_branches:CompiledBranches",
-        "private": f"{HERE}.private:PrivateTraining",
-        "gradient_noise_scale": f"{HERE}.sample_norms:GradientNoiseScale",
-        "hard_samples": f"{HERE}.sample_norms:HardSamples",
+        "private": "revzoo.private.callback:PrivateTraining",
+        "gradient_noise_scale": "revzoo.private.sample_norms:GradientNoiseScale",
+        "hard_samples": "revzoo.private.sample_norms:HardSamples",
     }
 )
 

@@ -76,8 +76,7 @@ def find_batch_size(
     most = min(max_size, data.train_count)
     images = copy.copy(data)  # the same images, through separate loaders
     with trial_trainer(trainer or {}, max_steps=STEPS) as runner:
-        # only Lightning knows which device it chooses
-        device = runner.strategy.root_device
+        device = runner.strategy.root_device  # only Lightning knows which one it chooses
     release_memory()  # what the heap keeps would fit more images
     room, before = room_on(device, max_bytes), status_bytes("VmRSS") or 0
     tried = taken = 0
@@ -93,8 +92,7 @@ def find_batch_size(
             try:
                 runner.fit(Trial(module), datamodule=images)
             except (RuntimeError, MemoryError) as error:
-                # any other error is a fault of the model
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error):  # a fault of the model
                     raise
                 return False
         tried, taken = size, (peak_host_bytes() or 0) - before

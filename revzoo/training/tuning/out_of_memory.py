@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.memory import is_oom_error
 
 from revzoo._checks import UserError
 from revzoo.data import ImageData
@@ -22,10 +23,8 @@ from revzoo.training.process_memory import peak_bytes
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` reports that a device or the host is out of memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    # torch has no error type for the host
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    # Lightning knows the messages: torch has no error type for the host
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_oom_error(error)
 
 
 class NoMemoryError(UserError):

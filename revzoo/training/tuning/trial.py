@@ -1,19 +1,17 @@
-"""Trials: short trainings of copies by Lightning's ``Tuner``, which leave the run unchanged."""
+"""Trials: short trainings of copies, which leave the run unchanged."""
 
 from __future__ import annotations
 
 import copy
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities.seed import isolate_rng
 
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
-from revzoo.training.resume.run_state import generator_states, set_generator_states
 
 # options of a run's trainer that affect a step or its device
 KEPT = (
@@ -35,12 +33,10 @@ class Trial(Classifier):
                     f"{type(original).__name__} overrides {name}, which trials do not run: "
                     f"expected Classifier's own {name}; set optim.lr and data.batch_size by hand"
                 )
-        channels_last = bool(original.hparams["channels_last"])
-        # the copy trains, so the run starts from the original's weights
-        network = copy.deepcopy(original.model)
-        super().__init__(network, optim=original.optim, channels_last=channels_last)
+        layout = bool(original.hparams["channels_last"])
+        super().__init__(copy.deepcopy(original.model), optim=original.optim, channels_last=layout)
 
-    # no FiniteLoss, RunState and so on: the finders look at the loss themselves
+    # no FiniteLoss, RunState and so on: the searches look at the loss themselves
     def configure_callbacks(self) -> list[pl.Callback]:
         return []
 
@@ -50,31 +46,21 @@ class Trial(Classifier):
 
 @contextmanager
 def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.Trainer]:
-    """A trainer on one device that does not validate, log or write checkpoints.
-
-    Restores the random states afterwards.
+    """A trainer on one device that does not validate, log or save; restores the random states.
 
     Args:
         options: of the run's trainer; only the options in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
-    states = generator_states()
-    with tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
-        try:
-            yield pl.Trainer(
-                # as in configs/trainer/auto.yaml
-                **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
-                devices=1,
-                max_steps=max_steps,
-                # not limit_val_batches=0, which Lightning's finder overwrites
-                check_val_every_n_epoch=sys.maxsize,
-                num_sanity_val_steps=0,
-                # Lightning's tuner saves a checkpoint there and restores it
-                default_root_dir=folder,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-        finally:
-            set_generator_states(states)
+    with isolate_rng():
+        yield pl.Trainer(
+            # as in configs/trainer/auto.yaml
+            **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
+            devices=1,
+            max_steps=max_steps,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )

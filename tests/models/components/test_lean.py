@@ -220,3 +220,12 @@ def test_activations_whose_gradient_needs_the_input_keep_it(activations):
         effects(kind(copy.deepcopy(linear), *activations), x) for kind in (Lean, nn.Sequential)
     ]
     assert_same(*found)
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_backward_hook_on_an_activation_alone_runs(place):
+    layers = Lean(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4))
+    called = []
+    layers[place].register_full_backward_hook(lambda *_: called.append(place))
+    layers(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert called == [place]

@@ -14,7 +14,7 @@ from small_task import TINY, Fails, TinyNet, loader, trainer
 
 import revzoo
 from revzoo.models import create_model
-from revzoo.per_sample.gradients import refuse_unsupported
+from revzoo.private.gradients import refuse_unsupported
 from revzoo.training import Classifier, CompiledBranches
 from revzoo.training.callbacks.compiled_branches import BANS, compiled_parts
 from revzoo.training.callbacks.ema import AveragedWeights

@@ -13,6 +13,8 @@ from pytorch_lightning.callbacks import (
 from small_task import TINY, TinyNet, loader, trainer
 
 import revzoo
+from revzoo.private.callback import PrivateTraining
+from revzoo.private.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training import (
     BatchNormMomentum,
     Classifier,
@@ -34,10 +36,8 @@ from revzoo.training.callbacks.checkpoints import (
 )
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER
-from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import GracefulStop

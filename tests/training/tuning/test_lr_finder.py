@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,10 +87,9 @@ def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
 )
 def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
     """Lightning gave all groups one rate: sgd_lr and layer_decay had no effect in the sweep."""
-    sweep = lr_finder._Sweep(Classifier(TEN, optim=optim))
+    sweep: Any = lr_finder._Sweep(Classifier(TEN, optim=optim), [0.7])
+    sweep.trainer, sweep._losses = SimpleNamespace(should_stop=False), [torch.ones(())]
     optimizer = sweep.configure_optimizers()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.7
     sweep.on_before_optimizer_step(optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == rates_at(sweep, replace(sweep.optim, lr=0.7))

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import revzoo
 from revzoo.core.guard.ranges import RangeError
-from revzoo.per_sample.clipping import ClippedGradients, SampleNorms
+from revzoo.private.clipping import ClippedGradients, SampleNorms
 from revzoo.profiling.live import LiveMemory
 
 CLIP = 0.5
@@ -272,9 +272,8 @@ def test_second_derivatives_and_indices_are_refused():
     net = nn.Linear(2, 2)
     ClippedGradients(net, CLIP)
     loss = net(torch.ones(3, 2)).square().mean()
-    (g,) = torch.autograd.grad(loss, [net.weight], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*call remove\(\)"):
+        torch.autograd.grad(loss, [net.weight], create_graph=True)
     with pytest.raises(TypeError, match=r"torch\.int64 as its first positional argument"):
         net(torch.ones(3, 2, dtype=torch.int64))
     with pytest.raises(TypeError, match="NoneType as its first positional argument"):

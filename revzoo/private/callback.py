@@ -6,7 +6,7 @@ with the gradients g_n of single samples, the largest norm C, the noise multipli
 expected size E of a batch. Each batch draws each image with the same probability (M. Abadi et al.,
 "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1). Gradients are
 clipped inside the backward pass, in the network's memory mode
-(:mod:`revzoo.per_sample.clipping`); Opacus computes the spent budget.
+(:mod:`revzoo.private.clipping`); Opacus computes the spent budget.
 
 NOTE [ What is private ]
     1. The weights of a run are (epsilon, delta)-private for adding or removing one training image.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import pytorch_lightning as pl
@@ -32,8 +32,8 @@ from torch import nn
 from revzoo._checks import check_choice, check_number, package_needed
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
-from revzoo.per_sample.clipping import ClippedGradients
-from revzoo.per_sample.gradients import refuse_unsupported
+from revzoo.private.clipping import ClippedGradients
+from revzoo.private.gradients import refuse_unsupported
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_epoch, data_of
 from revzoo.training.optim.optimizers import BALANCED
@@ -78,6 +78,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         if noise_multiplier is not None:
             check_number("noise_multiplier", noise_multiplier, open_high=True)
         check_choice("accountant", accountant, ("rdp", "prv"))
+        self.epsilon, self.delta, self.max_grad_norm = epsilon, delta, max_grad_norm
         self.options: dict[str, Any] = {
             "epsilon": epsilon,
             "delta": delta,
@@ -97,22 +98,18 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         if stage != "fit":
             return
         try:
-            from revzoo.integrations import opacus
+            from opacus.accountants import create_accountant
         except ImportError:
             raise ValueError(package_needed("callbacks.private needs", "opacus")) from None
-        data = data_of(trainer)
-        _check(trainer, data)
-        check_class_weights(pl_module.optim.class_weights)
-        if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped
-            raise ValueError(
-                "callbacks.private: the model is in evaluation mode: call model.train()"
-            )
+        for wrong, why in _conflicts(trainer, pl_module):
+            if wrong:
+                raise ValueError(f"callbacks.private {why}")
         self.check_model(pl_module.model)
-        # the loaders are built after this hook
-        self._data = data
-        data.poisson = True
+        self._data = data_of(trainer)
+        assert self._data is not None
+        self._data.poisson = True  # the loaders are built after this hook
         self._history, self.noise_multiplier = [], self.options["noise_multiplier"]
-        self._accountant = opacus.create_accountant(self.options["accountant"])
+        self._accountant = create_accountant(self.options["accountant"])
 
     def check_model(self, network: nn.Module) -> None:
         """Raise a ValueError for a layer that mixes samples."""
@@ -123,10 +120,10 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         # Lightning types the loader as any collection
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
         assert isinstance(sampler, PoissonSampler)
-        images, largest = len(sampler.dataset), self.options["max_grad_norm"]  # type: ignore[arg-type]
-        if self.options["delta"] >= 1 / images:
+        images, largest = len(sampler.dataset), self.max_grad_norm  # type: ignore[arg-type]
+        if self.delta >= 1 / images:
             raise ValueError(
-                f"callbacks.private.delta={self.options['delta']} for {images} training images: "
+                f"callbacks.private.delta={self.delta} for {images} training images: "
                 f"expected less than {1 / images:.1e}, since publishing one image at random would "
                 "satisfy it"
             )
@@ -164,11 +161,17 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         if self.noise_multiplier is not None:
             self._refuse_overspending(int(steps) - trainer.global_step, rate)
             return self.noise_multiplier
-        from revzoo.integrations import opacus
+        from opacus.accountants.utils import get_noise_multiplier
 
-        budget, accountant = self.options["epsilon"], self.options["accountant"]
-        noise = partial(opacus.noise_for, rate=rate, steps=int(steps), accountant=accountant)
-        return float(_quiet(noise, budget, self.options["delta"]))
+        noise = _quiet(
+            get_noise_multiplier,
+            target_epsilon=self.epsilon,
+            target_delta=self.delta,
+            sample_rate=rate,
+            steps=int(steps),
+            accountant=self.options["accountant"],
+        )
+        return float(noise)
 
     def _refuse_overspending(self, steps: int, rate: float) -> None:
         """Raise a ValueError if the remaining steps, with the checkpoint's noise, cost too much."""
@@ -178,10 +181,10 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
             self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
         end, self._accountant.history = self.spent(), before
         # the planned end spends the whole budget, up to rounding
-        if end > self.options["epsilon"] * (1 + 1e-6):
+        if end > self.epsilon * (1 + 1e-6):
             raise ValueError(
                 f"{steps} more steps with the noise of the checkpoint would spend epsilon "
-                f"{end:.4g}, expected at most callbacks.private.epsilon={self.options['epsilon']}: "
+                f"{end:.4g}, expected at most callbacks.private.epsilon={self.epsilon}: "
                 "resume with the epochs and the batch size that the run began with"
             )
 
@@ -213,15 +216,14 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         # Opacus raises for an empty history
         if not len(self._accountant):
             return 0.0
-        return float(_quiet(self._accountant.get_epsilon, self.options["delta"]))
+        return float(_quiet(self._accountant.get_epsilon, self.delta))
 
     def state_dict(self) -> dict[str, Any]:
         # Lightning also asks for the state in runs that only test
         if self._accountant is None:
             return {}
-        history = [list(entry) for entry in self._accountant.history]
         return {
-            "history": history,
+            "history": [list(entry) for entry in self._accountant.history],
             "noise_multiplier": self.noise_multiplier,
             "options": dict(self.options),
         }
@@ -232,9 +234,7 @@ class PrivateTraining(RestoresAfterFit, ChecksModel):
         Raises:
             ValueError: the run has different options.
         """
-        # states of earlier versions lack the noise multiplier
-        before = {"noise_multiplier": self.options["noise_multiplier"], **state_dict["options"]}
-        if before != self.options:
+        if (before := state_dict["options"]) != self.options:
             raise ValueError(
                 f"callbacks.private is {self.options} now, {before} in the "
                 "checkpoint: resume with the same options, or start a new run"
@@ -256,44 +256,42 @@ def noise_seed(seed: int, step: int) -> int:
     return hash_seed(seed, step, 0, 0, 1)
 
 
-def check_class_weights(weights: Any) -> None:
-    """Raise a ValueError if the weights of classes would come from the data."""
-    if weights == BALANCED:
-        raise ValueError(
-            f"callbacks.private with optim.class_weights={BALANCED}: one image would change the "
-            "weights of all others. Give a list of numbers, which do not come from the data"
-        )
+def _conflicts(trainer: pl.Trainer, module: Any) -> Iterator[tuple[bool, str]]:
+    """Conditions that would break the guarantee, and what to say of each."""
+    data, batches = data_of(trainer), trainer.accumulate_grad_batches
+    yield (
+        not isinstance(data, ImageData),
+        f"got {type(data).__name__} as data: expected a data module of revzoo.data, whose batches "
+        "can be drawn by Poisson sampling",
+    )
+    yield (
+        data.augment.mixup or data.augment.cutmix,
+        "with mixup or cutmix: one image would change the gradients of two samples. Set "
+        "data.augment.mixup=0 and data.augment.cutmix=0",
+    )
+    yield (
+        module.optim.class_weights == BALANCED,
+        f"with optim.class_weights={BALANCED}: one image would change the weights of all others. "
+        "Give a list of numbers, which do not come from the data",
+    )
+    yield (
+        batches != 1,
+        f"with trainer.accumulate_grad_batches={batches}: expected 1, since several batches drawn "
+        "one by one are not a Poisson batch. Raise data.batch_size: memory=exact has room for "
+        "larger batches",
+    )
+    yield (
+        trainer.precision not in PRECISIONS,
+        f"with precision {trainer.precision!r}: expected one of {', '.join(PRECISIONS)} "
+        "(precision=fp32), since clipping must bound the norm",
+    )
+    yield bool(trainer.overfit_batches), "with trainer.overfit_batches: expected 0"  # type: ignore[attr-defined]
+    # gradients of a model in evaluation mode are not clipped
+    yield not module.model.training, "needs the model in training mode: call model.train()"
 
 
-def _check(trainer: pl.Trainer, data: Any) -> None:
-    if not isinstance(data, ImageData):
-        raise ValueError(
-            f"callbacks.private got {type(data).__name__} as data: expected a data module of "
-            "revzoo.data, whose batches can be drawn by Poisson sampling"
-        )
-    if data.augment.mixup or data.augment.cutmix:
-        raise ValueError(
-            "callbacks.private with mixup or cutmix: one image would change the gradients of two "
-            "samples. Set data.augment.mixup=0 and data.augment.cutmix=0"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"callbacks.private with trainer.accumulate_grad_batches="
-            f"{trainer.accumulate_grad_batches}: expected 1, since several batches drawn one by "
-            "one are not a Poisson batch. Raise data.batch_size: memory=exact has room for larger "
-            "batches"
-        )
-    if trainer.precision not in PRECISIONS:
-        raise ValueError(
-            f"callbacks.private with precision {trainer.precision!r}: expected one of "
-            f"{', '.join(PRECISIONS)} (precision=fp32), since clipping must bound the norm"
-        )
-    if trainer.overfit_batches:  # type: ignore[attr-defined]
-        raise ValueError("callbacks.private with trainer.overfit_batches: expected 0")
-
-
-def _quiet(fn: Any, *args: Any) -> Any:
+def _quiet(fn: Any, *args: Any, **options: Any) -> Any:
     with warnings.catch_warnings():
         # Opacus warns if the best order of the Renyi divergence is the first or last that it tries
         warnings.filterwarnings("ignore", "Optimal order is the")
-        return fn(*args)
+        return fn(*args, **options)

@@ -1,7 +1,7 @@
 """Two figures from per-sample gradients: the gradient noise scale, and the hardest images.
 
 Both take the norms from an ordinary backward pass, at little cost and without more memory
-(:mod:`revzoo.per_sample.clipping`). Steps without measurement run as usual.
+(:mod:`revzoo.private.clipping`). Steps without measurement run as usual.
 
 The gradient noise scale is the batch size up to which larger batches pay: the trace of the
 covariance of per-sample gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
@@ -26,16 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_number
-from revzoo.per_sample.clipping import SampleNorms
-from revzoo.per_sample.gradients import refuse_unsupported
-from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit, is_nth_step
+from revzoo.private.callback import PrivateTraining
+from revzoo.private.clipping import SampleNorms
+from revzoo.private.gradients import refuse_unsupported
+from revzoo.training.callbacks.base import (
+    ChecksModel,
+    MeasuresSteps,
+    RestoresAfterFit,
+    is_nth_step,
+)
 from revzoo.training.callbacks.pictures import add_figure, class_names, images_figure, to_pixels
-from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import true_classes
 
 
-class ReadsNorms(RestoresAfterFit, ChecksModel):
+class ReadsNorms(RestoresAfterFit, MeasuresSteps, ChecksModel):
     """Passes the norms of every ``every_n_steps``-th step to :meth:`read`.
 
     Args:
@@ -79,7 +84,6 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
         refuse_unsupported(network)
 
     def restart(self) -> None:
-        """Forget the norms of a failed backward pass, which is repeated."""
         if self._norms is not None and self._norms.collecting:
             self._norms.start(len(self._batch[0]))
 

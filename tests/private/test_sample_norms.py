@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from revzoo import AdditiveCoupling
+from revzoo.private import sample_norms
+from revzoo.private.sample_norms import GradientNoiseScale, HardSamples
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks import sample_norms
-from revzoo.training.callbacks.sample_norms import GradientNoiseScale, HardSamples
 
 NET = {**TINY, "norm": "group"}
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import revzoo
-from revzoo.per_sample import gradients as per_sample
-from revzoo.per_sample.gradients import per_sample_gradients, refuse_unsupported, squared_norms
+from revzoo.private import gradients as rules
+from revzoo.private.gradients import per_sample_gradients, refuse_unsupported, squared_norms
 from revzoo.profiling.live import LiveMemory
 
 
@@ -94,7 +94,7 @@ def test_attention_equals_a_loop(options, masks):
     elif masks == "of samples":
         mask = (torch.randn(3 * 2, 4, 5) > 0) & (torch.arange(5) > 0)
         of_samples = mask.view(3, 2, 4, 5)
-    own = per_sample.own_parameters(layer)
+    own = rules.own_parameters(layer)
     rows = []
     for i, part in enumerate(of_samples):
         sample = (t[i : i + 1] for t in (q, k, v))
@@ -116,7 +116,7 @@ def test_attention_equals_a_loop(options, masks):
 @pytest.mark.parametrize("largest", [2**18, 1])
 def test_gradients_and_norms_equal_a_loop(name, largest, monkeypatch):
     """Also if a batch is cut into parts, to bound its memory."""
-    monkeypatch.setattr(per_sample, "LARGEST", largest)
+    monkeypatch.setattr(rules, "LARGEST", largest)
     layer, x, gradient = setting(name)
     expected = looped(layer, x, gradient)
     gradients = per_sample_gradients(layer, [x], gradient)
@@ -167,10 +167,6 @@ def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
         (nn.GRU(3, 3), "is a recurrent layer"),
         (nn.MultiheadAttention(4, 2), "batch_first=True"),
         (nn.MultiheadAttention(4, 2, 0.1, batch_first=True), "attribute dropout to 0.0"),
-        (
-            type("Mine", (nn.MultiheadAttention,), {"forward": len})(4, 2, batch_first=True),
-            "forward",
-        ),
         (revzoo.InvertibleBatchNorm(4), 'norm="group"'),
     ],
 )
@@ -271,3 +267,35 @@ def test_norms_hold_no_more_than_twice_the_input(layer, shape):
     with LiveMemory() as memory:
         squared_norms(layer, [x], gradient)
     assert memory.peak <= 2 * max(x.nbytes, 2**20)
+
+
+def test_norms_of_any_layer_take_a_part_of_the_batch_at_a_time(monkeypatch):
+    """The gradients of all samples took 16 MiB beside the layer's own forward and backward pass."""
+    layer, x = nn.MultiheadAttention(128, 4, batch_first=True), torch.randn(64, 16, 128)
+
+    def peak():
+        with LiveMemory() as memory:
+            squared_norms(layer, [x, x, x], torch.ones_like(x))
+        return memory.peak
+
+    peak()  # the first call checks the layer
+    in_parts = peak()
+    monkeypatch.setattr(rules, "LARGEST", 2**30)
+    assert in_parts < peak() / 4
+
+
+def test_an_attention_with_a_forward_of_its_own():
+    """Only torch's own was known."""
+
+    class Own(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x.cos())[0]
+
+    torch.manual_seed(0)
+    layer, x = Own(8, 2, batch_first=True).double(), torch.randn(3, 4, 8, dtype=torch.float64)
+    gradient = torch.randn_like(x)
+    found = per_sample_gradients(layer, [x], gradient)
+    for i in range(3):
+        rows = torch.autograd.grad(layer(x[i : i + 1]), layer.parameters(), gradient[i : i + 1])
+        for g, row in zip(found.values(), rows, strict=True):
+            torch.testing.assert_close(g[i], row, rtol=1e-10, atol=1e-10)

@@ -22,8 +22,8 @@ from revzoo.profiling.live import LiveMemory
 
 pytest.importorskip("opacus")
 
-from revzoo.integrations import opacus as integration
 from revzoo.integrations.opacus import PrivacyEngine
+from revzoo.private import gradients as rules
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Secure RNG turned off", "ignore:Expected size .* batch size"
@@ -345,7 +345,8 @@ def test_ghost_clipping_of_convolutions_and_norms_makes_no_gradients(monkeypatch
     def refuse(*_):
         raise AssertionError("gradients of samples")
 
-    monkeypatch.setattr(integration, "per_sample_gradients", refuse)
+    monkeypatch.setattr("revzoo.private.capture.per_sample_gradients", refuse)
+    monkeypatch.setattr(rules, "_of_any", refuse)
     model, _, criterion = private(network("revnet38", "exact"), "ghost")
     images, labels = batch()
     criterion(model(images), labels).backward()

@@ -9,19 +9,27 @@ from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
-from revzoo.per_sample.capture import calls, capture
+from revzoo.private.capture import Captures, Hook
 from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
 
 
+class Watch(Captures):
+    """Captures each layer with parameters, and passes its calls to a function."""
+
+    def __init__(self, net, add, end=lambda: None):
+        self.add, self.end = add, end
+        super().__init__(m for m in net.modules() if m._parameters)
+
+    def add(self, call, gradient):
+        """Replaced by the function."""
+
+
 def watch(net, keep):
-    """Capture each layer with parameters; ``keep`` collects (name, inputs, gradient)."""
-    return [
-        capture(m, lambda call, g, name=name: keep.append((name, call.inputs(), g)))
-        for name, m in net.named_modules()
-        if m._parameters
-    ]
+    """``keep`` collects (name, inputs, gradient); the handles of the hooks."""
+    names = {m: name for name, m in net.named_modules()}
+    return Watch(net, lambda call, g: keep.append((names[call.module], call.inputs(), g))).handles
 
 
 def plain_hooks(net, x):
@@ -95,16 +103,12 @@ def test_a_backward_pass_spans_those_of_replays():
     events = []
 
     def note(call, gradient):
-        if not call.backward_pass.at_end:
-            call.backward_pass.at_end.append(lambda: events.append("end"))
         events.append("layer")
         if events[0] == "fail":
             del events[0]
             raise KeyboardInterrupt
 
-    for m in net.modules():
-        if m._parameters:
-            capture(m, note)
+    Watch(net, note, lambda: events.append("end"))
     x = images().flatten(1)[:, :8]
     events.append("fail")
     failed = net(x).sum()
@@ -173,17 +177,17 @@ def test_each_call_of_a_layer_has_its_own_inputs():
     got = []
 
     def note(call, gradient):
-        got.append((call.inputs()[0], calls(linear, note)))
+        got.append((call.inputs()[0], watched.several(linear)))
 
-    capture(linear, note)
+    watched = Watch(linear, note)
     x = torch.randn(3, 2)
     hidden = linear(x)
     linear(hidden).sum().backward()
     assert torch.equal(got[0][0], hidden)
     assert torch.equal(got[1][0], x)
-    assert [count for _, count in got] == [2, 2]
+    assert [several for _, several in got] == [True, True]
     linear(x).sum().backward()
-    assert got[2][1] == 1
+    assert not got[2][1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,19 +198,16 @@ def test_a_step_counts_its_forward_pass_only(mode):
     net(x).sum().backward()
     layer, counted = net.steps[0].steps[0].branch[0], []
 
-    def note(call, gradient):
-        counted.append(calls(layer, note))
-
-    capture(layer, note)
+    watched = Watch(layer, lambda *_: counted.append(watched.several(layer)))
     for _ in range(2):
         net(x).sum().backward()
     (net(x) + net(x)).sum().backward()
-    assert counted == [1, 1, 2, 2]
+    assert counted == [False, False, True, True]
 
 
 def test_an_input_changed_in_place_raises():
     linear = nn.Linear(2, 2)
-    capture(linear, lambda call, g: call.inputs())
+    Watch(linear, lambda call, g: call.inputs())
     x = torch.randn(3, 2)
     linear.weight.requires_grad_(False)  # so that autograd does not need x itself
     loss = linear(x).sum()
@@ -215,7 +216,7 @@ def test_an_input_changed_in_place_raises():
         loss.backward()
 
 
-def test_several_outputs_are_refused():
+def test_a_gradient_of_a_second_output_is_refused():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -224,16 +225,19 @@ def test_several_outputs_are_refused():
         def forward(self, x):
             return x * self.scale, x + self.scale
 
-    module = Two()
-    capture(module, lambda call, g: None)
-    with pytest.raises(TypeError, match="2 different tensors"):
-        module(torch.ones(2))
+    module, got = Two(), []
+    watch(module, got)
+    first, second = module(torch.ones(2))
+    first.sum().backward()
+    assert len(got) == 1
+    with pytest.raises(TypeError, match="uses several tensors that Two returned"):
+        second.sum().backward()
 
 
 def test_attention_gives_all_arguments_and_refuses_a_gradient_of_its_weights():
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
     got = []
-    handle = capture(attention, lambda call, g: got.append(call.inputs()))
+    watched = Watch(attention, lambda call, g: got.append(call.inputs()))
     x, mask = torch.randn(2, 3, 4), torch.zeros(3, 3)
     out, weights = attention(x, value=x, key=x, attn_mask=mask)
     out.sum().backward()
@@ -243,9 +247,9 @@ def test_attention_gives_all_arguments_and_refuses_a_gradient_of_its_weights():
     assert (padding, needed, averaged, causal) == (None, True, True, False)
     out, weights = attention(x, x, x)
     loss = out.sum() + weights.square().sum()
-    with pytest.raises(TypeError, match="detach these weights"):
+    with pytest.raises(TypeError, match=r"detach the others \(the weights of an attention\)"):
         loss.backward(retain_graph=True)
-    handle.remove()
+    watched.remove()
     loss.backward()
 
 
@@ -256,11 +260,8 @@ def test_memory_is_that_of_the_network_alone(mode):
     def peak(watched):
         net = twin(linear_net(8, 64), mode).float()
         revzoo.set_memory(net, mode)
-        handles = []
         if watched:
-            for m in net.modules():
-                if m._parameters:
-                    handles.append(capture(m, lambda call, g: call.inputs()))
+            Watch(net, lambda call, g: call.inputs())
         x = torch.randn(512, 128)
         net(x).sum().backward()
         net.zero_grad(set_to_none=False)
@@ -291,21 +292,38 @@ def test_hooks_of_the_user_that_change_inputs_and_output():
         lambda m, x: m(x, [x]),
     ],
 )
-def test_arguments_that_are_not_positional_tensors_are_refused(call):
+def test_arguments_by_name_and_in_lists(call):
+    bilinear, got, x = nn.Bilinear(2, 2, 2), [], torch.ones(1, 2)
+    bilinear.forward = lambda input1, input2: input1 * bilinear.bias
+    watch(bilinear, got)
+    call(bilinear, x).sum().backward()
+    ((_, (first, second), _),) = got
+    assert torch.equal(first, x)
+    assert torch.equal(second[0] if isinstance(second, list) else second, x)
+
+
+def test_arguments_that_are_keyword_only_are_refused():
     """A rule would leave them out."""
-    bilinear = nn.Bilinear(2, 2, 2)
-    bilinear.forward = lambda input1, input2: (input1 + torch.as_tensor(0.0)) * bilinear.bias
-    capture(bilinear, lambda call, g: None)
-    with pytest.raises(TypeError, match="expected tensors by position"):
-        call(bilinear, torch.ones(1, 2))
-    bilinear.requires_grad_(False)
-    call(bilinear, torch.ones(1, 2))
+    linear = nn.Linear(2, 2)
+    linear.forward = lambda x, *, scale: x * linear.bias * scale
+    watch(linear, [])
+    with pytest.raises(TypeError, match="got scale as keyword-only arguments"):
+        linear(torch.ones(1, 2), scale=2)
+    linear.requires_grad_(False)
+    linear(torch.ones(1, 2, requires_grad=True), scale=2)
+
+
+class Nothing(Captures):
+    def add(self, call, gradient):
+        pass
 
 
 def test_a_captured_module_is_copied_and_pickled():
     net = twin(linear_net(), "invert")
-    capture(net, print)
+    captures = Nothing(m for m in net.modules() if m._parameters)
     net(images().flatten(1)[:, :8]).sum().backward()
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        (hook,) = other._forward_hooks.values()
-        assert hook.on_gradient is print
+        hooks = [h for m in other.modules() for h in m._forward_hooks.values()]
+        assert len(hooks) == len(captures.handles)
+        assert all(isinstance(h, Hook) and h.captures is hooks[0].captures for h in hooks)
+        assert hooks[0].captures is not captures

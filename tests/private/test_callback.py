@@ -13,8 +13,8 @@ from small_task import TINY, TinyNet, loader, trainer
 
 from revzoo.data import Digits
 from revzoo.data.order import PoissonSampler, hash_seed
+from revzoo.private.callback import PrivateTraining, noise_seed
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.private import PrivateTraining, noise_seed
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.weights.source import LAST
 
@@ -219,5 +219,5 @@ def test_a_model_in_evaluation_mode_is_refused(tmp_path: Path) -> None:
     module = Classifier({**NET, "memory": "exact"})
     module.model.eval()
     (callback,) = build_callbacks({"private": {"epsilon": 8.0}}, run_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"evaluation mode: call model\.train"):
+    with pytest.raises(ValueError, match=r"training mode: call model\.train"):
         trainer(tmp_path, callbacks=[callback]).fit(module, datamodule=Digits(batch_size=32))

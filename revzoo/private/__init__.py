@@ -1,0 +1,1 @@
+"""Gradients of single samples: their norms, clipping, and private training."""
