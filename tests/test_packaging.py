@@ -26,6 +26,7 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
     "lightning_fabric": "pytorch-lightning",
+    "triton": "torch",  # on Linux; without it, torch's kernels run
 }
 
 
