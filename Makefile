@@ -1,6 +1,7 @@
 # Every target works first in a fresh clone: the environment is made on demand.
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
 #   make test                       all tests but the slow ones, notebooks included (installs the test tools)
+#   make gpu OUT=results            tests and benchmarks on a GPU, in twelve minutes; STAGES=1,2 for some of them
 #   make docs                       the site: docs/_build/html/index.html
 #   make test WORKERS=0             in one process, instead of two
 #   make test PYTHON=python3.12     with another interpreter
@@ -8,12 +9,14 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
+OUT ?= gpu-results
+STAGES ?= 1,2,3
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.installed-package
 TOOLS := $(VENV)/.installed
 SITE := $(VENV)/.installed-docs
 
-.PHONY: train test test-slow lint docs bench clean
+.PHONY: train test test-slow lint docs gpu bench clean
 .DEFAULT_GOAL := test
 
 train: $(PACKAGE)
@@ -33,6 +36,9 @@ lint: $(TOOLS)
 
 docs: $(SITE)
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+
+gpu: $(TOOLS)
+	$(BIN)/python benchmarks/gpu_kit.py --out $(OUT) --stages $(STAGES)
 
 bench: $(TOOLS)
 	@for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" $(ARGS) || exit 1; done

@@ -1,0 +1,135 @@
+"""Everything that needs a GPU, in twelve minutes on one H100, the most valuable first.
+
+    python benchmarks/gpu_kit.py --out results          # or: make gpu OUT=results STAGES=1,2
+    python benchmarks/gpu_kit.py --out results --dry    # tiny sizes, on a CPU
+
+Stage 1 runs the GPU tests, stage 2 the tables of modes, peers and overhead, stage 3 training steps
+as CUDA graphs. Each report is a file in ``--out``, written as it grows, so an end that comes early
+loses only what has not run. A command that does not fit into the time left is skipped and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+
+
+class Job(NamedTuple):
+    """One command.
+
+    Attributes:
+        name: of its report.
+        limit: seconds after which it is stopped.
+        script: in this folder; "" for pytest.
+        arguments: on a GPU.
+        dry: on a CPU.
+    """
+
+    name: str
+    limit: int
+    script: str
+    arguments: tuple[str, ...]
+    dry: tuple[str, ...]
+
+
+def _modes(dtype: str, *extra: str) -> tuple[str, ...]:
+    return ("--batch", "512", "--rounds", "5", "--dtype", dtype, *extra)
+
+
+_DRY = ("--models", "revnet38", "--batch", "2", "--rounds", "2")
+_DRY_PEERS = ("--blocks", "1", "--batch", "2", "--channels", "4", "--size", "4", "--rounds", "2")
+_PEERS = ("--blocks", "12", "--batch", "512", "--rounds", "9")
+STAGES: dict[int, tuple[Job, ...]] = {
+    1: (
+        Job(
+            "tests",
+            180,
+            "",
+            ("-m", "gpu", "-n", "8", "--timeout", "90"),
+            ("-m", "gpu", "--collect-only"),
+        ),
+        # not marked gpu: they also run interpreted, on a CPU
+        Job(
+            "triton_kernels",
+            60,
+            "",
+            ("tests/core/fixedpoint/test_triton_kernels.py",),
+            ("tests/core/fixedpoint/test_triton_kernels.py", "--collect-only"),
+        ),
+    ),
+    2: (
+        Job("modes_graph_bf16", 90, "bench_modes.py", _modes("bfloat16", "--graph"), _DRY),
+        Job("modes_graph_fp32", 90, "bench_modes.py", _modes("float32", "--graph"), _DRY),
+        Job("peers_bf16", 60, "bench_peers.py", (*_PEERS, "--dtype", "bfloat16"), _DRY_PEERS),
+        Job("peers_fp32", 60, "bench_peers.py", (*_PEERS, "--dtype", "float32"), _DRY_PEERS),
+        Job("modes_bf16", 90, "bench_modes.py", _modes("bfloat16"), _DRY),
+    ),
+    3: (
+        Job("graphed_bf16", 120, "bench_graphed.py", ("--dtype", "bfloat16"), _DRY),
+        Job("graphed_fp32", 120, "bench_graphed.py", ("--dtype", "float32"), _DRY),
+    ),
+}
+
+
+def run(job: Job, out: Path, seconds: float, *, dry: bool) -> str:
+    """Run one command with its output in a file; returns what became of it."""
+    command = [sys.executable]
+    command += [str(HERE / job.script)] if job.script else ["-m", "pytest", "-q"]
+    if not job.script:
+        command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+    command += job.dry if dry else job.arguments
+    path = out / f"{job.name}.{'md' if job.script else 'txt'}"
+    start = time.monotonic()
+    with path.open("w") as file:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=HERE.parent,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=min(job.limit, seconds),
+                env={
+                    **os.environ,
+                    "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
+                },
+            )
+            outcome = "ok" if done.returncode == 0 else f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            outcome = f"stopped after {min(job.limit, seconds):.0f} s"
+    return f"{job.name}: {outcome}, {time.monotonic() - start:.0f} s, {path.name}"
+
+
+def main() -> int:
+    """Run the stages; the exit code is 1 if a command failed or was skipped."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
+    parser.add_argument("--stages", default="1,2,3", help="numbers with commas between")
+    parser.add_argument("--seconds", type=float, default=720, help="for everything")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
+    args = parser.parse_args()
+    try:
+        jobs = [job for number in args.stages.split(",") for job in STAGES[int(number)]]
+    except (KeyError, ValueError):
+        parser.error(f"--stages {args.stages}: expected some of 1, 2, 3, such as 1,3")
+    args.out.mkdir(parents=True, exist_ok=True)
+    end, lines = time.monotonic() + args.seconds, []
+    for job in jobs:
+        left = end - time.monotonic()
+        if left < min(20, job.limit):
+            lines.append(f"{job.name}: skipped, {max(left, 0):.0f} s were left")
+        else:
+            lines.append(run(job, args.out, left, dry=args.dry))
+        print(lines[-1], flush=True)
+        (args.out / "summary.txt").write_text("\n".join(lines) + "\n")
+    return int(any(": ok," not in line for line in lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
