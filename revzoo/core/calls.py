@@ -74,9 +74,17 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
     if not hasattr(error, "__notes__"):
         shapes = " and ".join(str(tuple(t.shape)) for t in state)
         types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
+        halves = (
+            ""
+            if step.streams != 2
+            else (
+                ". A sequence splits a tensor in two, so each branch gets half of its channels: build "
+                "branches for half of them"
+            )
+        )
         error.add_note(
             f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
-            f"{types}, and takes `streams` = {step.streams} of them"
+            f"{types}, and takes `streams` = {step.streams} of them{halves}"
         )
 
 

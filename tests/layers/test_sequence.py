@@ -116,7 +116,9 @@ def test_a_forgotten_number_of_streams():
     for call in (net, net.inverse):
         with pytest.raises(TypeError, match="positional arguments") as error:
             call(torch.randn(2, 4))
-        assert "takes `streams` = 2 of them" in error.value.__notes__[0]
+        note = error.value.__notes__[0]
+        assert "takes `streams` = 2 of them" in note
+        assert "each branch gets half of its channels" in note
 
 
 def test_an_inverse_of_the_wrong_width_names_the_step():
