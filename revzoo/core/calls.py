@@ -78,8 +78,8 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
             ""
             if step.streams != 2
             else (
-                ". A sequence splits a tensor in two, so each branch gets half of its channels: build "
-                "branches for half of them"
+                ". A sequence splits a tensor in two, so each branch gets half of its channels: "
+                "build branches for half of them"
             )
         )
         error.add_note(

@@ -116,9 +116,13 @@ class Call:
         raise NotImplementedError
 
     def unwind(
-        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+        self,
+        outputs: list[Tensor | Fixed],
+        guard: Guard,
+        grads: list[Tensor | None],
+        needs: Sequence[bool],
     ) -> tuple[Streams, list[Tensor | None]]:
-        """Invert the steps; empties ``outputs``, so that streams are freed early.
+        """Invert the steps; may empty ``outputs`` and ``grads``, so that they are freed early.
 
         Args:
             outputs: the streams after the steps.
@@ -305,13 +309,17 @@ class AdditiveCall(Call):
             self._before.append(_Before(strides, None, None, values))
 
     def unwind(
-        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+        self,
+        outputs: list[Tensor | Fixed],
+        guard: Guard,
+        grads: list[Tensor | None],
+        needs: Sequence[bool],
     ) -> tuple[Streams, list[Tensor | None]]:
         x2, y2 = outputs
         outputs.clear()
         single = len(self.steps) == 1
         gx, gy = (None, *grads)[-2:] if grads else (None, None)
-        grads = ()
+        grads.clear()  # the caller would hold them until the last step is replayed
         context, arguments = self._again()
         of_others: list[Tensor | None] = []
         after = len(needs)
@@ -456,7 +464,11 @@ class GeneralCall(Call):
             self._samples = sample(x, self.streams)
 
     def unwind(
-        self, outputs: list[Tensor | Fixed], guard: Guard, grads: Gradients, needs: Sequence[bool]
+        self,
+        outputs: list[Tensor | Fixed],
+        guard: Guard,
+        grads: list[Tensor | None],
+        needs: Sequence[bool],
     ) -> tuple[Streams, list[Tensor | None]]:
         step = self.step
         known = tuple(outputs)

@@ -73,7 +73,6 @@ from revzoo.core.replay import (
     AdditiveCall,
     Call,
     GeneralCall,
-    Gradients,
     pop_stashed_gradients,
     stash_gradients,
 )
@@ -187,10 +186,10 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         needs: tuple[bool, ...] = ctx.needs_input_grad[2:]
-        grads = pop_stashed_gradients(ctx.call) or grads
-        if all(g is None for g in grads):
+        received = [*(pop_stashed_gradients(ctx.call) or grads)]  # a list, which the call empties
+        if all(g is None for g in received):
             return None, None, *[None] * len(needs)
-        return None, None, *ctx.tape.replay(ctx.call, grads, needs)
+        return None, None, *ctx.tape.replay(ctx.call, received, needs)
 
 
 class Tape:
@@ -244,7 +243,9 @@ class Tape:
             and _marks_of(state) == self._marks
         )
 
-    def replay(self, call: Call, grads: Gradients, needs: Sequence[bool]) -> list[Tensor | None]:
+    def replay(
+        self, call: Call, grads: list[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
         """The package's backward rule: invert the steps, and evaluate them again.
 
         Returns:
@@ -261,7 +262,9 @@ class Tape:
                 return self._replay(call, grads, needs)
         return self._replay(call, grads, needs)
 
-    def _replay(self, call: Call, grads: Gradients, needs: Sequence[bool]) -> list[Tensor | None]:
+    def _replay(
+        self, call: Call, grads: list[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
         index: int = call.index
         state = list(self._walk_to(index + 1))
         call.done = not graph_is_kept()
@@ -283,7 +286,7 @@ class Tape:
         if at > position:
             while at > position:
                 at -= 1
-                state, _ = self._calls[at].unwind(list(state), self._guard, (), ())
+                state, _ = self._calls[at].unwind(list(state), self._guard, [], ())
             self._move_to(position, state)  # frees the later state before memory peaks
         return state
 

@@ -1,6 +1,7 @@
 """Couplings that share a function: as if each had its own."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from revzoo import AdditiveCoupling, DriftError, ReversibleBlock, ReversibleSequence, set_memory
+from revzoo.core import replay, tape
 from revzoo.core.invertible import Step
 
 MODES = ["invert", "exact"]
@@ -274,3 +276,26 @@ def test_tensors_that_hooks_keep_stay_whole(mode):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         net(x).square().sum().backward()
     assert all(t.untyped_storage().nbytes() >= t.nbytes for t in kept)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_freed_while_a_function_replays(mode, monkeypatch):
+    """The frames that called it held them: one more stream at the peak than for couplings alone."""
+    net = net_of(mode, depth=4)
+    received, alive = [], []
+    stash, leaf = replay.stash_gradients, replay.AdditiveCall._leaf
+
+    def stashes(call, grads):
+        received.extend(map(weakref.ref, grads))
+        return stash(call, grads)
+
+    def reads(self, t):
+        if len(self.steps) > 1:
+            alive.append(sum(r() is not None for r in received))
+        return leaf(self, t)
+
+    monkeypatch.setattr(tape, "stash_gradients", stashes)
+    monkeypatch.setattr(replay.AdditiveCall, "_leaf", reads)
+    net(images()).square().sum().backward()
+    # the first replay needs both, the second one of them
+    assert alive == [2, 1, 0, 0]
