@@ -21,8 +21,8 @@ from omegaconf import MISSING
 from revzoo._checks import expected_type
 from revzoo.cli.commands._schema_text import sections, yaml_text
 from revzoo.cli.commands.options import choices
-from revzoo.cli.config.schema import RUN, Option, Section
 from revzoo.cli.main import COMMANDS, main
+from revzoo.cli.schema import RUN, Option, Section
 
 FENCE = "```"
 INDEX = f"""# Reference

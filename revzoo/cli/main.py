@@ -25,9 +25,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
-from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, user_errors
 
 INTERRUPTED = "revzoo: interrupted\n"
 
@@ -53,7 +52,7 @@ class Command(Protocol):
         """Declare the arguments."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run; :data:`~revzoo.cli.config.errors.USER_ERRORS` end it with their message."""
+        """Run; :data:`~revzoo.cli.terminal.USER_ERRORS` end it with their message."""
 
 
 COMMANDS: dict[str, Row] = {

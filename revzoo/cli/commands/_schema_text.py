@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from revzoo.cli.config.check import chosen
-from revzoo.cli.config.schema import RUN, Chosen, Option, Section
+from revzoo.cli.schema import RUN, Chosen, Option, Section, chosen
 
 
 def sections(group: str) -> dict[str, Section]:

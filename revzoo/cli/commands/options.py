@@ -78,8 +78,7 @@ def texts(folder: Path, name: str) -> list[str]:
     """
     # here: the help of revzoo train imports this module
     from revzoo.cli.commands._schema_text import listing, sections
-    from revzoo.cli.config.check import chosen
-    from revzoo.cli.config.schema import RUN
+    from revzoo.cli.schema import RUN, chosen
 
     known = choices(folder)
     # users write data=cifar10 elsewhere
@@ -92,7 +91,7 @@ def texts(folder: Path, name: str) -> list[str]:
         for stem in ([choice] if choice else known[group])
     }
     if choice and group in RUN.options:
-        from revzoo.cli.config.config import compose
+        from revzoo.cli.config import compose
 
         values = compose([f"{group}={choice}"], complete=False).config[group]
         about = [line for line in own[choice].splitlines() if line.startswith("#")]

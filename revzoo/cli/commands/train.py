@@ -32,14 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo.cli.commands.options import groups
-from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.invocation import override_argument
-from revzoo.cli.status import status_of
+from revzoo.cli.terminal import ConfigError, one_line, status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
 
-    from revzoo.cli.config.config import ConfigFiles
+    from revzoo.cli.config import ConfigFiles
 
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
@@ -89,7 +88,7 @@ def run(args: argparse.Namespace) -> None:
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config.config import compose
+    from revzoo.cli.config import compose
 
     source = _source(args)
     if args.multirun and args.cfg:
@@ -124,7 +123,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _source(args: argparse.Namespace) -> ConfigFiles:
     """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
-    from revzoo.cli.config.config import CONFIGS, ConfigFiles
+    from revzoo.cli.config import ConfigFiles
+    from revzoo.cli.schema import CONFIGS
 
     path = args.config_path
     # pkg://x would import x
@@ -141,9 +141,8 @@ def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config.config import compose
-    from revzoo.cli.config.yaml_files import recorded_config
-    from revzoo.cli.run.changes import check_changes, take_root
+    from revzoo.cli.config import compose
+    from revzoo.cli.run.record import check_changes, recorded_config, take_root
 
     new_runs = (
         *("multirun", "cfg", "resolve", "package", "info", "hydra_help"),
@@ -185,7 +184,7 @@ def _show(args: argparse.Namespace, source: ConfigFiles) -> None:
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode
 
-    from revzoo.cli.config.config import hydra_of
+    from revzoo.cli.config import hydra_of
 
     options: dict[str, Any] = {"config_name": source.name, "overrides": args.overrides}
     try:

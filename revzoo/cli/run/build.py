@@ -21,8 +21,8 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run.sizes import try_image
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_model

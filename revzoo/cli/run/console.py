@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo._checks import number_of
-from revzoo.cli.config.config import quoted_if_needed
+from revzoo.cli.config import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
 from revzoo.cli.terminal import folded, folded_command, one_record
 from revzoo.data import ImageData

@@ -26,12 +26,12 @@ from omegaconf import DictConfig, OmegaConf
 from revzoo._checks import check_number
 from revzoo._files import check_regular, json_bytes, write_atomically
 from revzoo._version import __version__
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
-from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
 from revzoo.cli.invocation import command_line
-from revzoo.cli.plugins import SESSIONS_FILE, imported
+from revzoo.cli.plugins import imported
 from revzoo.cli.run.build import METRICS_FILE
 from revzoo.cli.run.lock import LOCK_FILE
+from revzoo.cli.run.record import CONFIG_FILE, SESSIONS_FILE, write_yaml
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from revzoo.cli.config.errors import ConfigError, user_errors
+from revzoo.cli.terminal import ConfigError, user_errors
 from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)

@@ -16,18 +16,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.check import check
-from revzoo.cli.config.config import compose
-from revzoo.cli.config.errors import ConfigError, user_errors
-from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
-from revzoo.cli.plugins import check_imports
+from revzoo.cli.check import check
+from revzoo.cli.config import compose
 from revzoo.cli.run.build import data_name, model_spec
-from revzoo.cli.run.changes import ACCELERATOR, check_changes, moved, take_root
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.machine import check_machine
+from revzoo.cli.run.record import (
+    ACCELERATOR,
+    CONFIG_FILE,
+    check_changes,
+    check_imports,
+    moved,
+    recorded_config,
+    take_root,
+)
 from revzoo.cli.run.train import train
+from revzoo.cli.terminal import ConfigError, user_errors
 from revzoo.data.registry import DATA
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.registry import build_callbacks

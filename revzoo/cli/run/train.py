@@ -24,8 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
-from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.run.build import (
     apply_precision,
     build_data,
@@ -34,7 +32,6 @@ from revzoo.cli.run.build import (
     check_network,
     data_name,
 )
-from revzoo.cli.run.changes import moved, new_run_command
 from revzoo.cli.run.console import (
     log_finished,
     log_opening,
@@ -59,6 +56,8 @@ from revzoo.cli.run.folder import (
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.machine import check_started_together
 from revzoo.cli.run.memory_plan import with_plan
+from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData

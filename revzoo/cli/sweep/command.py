@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
-    from revzoo.cli.config.config import parse, quoted_if_needed
-    from revzoo.cli.config.errors import ConfigError
+    from revzoo.cli.config import parse, quoted_if_needed
     from revzoo.cli.invocation import command_line
     from revzoo.cli.sweep.search import OPTIONS, Search
     from revzoo.cli.sweep.space import check_space
+    from revzoo.cli.terminal import ConfigError
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     names, overrides = ("dir", *OPTIONS), []

@@ -22,12 +22,11 @@ from typing import Any
 
 from revzoo._checks import check_choice, check_count, did_you_mean
 from revzoo._files import replacing_table
-from revzoo.cli.config.config import ConfigFiles, quoted
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
+from revzoo.cli.config import ConfigFiles, quoted
 from revzoo.cli.invocation import command_line, train_words
+from revzoo.cli.run.record import CONFIG_FILE, write_yaml
 from revzoo.cli.sweep.space import load_optuna, split_space
-from revzoo.cli.terminal import folded, folded_command
+from revzoo.cli.terminal import ConfigError, folded, folded_command
 
 log = logging.getLogger(__name__)
 

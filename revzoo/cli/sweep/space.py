@@ -20,9 +20,8 @@ from typing import Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
 from revzoo._checks import package_needed
-from revzoo.cli.config.config import TRAIN, ConfigFiles, compose, parse
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.status import status_of
+from revzoo.cli.config import TRAIN, ConfigFiles, compose, parse
+from revzoo.cli.terminal import ConfigError, status_of
 
 
 def load_optuna() -> Any:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from small_images import image_folder
 
-from revzoo.cli.config import schema
+from revzoo.cli import schema
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun
 from revzoo.cli.run import train as train_module

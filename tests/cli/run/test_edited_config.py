@@ -50,7 +50,7 @@ def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from revzoo.cli.config.config import compose
+    from revzoo.cli.config import compose
 
     folder = tmp_path_factory.mktemp("run")
     train(compose(SMALL).config, run_dir=folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.config import config
+from revzoo.cli import config
 from revzoo.cli.main import main
 from revzoo.cli.run import build
 from revzoo.data import Digits
@@ -44,5 +44,5 @@ def test_each_part_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "Digits.__init__": 1,
         "RevNet.__init__": 1,
         "revzoo.cli.run.build.build_callbacks": 1,
-        "revzoo.cli.config.config.check": 1,
+        "revzoo.cli.config.check": 1,
     }

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from revzoo.cli.config.config import quoted_if_needed
+from revzoo.cli.config import quoted_if_needed
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
 from revzoo.cli.run import child_process as jobs

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.config import EVAL, ConfigFiles, compose
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config import EVAL, ConfigFiles, compose
 from revzoo.cli.main import parse
+from revzoo.cli.terminal import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_references_are_bounded(in_primary: bool, tmp_path: Path) -> None:
 
 def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
     """The message had the line of the mapping only."""
-    with pytest.raises(ConfigError, match=r"duplicate key lr .*line 4"):
+    with pytest.raises(ConfigError, match=r"line 4, column 3: found duplicate key lr"):
         compose(["experiment=x"], experiment(tmp_path, "optim:\n  lr: 1\n  lr: 2\n"))
 
 
