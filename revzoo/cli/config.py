@@ -14,7 +14,7 @@ environment variables and files to write. Hydra merges that section from every f
 2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
 3. The composed section must equal the default of Hydra's package, except for :data:`FREE`, which
    are folders and switches, and :data:`SET_BY_HYDRA`.
-4. ``--experimental-rerun`` reads a pickle and is refused.
+4. Hydra's own command line is not used: ``--experimental-rerun`` reads a pickle.
 
 NOTE [ Files of others ]
 A file of a kilobyte can take gigabytes, or read secrets. So before Hydra reads a file of a user's

@@ -59,7 +59,7 @@ COMMANDS: dict[str, Row] = {
     "train": Row("commands.train", "train a model, or resume a run"),
     "eval": Row("commands.evaluate", "evaluate a trained model"),
     "predict": Row("commands.predict", "classify images"),
-    "sweep": Row("sweep.command", "search for hyper-parameters"),
+    "sweep": Row("commands.sweep", "search for hyper-parameters"),
     # builds=False: importing plugins would make these slow for nothing
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "options": Row("commands.options", "options of a run, with comments", builds=False),

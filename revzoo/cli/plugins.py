@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.schema import CONFIGS, FITTED, MISSING
+from revzoo.cli.schema import CONFIGS, DIGITS, FITTED, Section, of_plugin, section
 from revzoo.cli.terminal import ConfigError, one_line, status_of
 
 GROUP = "revzoo.plugins"
@@ -91,7 +90,6 @@ def add_config_nodes() -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
     from revzoo.models.registry import MODELS
     from revzoo.training.optim.optimizers import OPTIMIZERS, OptimSpec
@@ -100,7 +98,7 @@ def add_config_nodes() -> None:
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
             row = {key: getattr(entry.variant, key) for key in entry.variant_keywords}
-            options = _keywords(entry.network) | {
+            options = _defaults(entry.network, section("")) | {
                 k: v for k, v in row.items() if _is_plain(v) and not isinstance(v, dict)
             }
             # the run sets FITTED from the data and the memory mode
@@ -112,7 +110,7 @@ def add_config_nodes() -> None:
         # our data sets have files; their keys in the table are import paths
         if not name.startswith("revzoo.data."):
             # as in our files; only the table turns the name into a class
-            node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
+            node = {**_defaults(kind, DIGITS), "_target_": name}
             store.store(group="data", name=name, node=node)
     defaults = OptimSpec()
     for name in OPTIMIZERS:
@@ -121,14 +119,10 @@ def add_config_nodes() -> None:
             store.store(group="optim", name=name, node={**defaults.plain(), "name": name})
 
 
-def _keywords(kind: type) -> dict[str, Any]:
-    """The keywords of a constructor and their defaults, if a configuration can hold them."""
-    return {
-        p.name: MISSING if p.default is p.empty else p.default
-        for p in signature(kind).parameters.values()
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and (p.default is p.empty or _is_plain(p.default))
-    }
+def _defaults(kind: type, base: Section) -> dict[str, Any]:
+    """The options of a base and a constructor with their defaults, if a file can hold them."""
+    options = of_plugin(kind, base).options
+    return {name: o.default for name, o in options.items() if _is_plain(o.default)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -110,8 +110,7 @@ def _recipe(checkpoint: Path) -> str:
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
-    from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
-    from revzoo.cli.run.record import run_of
+    from revzoo.cli.run.record import SUMMARY_FILE, errors_naming, run_of
     from revzoo.weights.source import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE

@@ -21,13 +21,14 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
+from revzoo.cli.run.record import METRICS_FILE
 from revzoo.cli.run.sizes import try_image
+from revzoo.cli.schema import PLANS
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
-from revzoo.profiling.plan import PLANNED
 from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
@@ -43,7 +44,6 @@ PROFILERS: dict[str, type[Any]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-METRICS_FILE = "metrics.csv"
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:
@@ -76,7 +76,7 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
     """
     mode: str | None = config["memory"]["mode"]
-    return None if mode in PLANNED else mode
+    return None if mode in PLANS else mode
 
 
 def build_module(

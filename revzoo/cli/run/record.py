@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,21 @@ from hydra.core.override_parser.types import QuotedString
 from omegaconf import OmegaConf
 
 from revzoo._files import check_regular, write_atomically
-from revzoo.cli.config import parse, quoted_if_needed, read_yaml
+from revzoo.cli.check import check
+from revzoo.cli.config import compose, parse, quoted_if_needed, read_yaml
 from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import imported
-from revzoo.cli.terminal import ConfigError, one_line
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line
 from revzoo.weights.source import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 SESSIONS_FILE = "sessions.jsonl"  # each line records the imports and overrides of a session
+SUMMARY_FILE = "summary.json"
+METRICS_FILE = "metrics.csv"
+LOG_FILE = "train.log"
+LOCK_FILE = ".lock"
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
 ACCELERATOR = "trainer.accelerator"
@@ -61,6 +67,39 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
     # a user's data set may read from an address
     path = root if "://" in root else str(Path(root).expanduser().absolute())
     return {**data, "root": path}
+
+
+def resumed_config(
+    run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
+) -> dict[str, Any]:
+    """The checked configuration with which a run resumes.
+
+    Args:
+        run_dir: the run's folder.
+        overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME``,
+            ``data.root=DIR`` and ``trainer.accelerator=NAME``.
+        allow_precision_change: whether the precision may change, and with it the figures.
+
+    Raises:
+        ValueError: the run cannot resume, or not with these changes; the message says why.
+    """
+    # before any file is opened: a FIFO would block
+    check_files(run_dir)
+    # before the configuration, which may use names that a plugin registers
+    check_imports(run_dir)
+    config = recorded_config(run_dir)
+    check_changes(overrides, run_dir)
+    others, root = take_root(overrides)
+    composed = compose(others).config if others else {}
+    # a file that someone may have edited; the device and its precision may be of another place
+    with errors_naming(run_dir / CONFIG_FILE):
+        check(config | _of_device(config, others, composed))
+    if overrides:
+        config |= _changes(
+            config, others, composed, root, allow_precision_change=allow_precision_change
+        )
+        check(config)
+    return config
 
 
 def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
@@ -127,6 +166,44 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
     return read_yaml(path)
 
 
+def _of_device(
+    config: Mapping[str, Any], overrides: Sequence[str], composed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The sections that the overrides replace because the run moves to another device."""
+    moves = any(override.startswith(f"{ACCELERATOR}=") for override in overrides)
+    if not moves or not isinstance(config.get("trainer"), Mapping):  # edited: a check names it
+        return {}
+    accelerator = composed["trainer"]["accelerator"]
+    changed = {"trainer": {**config["trainer"], "accelerator": accelerator}}
+    if any(override.startswith("precision=") for override in overrides):
+        changed["precision"] = composed["precision"]
+    return changed
+
+
+def _changes(
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    composed: Mapping[str, Any],
+    root: str | None,
+    *,
+    allow_precision_change: bool,
+) -> dict[str, Any]:
+    """The sections that the overrides, already composed, and ``data.root`` replace."""
+    # whole sections: memory=budget brings its own keys
+    sections = {re.split("[.=]", override)[0] for override in overrides} - {"trainer"}
+    changed = {section: composed[section] for section in sections}
+    changed |= _of_device(config, overrides, composed)
+    changed["data"] = moved(config["data"], root)
+    precision = changed.get("precision", config["precision"])
+    if precision != config["precision"] and not allow_precision_change:
+        raise ConfigError(
+            f"the run uses precision.trainer={config['precision']['trainer']}, "
+            f"{precision['trainer']} would change its figures: add --allow-precision-change "
+            "to accept this"
+        )
+    return changed
+
+
 def check_imports(run_dir: Path) -> None:
     """Check that the user has passed ``--import`` for each plugin of a run.
 
@@ -168,3 +245,33 @@ def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise ConfigError(f"{path} is damaged ({reason})") from None
     return words
+
+
+def check_files(run_dir: Path) -> None:
+    """Check that the files that a run reads or appends to are regular files, not a FIFO, say.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    names = (CONFIG_FILE, SESSIONS_FILE, SUMMARY_FILE, METRICS_FILE, LOG_FILE, LOCK_FILE)
+    check_regular(*(run_dir / name for name in names))
+
+
+@contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Turn all errors in the block into one line that names the file.
+
+    A configuration edited by hand may hold any value anywhere, but the checks expect the types of a
+    composed configuration.
+
+    Raises:
+        ConfigError: for any error in the block.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:  # their message is complete; other errors need their type
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {one_line(error)}): restore it from a copy"
+        ) from error

@@ -55,8 +55,8 @@ from revzoo.cli.run.folder import (
 )
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.machine import check_started_together
-from revzoo.cli.run.memory_plan import with_plan
 from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
+from revzoo.cli.schema import PLANS
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
@@ -202,19 +202,18 @@ def train(
                     return {}
                 config = following
             with quiet(), user_errors():
-                run = prepare(config, run_dir, stop, resume)
+                run = build(config, run_dir, stop, resume)
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
-                record_start(run, run_dir, overrides, resume)
-            with config_kept(run, run_dir):
-                figures = fit_and_test(
-                    run.trainer,
-                    run.module,
-                    run.data,
-                    run_dir=run_dir,
-                    test=config["test"],
-                    resume=resume,
-                )
+                announce(run, run_dir, overrides, resume)
+            figures = fit_and_test(
+                run.trainer,
+                run.module,
+                run.data,
+                run_dir=run_dir,
+                test=config["test"],
+                resume=resume,
+            )
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
@@ -260,9 +259,7 @@ class Run(NamedTuple):
     first_step: int | None
 
 
-def prepare(
-    config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Path | None
-) -> Run:
+def build(config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Path | None) -> Run:
     """Build the parts of a run. Writes no files."""
     prepare_process(config)
     step: int | None = None
@@ -277,7 +274,7 @@ def prepare(
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
 
-    def build(shape: Mapping[str, int]) -> Classifier:
+    def build_network(shape: Mapping[str, int]) -> Classifier:
         # the checkpoint replaces the weights that the run started from: say nothing of these
         with nullcontext() if resume is None else unlogged(pretrained.log):
             module = build_module(config, **shape)
@@ -286,18 +283,21 @@ def prepare(
 
     # before all images are read, which may take minutes
     shape = data.shape if trained_on is None else {}
-    module = build(shape) if shape else None
+    module = build_network(shape) if shape else None
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     if trained_on is not None:  # before the model, which is built for these data
         _check_same_data(trained_on, data, run_dir)
-    module = module or build(data.shape)
+    module = module or build_network(data.shape)
     module.balance(data)
-    planned = with_plan(config, module, data, trainer)
-    return Run(planned, trainer, module, data, step)
+    if config["memory"]["mode"] in PLANS:
+        from revzoo.cli.run.memory_plan import with_plan  # few modes need the profiler
+
+        config = with_plan(config, module, data, trainer)
+    return Run(dict(config), trainer, module, data, step)
 
 
-def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
+def announce(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
     if resume is None:
         write_config(run.config, run_dir)
@@ -311,21 +311,6 @@ def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path
         all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
     log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume)
-
-
-@contextmanager
-def config_kept(run: Run, run_dir: Path) -> Iterator[None]:
-    """Write the configuration again if the run's folder was removed while it trained.
-
-    Checkpoints and logs make the folder again; without its configuration no command could use it.
-    """
-    try:
-        yield
-    finally:
-        made_again = run_dir.exists() and not (run_dir / CONFIG_FILE).exists()
-        if run.trainer.is_global_zero and made_again:
-            log.warning("%s was removed during the run: its earlier files are lost", run_dir)
-            write_config(run.config, run_dir)
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from resumed import resume
 
 from revzoo.cli.run.evaluate import evaluate
 from revzoo.cli.run.folder import write_config
-from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.data import DataError
 from revzoo.training.checkpoint.files import read_checkpoint

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.sweep.space import check_space, split_space
+from revzoo.cli.sweep import check_space, split_space
 from revzoo.cli.terminal import ConfigError
 
 pytest.importorskip("optuna")
