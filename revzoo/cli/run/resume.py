@@ -19,7 +19,7 @@ from revzoo.cli.run.build import data_name, model_spec
 from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.record import CONFIG_FILE, LOG_FILE
-from revzoo.cli.run.train import train
+from revzoo.cli.run.train import Saved, train
 from revzoo.cli.terminal import user_errors
 from revzoo.data.registry import DATA
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
@@ -59,7 +59,7 @@ def resume(
         return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
 
 
-def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
+def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
     """The checkpoint to resume from; None if the run has saved none.
 
     Raises:
@@ -74,8 +74,9 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
         return None
     with user_errors():
         check = partial(check_fits, config, run_dir=run_dir)
-        path, _ = read_last(run_dir / CHECKPOINTS, check)
-    return path
+        path, state = read_last(run_dir / CHECKPOINTS, check)
+    # the rest is freed: it may hold gigabytes
+    return Saved(path, state["global_step"], state[data_name(config)])
 
 
 def check_fits(

@@ -30,7 +30,6 @@ from revzoo.cli.run.build import (
     build_module,
     build_trainer,
     check_network,
-    data_name,
 )
 from revzoo.cli.run.console import (
     log_finished,
@@ -72,7 +71,6 @@ from revzoo.training.callbacks.checkpoints import (
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
-    read_checkpoint,
 )
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
@@ -171,7 +169,7 @@ def train(
     *,
     run_dir: Path,
     overrides: Sequence[str] = (),
-    resume: Path | None = None,
+    resume: Saved | None = None,
 ) -> dict[str, float]:
     """Train, then test the best checkpoint; write configuration, logs and figures to ``run_dir``.
 
@@ -212,12 +210,12 @@ def train(
                 run.data,
                 run_dir=run_dir,
                 test=config["test"],
-                resume=resume,
+                resume=None if resume is None else resume.path,
             )
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
-                log_finished(run.trainer, resume)
+                log_finished(run.trainer, resume.path)
             return figures
     except RunStopped as stopped:
         status = stopped.status
@@ -241,6 +239,20 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
     return following
 
 
+class Saved(NamedTuple):
+    """The checkpoint from which a run resumes.
+
+    Attributes:
+        path: of the file.
+        step: the optimiser steps so far.
+        data: the state of the data module.
+    """
+
+    path: Path
+    step: int
+    data: Mapping[str, Any]
+
+
 class Run(NamedTuple):
     """The parts of a run that is ready to train.
 
@@ -259,14 +271,13 @@ class Run(NamedTuple):
     first_step: int | None
 
 
-def build(config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Path | None) -> Run:
+def build(
+    config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Saved | None
+) -> Run:
     """Build the parts of a run. Writes no files."""
     prepare_process(config)
-    step: int | None = None
-    trained_on: dict[str, Any] | None = None
-    if resume is not None:
-        step, trained_on = _saved(resume, config)
-    elif (run_dir / CONFIG_FILE).exists():
+    step = None if resume is None else resume.step
+    if resume is None and (run_dir / CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
@@ -282,12 +293,12 @@ def build(config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: 
         return module
 
     # before all images are read, which may take minutes
-    shape = data.shape if trained_on is None else {}
+    shape = data.shape if resume is None else {}
     module = build_network(shape) if shape else None
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
-    if trained_on is not None:  # before the model, which is built for these data
-        _check_same_data(trained_on, data, run_dir)
+    if resume is not None:  # before the model, which is built for these data
+        _check_same_data(resume.data, data, run_dir)
     module = module or build_network(data.shape)
     module.balance(data)
     if config["memory"]["mode"] in PLANS:
@@ -297,7 +308,7 @@ def build(config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: 
     return Run(dict(config), trainer, module, data, step)
 
 
-def announce(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
+def announce(run: Run, run_dir: Path, overrides: Sequence[str], resume: Saved | None) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
     if resume is None:
         write_config(run.config, run_dir)
@@ -305,12 +316,13 @@ def announce(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | N
 
         def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             write_config(run.config, run_dir)
-            log_resumed(trainer, resume)
+            log_resumed(trainer, resume.path)
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume)
+    path = None if resume is None else resume.path
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=path)
 
 
 @contextmanager
@@ -322,12 +334,6 @@ def unlogged(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The optimiser steps of a checkpoint, and its state of the data module."""
-    state = read_checkpoint(path)  # freed on return: it may hold gigabytes
-    return state["global_step"], state[data_name(config)]
 
 
 def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from revzoo.cli import schema
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.train import train
+from revzoo.cli.run.train import Saved, train
 from revzoo.data import DataError, Digits, ImageData
 from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import LastCheckpoint
@@ -284,15 +284,16 @@ def test_a_refused_run_writes_no_summary(
     state = torch.load(last, weights_only=True)
     state["callbacks"]["RunState"]["random"] *= 2
     torch.save(state, last)
+    saved = Saved(last, state["global_step"], state["Digits"])
     with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):
-        train(config, run_dir=tmp_path, resume=last)
+        train(config, run_dir=tmp_path, resume=saved)
 
     def refuse(*args: Any) -> None:
         raise DataError("other classes")
 
     monkeypatch.setattr(ImageData, "load_state_dict", refuse)
     with pytest.raises(SystemExit, match="other classes"):
-        train(config, run_dir=tmp_path, resume=last)
+        train(config, run_dir=tmp_path, resume=saved)
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
