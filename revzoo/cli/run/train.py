@@ -203,15 +203,8 @@ def train(
                 run = build(config, run_dir, stop, resume)
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
-                announce(run, run_dir, overrides, resume)
-            figures = fit_and_test(
-                run.trainer,
-                run.module,
-                run.data,
-                run_dir=run_dir,
-                test=config["test"],
-                resume=None if resume is None else resume.path,
-            )
+                announce(run, run_dir, overrides)
+            figures = fit_and_test(run, run_dir)
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
@@ -262,6 +255,7 @@ class Run(NamedTuple):
         module: with the model.
         data: after ``setup``.
         first_step: the step at which it starts; None in a new folder.
+        resumed: the checkpoint from which it resumes; None for a new run.
     """
 
     config: dict[str, Any]
@@ -269,6 +263,7 @@ class Run(NamedTuple):
     module: Classifier
     data: ImageData
     first_step: int | None
+    resumed: Path | None
 
 
 def build(
@@ -305,24 +300,24 @@ def build(
         from revzoo.cli.run.memory_plan import with_plan  # few modes need the profiler
 
         config = with_plan(config, module, data, trainer)
-    return Run(dict(config), trainer, module, data, step)
+    resumed = None if resume is None else resume.path
+    return Run(dict(config), trainer, module, data, step, resumed)
 
 
-def announce(run: Run, run_dir: Path, overrides: Sequence[str], resume: Saved | None) -> None:
+def announce(run: Run, run_dir: Path, overrides: Sequence[str]) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
-    if resume is None:
+    if (checkpoint := run.resumed) is None:
         write_config(run.config, run_dir)
     else:  # record changes only after the trainer has accepted the checkpoint
 
         def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             write_config(run.config, run_dir)
-            log_resumed(trainer, resume.path)
+            log_resumed(trainer, checkpoint)
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    path = None if resume is None else resume.path
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=path)
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=checkpoint)
 
 
 @contextmanager
@@ -348,32 +343,25 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Pa
 
 
 @user_errors((*USER_ERRORS, *TRAINING_ERRORS))  # here: Hydra would print all overrides first
-def fit_and_test(
-    trainer: pl.Trainer,
-    module: Classifier,
-    data: ImageData,
-    *,
-    run_dir: Path,
-    test: bool,
-    resume: Path | None = None,
-) -> dict[str, float]:
+def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     """Train, test the best checkpoint (without one, the last weights), write the summary.
 
     Raises:
         SystemExit: training or test has failed in a known way; the summary has the message, too.
         RunStopped: after SIGTERM or Ctrl-C.
     """
+    trainer, module, data = run.trainer, run.module, run.data
     # the seconds of a resumed run include its earlier sessions
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
     try:
         with quiet(), redirected_log(trainer), memory_errors(trainer, module, data):
-            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=run.resumed, weights_only=True)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
         check_validated(trainer, figures)
-        if test and data.has("test") and trainer.state.finished:
+        if run.config["test"] and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
         check_saved(trainer)
     except (RunStopped, *ENDINGS) as error:
@@ -389,14 +377,7 @@ def fit_and_test(
             if not stopped:
                 # before the summary, which a full disk refuses
                 best = best_checkpoint_path(trainer)
-                log_result(
-                    trainer,
-                    figures,
-                    seconds=seconds,
-                    run_dir=run_dir,
-                    best=best,
-                    data=data,
-                )
+                log_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best, data=data)
             summary = describe_run(
                 trainer, module, seconds=seconds, figures=figures, stopped=stopped
             )
