@@ -23,8 +23,8 @@ folders:
    node of an alias at each use.
 2. Its references (``${...}``) may name other values, the time and variables ``REVZOO_*`` only:
    ``${oc.env:AWS_SECRET_ACCESS_KEY}`` would end in names of folders.
-3. They may lead to a limited number of references: OmegaConf takes a millisecond for each, and
-   keeps no result, so eight in each of eight texts take minutes.
+Limit: nobody counts the references. OmegaConf takes a millisecond for each and keeps no result, so
+eight in each of eight texts take minutes.
 """
 
 from __future__ import annotations
@@ -69,10 +69,9 @@ from revzoo.cli.terminal import ConfigError, one_line
 
 SCHEDULE = "optim.schedule"
 MAX_VALUES = 10_000  # of one key in a multirun
-MAX_BYTES = 1 << 20  # of a file, and of its texts with references resolved
+MAX_BYTES = 1 << 20  # of a file
 MAX_NODES = 100_000  # of a file with all aliases expanded
 MAX_DEPTH = 50
-MAX_REFERENCES = 1000
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
     "hydra.run.dir",
@@ -97,7 +96,7 @@ SET_BY_HYDRA = (
     "hydra.hydra_help",
 )
 _REFERENCE = re.compile(
-    r"\$\{(?:(?P<key>\w+(?:\.\w+)*)|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
+    r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
@@ -157,8 +156,6 @@ def compose(
         parsed = parse(with_libraries(overrides), hydra.config_loader)
         words = [_checked(override, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
-    everything: Any = OmegaConf.to_container(whole)
-    check_references(everything)  # those of one file may lead to those of another
     # Hydra locks the configuration: no key can be added or removed
     with flag_override(whole, ["struct", "readonly"], [False, False]):
         _drop_options_of_other_schedules(whole, parsed)
@@ -166,8 +163,8 @@ def compose(
         whole.hydra.overrides.task = [
             str(o.input_line) for o in parsed if not o.is_hydra_override()
         ]
-        dirname = everything["hydra"]["job"]["override_dirname"]
-        whole.hydra.job.override_dirname = dirname.replace("++", "")
+        job: Any = OmegaConf.to_container(whole.hydra.job)  # references unresolved
+        whole.hydra.job.override_dirname = job["override_dirname"].replace("++", "")
     cfg = whole.copy()
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
@@ -219,7 +216,6 @@ def _check_loaded_files(hydra: Hydra) -> None:
         path = Path(place.path, place._normalize_file_name(config_path)).resolve()
         values = load_yaml(path)
         _check_resolvers(values, path)
-        check_references(values)
         return type(place).load_config(place, config_path)
 
     # private in Hydra 1.3; other files of the folder may be broken
@@ -415,51 +411,6 @@ def _check_resolvers(value: Any, path: Path) -> None:
                 "${model.name}, and use ${now:FORMAT}; give other references, such as "
                 "${oc.env:NAME}, on the command line"
             )
-
-
-def check_references(values: Any) -> None:
-    """Refuse references that would take minutes: NOTE [ Files of others ], 3.
-
-    Args:
-        values: of a configuration, unresolved.
-
-    Raises:
-        ConfigError: naming the text that leads to too many.
-    """
-    sizes: dict[str, int] = {}
-
-    def size(value: Any) -> int:
-        """The number of characters, once all references are resolved; a reference costs some."""
-        total = 0
-        for text in _texts(value):
-            total += len(text)
-            for found in _REFERENCE.finditer(text):
-                if (key := found["key"]) and key not in sizes:
-                    sizes[key] = 0  # OmegaConf finds a reference to itself at once
-                    sizes[key] = size(_at(values, key))
-                total += MAX_BYTES // MAX_REFERENCES + sizes.get(key, 0)
-                if total >= MAX_BYTES:
-                    raise ConfigError(
-                        f"{text:.80} leads to more than {MAX_REFERENCES:,} references or "
-                        f"{MAX_BYTES:,} characters: write the value instead"
-                    )
-        return total
-
-    size(values)
-
-
-def _at(values: Any, key: str) -> Any:
-    """The value of a dotted key; None if there is none, which OmegaConf reports."""
-    found = values
-    for name in key.split("."):
-        if isinstance(found, str) and "${" in found:
-            raise ConfigError(
-                f"${{{key}}} leads through the reference {found:.80}: name its target"
-            )
-        if isinstance(found, list):
-            found = {str(i): item for i, item in enumerate(found)}
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
 
 
 def _texts(value: Any) -> Iterator[str]:

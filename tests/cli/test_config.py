@@ -268,20 +268,6 @@ def test_a_file_may_refer_to_values_and_to_the_time(
     assert (values["seed"], values["data"]["root"]) == (3, "/images/x")
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("in_primary", [False, True])
-def test_references_are_bounded(in_primary: bool, tmp_path: Path) -> None:
-    """A file of 550 bytes, with eight references to eight references, ran for minutes."""
-    lines = [f"a{n + 1}: " + f"${{a{n}}}" * 8 for n in range(9)]
-    text = "\n".join(["a0: aaaaaaaa", *lines])
-    source = experiment(tmp_path, text)
-    if in_primary:
-        (tmp_path / "own.yaml").write_text(f"{text}\nhydra:\n  searchpath: ${{a9}}\n")
-        source = ConfigFiles("own", folder=tmp_path)
-    with pytest.raises(ConfigError, match="leads to more than 1,000 references"):
-        compose([] if in_primary else ["experiment=x"], source)
-
-
 def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
     """The message had the line of the mapping only."""
     with pytest.raises(ConfigError, match=r"line 4, column 3: found duplicate key lr"):

@@ -23,7 +23,7 @@ from torch import nn
 from revzoo._checks import in_section, package_needed
 from revzoo.cli.run.record import METRICS_FILE
 from revzoo.cli.run.sizes import try_image
-from revzoo.cli.schema import PLANS
+from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
@@ -76,7 +76,7 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
     """
     mode: str | None = config["memory"]["mode"]
-    return None if mode in PLANS else mode
+    return mode if mode in MODES else None
 
 
 def build_module(

@@ -55,7 +55,7 @@ from revzoo.cli.run.folder import (
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.machine import check_started_together
 from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
-from revzoo.cli.schema import PLANS
+from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
@@ -296,7 +296,7 @@ def build(
         _check_same_data(resume.data, data, run_dir)
     module = module or build_network(data.shape)
     module.balance(data)
-    if config["memory"]["mode"] in PLANS:
+    if config["memory"]["mode"] not in (None, *MODES):
         from revzoo.cli.run.memory_plan import with_plan  # few modes need the profiler
 
         config = with_plan(config, module, data, trainer)
