@@ -62,7 +62,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from revzoo._checks import did_you_mean
 from revzoo._files import check_regular, file_name
-from revzoo._libraries import LIBRARIES, check_library_name, library_hint
+from revzoo._libraries import library_hint
 from revzoo.cli.check import check, our_spelling, unknown
 from revzoo.cli.schema import CONFIGS, EVALUATION, RUN, SCHEDULES
 from revzoo.cli.terminal import ConfigError, one_line
@@ -426,18 +426,12 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def with_libraries(overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``.
-
-    Raises:
-        ValueError: the library is not installed, or has no such network.
-    """
+    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``."""
     expanded = []
     for override in overrides:
         # no comma: a list of models is a multirun
         library = re.match(r"model=(\w+):[^,]+$", override)
         named = override.replace("model=", "model.name=", 1)
-        if library is not None and library[1] in LIBRARIES:
-            check_library_name(override.removeprefix("model="))
         expanded += [override] if library is None else [f"model={library[1]}", named]
     return expanded
 

@@ -49,8 +49,8 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     if not data.has(config["split"]):
         if testing:
             raise DataError("the data have no test split: use split=val")
-        # before the images are read
-        check_held_back(config["ckpt"], data_config)
+        if config.get("data"):  # before the images are read; the run's own data fit
+            check_held_back(config["ckpt"], data_config)
     # before `setup`, which would measure mean and deviation of these images
     data.load_state_dict(restored.data_state)
     if is_first_process():
