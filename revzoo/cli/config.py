@@ -214,9 +214,11 @@ def _check_loaded_files(hydra: Hydra) -> None:
 
     def load(place: ConfigSource, config_path: str) -> ConfigResult:
         path = Path(place.path, place._normalize_file_name(config_path)).resolve()
-        values = load_yaml(path)
-        _check_resolvers(values, path)
-        return type(place).load_config(place, config_path)
+        load_yaml(path)
+        loaded = type(place).load_config(place, config_path)
+        # OmegaConf's containers: it makes lists of YAML's tuples
+        _check_resolvers(OmegaConf.to_container(loaded.config), path)
+        return loaded
 
     # private in Hydra 1.3; other files of the folder may be broken
     for place in hydra.config_loader.repository.get_sources():  # type: ignore[attr-defined]

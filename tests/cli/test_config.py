@@ -256,6 +256,13 @@ def test_a_file_reads_no_variables(
     )
 
 
+def test_no_type_of_yaml_hides_a_reference(tmp_path: Path) -> None:
+    """YAML's pairs are tuples, which OmegaConf makes lists."""
+    source = experiment(tmp_path, 'optim: {class_weights: !!pairs [a: "${oc.env:HOME}"]}')
+    with pytest.raises(ConfigError, match=r"x\.yaml holds '\$\{oc\.env:HOME\}'"):
+        compose(["experiment=x"], source)
+
+
 def test_a_file_may_refer_to_values_and_to_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
