@@ -124,7 +124,8 @@ def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> Confi
     if path == "model" and leaf in FITTED:
         return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
     hint = f"; to continue a run: --resume {typed(value)}" if name == "resume" else ""
-    if name.startswith(("experiment", "debug")):  # Hydra puts the file's keys below the group
+    # Hydra puts the keys of such a file below its group
+    if name.partition(".")[0] in ("experiment", "debug"):
         hint = "; the first line of its file must be '# @package _global_'"
     sections = ["hydra", "debug", *root.options]
     # the other options of the trainer are Lightning's

@@ -34,7 +34,6 @@ from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
-from revzoo.training.loggers import EXTRAS, LOGGERS
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import GracefulStop
@@ -158,6 +157,8 @@ def build_loggers(
     # logger=none
     if kind is None:
         return []
+    from revzoo.training.loggers import EXTRAS, LOGGERS
+
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
     if kind in EXTRAS and find_spec(kind) is None:
         raise ConfigError(package_needed(f"logger={kind} needs the package", kind))
