@@ -35,7 +35,7 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run.build import build_data, build_module, build_trainer
 from revzoo.data import Digits
 from revzoo.models import create_model

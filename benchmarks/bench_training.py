@@ -35,7 +35,7 @@ import torch
 from measure import environment
 from torch import Tensor, nn
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run.build import build_trainer, model_spec
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages

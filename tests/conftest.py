@@ -92,6 +92,6 @@ def compose() -> Callable[..., dict[str, Any]]:
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> dict[str, Any]:
-    from revzoo.cli.config.config import compose  # most tests need no Hydra
+    from revzoo.cli.config import compose  # most tests need no Hydra
 
     return compose(overrides).config

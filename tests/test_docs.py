@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.commands.evaluate import with_key
-from revzoo.cli.config.config import ConfigFiles, compose
+from revzoo.cli.config import ConfigFiles, compose
 from revzoo.cli.main import parse
 
 ROOT = Path(__file__).parents[1]

@@ -19,10 +19,9 @@ from typing import Any
 from omegaconf import MISSING
 
 from revzoo._checks import expected_type
-from revzoo.cli.commands._schema_text import sections, yaml_text
-from revzoo.cli.commands.options import choices
-from revzoo.cli.config.schema import RUN, Option, Section
+from revzoo.cli.commands.options import choices, sections, yaml_text
 from revzoo.cli.main import COMMANDS, main
+from revzoo.cli.schema import RUN, Option, Section
 
 FENCE = "```"
 INDEX = f"""# Reference
@@ -82,7 +81,7 @@ def write(folder: Path) -> None:
     """Write every page that is made."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["COLUMNS"] = "88"
-    groups = {f"configuration/{group}": group_page(group) for group in choices(CONFIGS)}
+    groups = {f"configuration/{group}": group_page(group) for group in choices()}
     made = {"api": api(), "commands": commands(), "configuration": configuration(), **groups}
     pages = {"index": INDEX, **made}
     for name, text in pages.items():
@@ -174,13 +173,13 @@ def configuration() -> str:
     default = dict(re.findall(r"^  - (\w+): (\w+)$", primary, re.MULTILINE))
     rows = [
         (f"[{group}](configuration/{group}.md)", default.get(group, ""), ", ".join(names))
-        for group, names in choices(CONFIGS).items()
+        for group, names in choices().items()
     ]
     tree = [
         f"{FENCE}{{toctree}}",
         ":hidden:",
         "",
-        *(f"configuration/{g}" for g in choices(CONFIGS)),
+        *(f"configuration/{g}" for g in choices()),
     ]
     return "\n".join([
         CONFIGURATION, *table(("group", "default", "choices"), rows), "", *tree, FENCE, "",
@@ -198,7 +197,7 @@ def group_page(group: str) -> str:
     ]
     for title, section in sections(group).items():
         lines += [f"## {title}", "", section.about, "", *options_of(section, f"{group}."), ""]
-    for name in choices(CONFIGS)[group]:
+    for name in choices()[group]:
         text = (CONFIGS / group / f"{name}.yaml").read_text().replace(GLOBAL, "")
         lines += [f"## {group}/{name}", "", *about(text), ""]
         lines += [f"{FENCE}yaml", text.rstrip(), FENCE, ""]

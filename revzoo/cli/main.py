@@ -25,9 +25,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
-from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, user_errors
 
 INTERRUPTED = "revzoo: interrupted\n"
 
@@ -53,14 +52,14 @@ class Command(Protocol):
         """Declare the arguments."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run; :data:`~revzoo.cli.config.errors.USER_ERRORS` end it with their message."""
+        """Run; :data:`~revzoo.cli.terminal.USER_ERRORS` end it with their message."""
 
 
 COMMANDS: dict[str, Row] = {
     "train": Row("commands.train", "train a model, or resume a run"),
     "eval": Row("commands.evaluate", "evaluate a trained model"),
     "predict": Row("commands.predict", "classify images"),
-    "sweep": Row("sweep.command", "search for hyper-parameters"),
+    "sweep": Row("commands.sweep", "search for hyper-parameters"),
     # builds=False: importing plugins would make these slow for nothing
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "options": Row("commands.options", "options of a run, with comments", builds=False),

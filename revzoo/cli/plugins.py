@@ -9,26 +9,18 @@ the command line or an installation can import code.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from revzoo._files import check_regular
-from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.status import status_of
-
-log = logging.getLogger(__name__)
+from revzoo.cli.schema import CONFIGS, DIGITS, FITTED, Section, of_plugin, section
+from revzoo.cli.terminal import ConfigError, one_line, status_of
 
 GROUP = "revzoo.plugins"
-SESSIONS_FILE = "sessions.jsonl"  # in a run's folder; each line records the imports of a session
 imported: list[str] = []  # the modules of --import in this process
 
 
@@ -98,9 +90,6 @@ def add_config_nodes() -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    from revzoo.cli.config.config import CONFIGS
-    from revzoo.cli.config.schema import FITTED
-    from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
     from revzoo.models.registry import MODELS
     from revzoo.training.optim.optimizers import OPTIMIZERS, OptimSpec
@@ -109,7 +98,7 @@ def add_config_nodes() -> None:
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
             row = {key: getattr(entry.variant, key) for key in entry.variant_keywords}
-            options = _keywords(entry.network) | {
+            options = _defaults(entry.network, section("")) | {
                 k: v for k, v in row.items() if _is_plain(v) and not isinstance(v, dict)
             }
             # the run sets FITTED from the data and the memory mode
@@ -121,7 +110,7 @@ def add_config_nodes() -> None:
         # our data sets have files; their keys in the table are import paths
         if not name.startswith("revzoo.data."):
             # as in our files; only the table turns the name into a class
-            node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
+            node = {**_defaults(kind, DIGITS), "_target_": name}
             store.store(group="data", name=name, node=node)
     defaults = OptimSpec()
     for name in OPTIMIZERS:
@@ -130,16 +119,10 @@ def add_config_nodes() -> None:
             store.store(group="optim", name=name, node={**defaults.plain(), "name": name})
 
 
-def _keywords(kind: type) -> dict[str, Any]:
-    """The keywords of a constructor and their defaults, if a configuration can hold them."""
-    from omegaconf import MISSING
-
-    return {
-        p.name: MISSING if p.default is p.empty else p.default
-        for p in signature(kind).parameters.values()
-        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-        and (p.default is p.empty or _is_plain(p.default))
-    }
+def _defaults(kind: type, base: Section) -> dict[str, Any]:
+    """The options of a base and a constructor with their defaults, if a file can hold them."""
+    options = of_plugin(kind, base).options
+    return {name: o.default for name, o in options.items() if _is_plain(o.default)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -148,46 +131,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def check_imports(run_dir: Path) -> None:
-    """Check that the user has passed ``--import`` for each plugin of a run.
-
-    A file alone must not cause an import.
-
-    Raises:
-        ConfigError: naming the missing modules.
-        ValueError: ``sessions.jsonl`` is not a regular file.
-    """
-    try:
-        # the last session: a resumed run may have added a plugin
-        recorded = recorded_words(run_dir, "imports", session=-1)
-    except ConfigError as error:
-        log.warning("%s. If it used plugins, add --import MODULE", error)
-        return  # an unknown name raises later
-    if missing := [name for name in recorded if name not in imported]:
-        arguments = shlex.join(word for name in missing for word in ("--import", name))
-        raise ConfigError(
-            f"{run_dir} was trained with plugins: add {arguments}, if you trust these modules"
-        )
-
-
-def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
-    """The ``imports`` or ``overrides`` of a session of a run; none without the record.
-
-    Raises:
-        ConfigError: the record is damaged.
-        ValueError: ``sessions.jsonl`` is not a regular file.
-    """
-    path = run_dir / SESSIONS_FILE
-    check_regular(path)
-    if not path.is_file():
-        return []
-    try:
-        words = json.loads(path.read_text().splitlines()[session]).get(key, [])
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"{key}: {words!r:.40}, expected a list of words")
-    except (OSError, ValueError, IndexError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"{path} is damaged ({reason})") from None
-    return words

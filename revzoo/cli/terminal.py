@@ -1,24 +1,39 @@
-"""Folds long lines at spaces, to the width of the terminal.
+"""What commands print: folded lines, the status of a computation, written files, and errors.
 
-A terminal breaks them inside words. Without a terminal, as in a pipe or a file, lines stay whole
-for programs that read them; COLUMNS=80 in the environment folds them there, too.
+A terminal breaks long lines inside words, so they are folded at spaces. Without a terminal, as in a
+pipe or a file, lines stay whole for programs that read them; COLUMNS=80 in the environment folds
+them there, too. The status and the names of written files go to standard error, since standard
+output may go into a file.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
+import sys
 import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from revzoo._checks import UserError
+
+# our checks raise ValueErrors, and the system OSErrors that name a file
+USER_ERRORS = (ValueError, OSError, UserError)
+# control characters, except the ends of lines and tabs, and those that reverse the order of letters
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+class ConfigError(ValueError):
+    """A command line or configuration is wrong; the message says what to change."""
 
 
 def columns() -> int:
     """The width of the terminal; 0 without one."""
     return shutil.get_terminal_size(fallback=(0, 0)).columns
-
-
-# control characters, except the ends of lines and tabs, and those that reverse the order of letters
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
@@ -69,3 +84,81 @@ class FoldedFormat(logging.Formatter):
     # Formatter.format appends tracebacks to this
     def formatMessage(self, record: logging.LogRecord) -> str:
         return folded(one_record(record.message), indent=2)
+
+
+def show_status(text: str) -> None:
+    """Show the current computation on a terminal; the next call replaces it, "" clears it."""
+    if sys.stderr.isatty():
+        # a line that wraps could not be cleared; 4 columns for the dots
+        shown = f"{text[: shutil.get_terminal_size().columns - 5]} ..." if text else ""
+        # back to the first column, and clear the line
+        sys.stderr.write(f"\r\033[K{shown}")
+        sys.stderr.flush()
+
+
+def show_written(*paths: Path | None) -> None:
+    """Name the files that a command has written, on standard error; skip None."""
+    for path in paths:
+        if path is not None:
+            sys.stderr.write(f"wrote {path}\n")
+
+
+@contextmanager
+def status_of(subject: str) -> Iterator[None]:
+    """Show ``subject``; while :mod:`revzoo.profiling` counts or times, also what, and the seconds.
+
+    Print only after it, or the line would stay before the text.
+    """
+    log, start = logging.getLogger("revzoo.profiling"), time.perf_counter()
+    show_status(subject)  # building a model takes seconds, too
+
+    def show(record: logging.LogRecord) -> bool:
+        show_status(f"{subject}, {time.perf_counter() - start:.0f} s: {record.getMessage()}")
+        return False  # no other handler shows it
+
+    level = log.level
+    handler = logging.Handler()
+    handler.addFilter(show)
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+        show_status("")
+
+
+def one_line(error: BaseException) -> str:
+    """The first two lines of an error's message, joined."""
+    texts = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # some errors have no message
+    return " ".join(texts[:2]) or type(error).__name__
+
+
+@contextmanager
+def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[None]:
+    """End the program with the message of an error of these ``kinds``.
+
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, with its traceback.
+    """
+    try:
+        yield
+    except kinds as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(message_line(error))
+
+
+def message_line(error: Exception) -> str:
+    """An error as programs print it, folded to the terminal, without the end of the line."""
+    return folded(printable(f"revzoo: {_text_of(error)}"), indent=8)
+
+
+def _text_of(error: Exception) -> str:
+    """The message for programs; of an error of the system, without its number."""
+    if isinstance(error, UserError) and error.in_programs:
+        return error.in_programs
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

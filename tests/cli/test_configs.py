@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.config.schema import RUN
 from revzoo.cli.run.build import check_parts, memory_mode
 from revzoo.cli.run.machine import check_machine
+from revzoo.cli.schema import RUN
 from revzoo.models import create_model, list_models
 
 CONFIGS = Path(__file__).parents[2] / "configs"

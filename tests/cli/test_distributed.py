@@ -13,10 +13,10 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
+from resumed import resume
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.resume import graceful_stop as stop_module

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from resumed import resume
 from small_weights import small, write_entry
 
 from revzoo.cli.run.build import build_trainer, check_parts
-from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.models import pretrained
 from revzoo.training import Classifier

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.main import main
 
 # a command line, and a part of its message

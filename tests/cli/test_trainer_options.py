@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from resumed import resume
 from small_task import TinyNet, loader
 
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.build import build_trainer, check_parts
-from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.training import Classifier
 from revzoo.training.resume.graceful_stop import GracefulStop

@@ -20,7 +20,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.status import show_written, status_of
+from revzoo.cli.terminal import show_written, status_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

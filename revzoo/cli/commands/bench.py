@@ -32,8 +32,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.status import show_written, status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, show_written, status_of
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from revzoo._checks import check_count, number_of
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, status_of
 
 SHOWN = 10  # paths of each reason, on a terminal
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.status import status_of
+from revzoo.cli.terminal import status_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

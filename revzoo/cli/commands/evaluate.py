@@ -23,10 +23,8 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 
-from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.invocation import override_argument
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import FoldedFormat
+from revzoo.cli.terminal import ConfigError, FoldedFormat, status_of
 from revzoo.weights.source import resolve_source
 
 # the reason why an evaluation lacks a section
@@ -54,9 +52,8 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from revzoo.cli.config.config import EVAL, compose
-    from revzoo.cli.config.yaml_files import run_of
-    from revzoo.cli.run.changes import take_root
+    from revzoo.cli.config import EVAL, compose
+    from revzoo.cli.run.record import run_of, take_root
 
     # on standard error: standard output has only the figures
     handler = logging.StreamHandler()
@@ -71,8 +68,8 @@ def run(args: argparse.Namespace) -> None:
     config = compose(overrides, EVAL).config
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     with status_of("loading torch and Lightning"):
-        from revzoo.cli.plugins import check_imports
         from revzoo.cli.run.evaluate import evaluate
+        from revzoo.cli.run.record import check_imports
         from revzoo.training.distributed import is_first_process
         from revzoo.training.quiet_lightning import quiet
 
@@ -86,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 def with_key(overrides: Sequence[str]) -> list[str]:
     """The overrides, with ``ckpt=`` before a word without a key, the first one."""
-    from revzoo.cli.config.config import quoted_if_needed
+    from revzoo.cli.config import quoted_if_needed
 
     words = [word for word in overrides if "=" not in word and not word.startswith("~")]
     named = any(override.startswith("ckpt=") for override in overrides)
@@ -100,8 +97,7 @@ def _check_keys(overrides: Iterable[str]) -> None:
     Raises:
         ConfigError: the form or the key of an override is wrong.
     """
-    from revzoo.cli.config.config import CONFIGS
-    from revzoo.cli.config.schema import EVALUATION
+    from revzoo.cli.schema import CONFIGS, EVALUATION
 
     for override in overrides:
         key, _, value = override.partition("=")

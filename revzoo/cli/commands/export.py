@@ -26,8 +26,7 @@ from revzoo.cli.commands._models import (
     check_side,
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.terminal import folded, status_of
 from revzoo.profiling.units import in_units
 from revzoo.weights.source import SAVED, checkpoint_of
 

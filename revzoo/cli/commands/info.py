@@ -24,9 +24,9 @@ from revzoo.cli.commands._models import (
     check_side,
     side_of,
 )
-from revzoo.cli.commands.list import add_weights_option, model_names, weights_table
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import columns, folded
+from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.cli.schema import model_names
+from revzoo.cli.terminal import columns, folded, status_of
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.source import SAVED, checkpoint_of, find_entry, resolve_source
@@ -92,8 +92,7 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
     """Print the facts of a checkpoint; return its model and the side of its images."""
     _print("checkpoint", resolve_source(checkpoint))
     with status_of("loading torch and Lightning"):
-        from revzoo.cli.config.yaml_files import run_of
-        from revzoo.cli.plugins import check_imports
+        from revzoo.cli.run.record import check_imports, run_of
         from revzoo.training.checkpoint.restore import restore
 
         check_imports(run_of(checkpoint))

@@ -11,18 +11,10 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
-from importlib.resources import files
 
 from revzoo._libraries import LIBRARIES, library_hint, matching_names, unknown_name
+from revzoo.cli.schema import model_names
 from revzoo.weights.table import SHIPPED, WeightsTable
-
-
-def model_names() -> list[str]:
-    """The names of the models' configuration files: each model of the zoo has one."""
-    # files, not the registry of models, which imports torch
-    folder = files("revzoo.configs") / "model"
-    names = {f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml")}
-    return sorted(names.difference(LIBRARIES))  # their files hold the options of all networks
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:

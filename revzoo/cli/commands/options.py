@@ -11,14 +11,17 @@ GROUP.OPTION=VALUE.
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import textwrap
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
 
 from revzoo._checks import check_choice
-from revzoo.cli.commands._yaml_comments import wrapped
+from revzoo.cli.schema import CONFIGS, RUN, Chosen, Option, Section, chosen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,30 +35,28 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such group or choice.
     """
-    folder = Path(str(files("revzoo.configs")))
     if not args.group:
-        listed = "\n".join(groups(folder))
+        listed = "\n".join(groups())
         sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
     width = shutil.get_terminal_size().columns
-    shown = [wrapped(text, width) for name in args.group for text in texts(folder, name)]
+    shown = [wrapped(text, width) for name in args.group for text in texts(name)]
     sys.stdout.write("\n".join(shown))
 
 
-def choices(folder: Path) -> dict[str, list[str]]:
+def choices() -> dict[str, list[str]]:
     """The choices of each group, by name."""
     return {
         group.name: sorted(path.stem for path in group.glob("*.yaml"))
-        for group in sorted(folder.iterdir())
+        for group in sorted(CONFIGS.iterdir())
         if any(group.glob("*.yaml"))
     }
 
 
-def groups(folder: Path, *, margin: int = 0) -> list[str]:
+def groups(*, margin: int = 0) -> list[str]:
     """A line for each group, wrapped to the terminal; without MemCNN's variants of networks.
 
     Args:
-        folder: of the groups.
         margin: columns to leave free on both sides.
     """
     column = 12  # of the choices
@@ -66,33 +67,28 @@ def groups(folder: Path, *, margin: int = 0) -> list[str]:
             initial_indent=" " * margin,
             subsequent_indent=" " * (margin + column),
         )
-        for name, names in choices(folder).items()
+        for name, names in choices().items()
     ]
 
 
-def texts(folder: Path, name: str) -> list[str]:
+def texts(name: str) -> list[str]:
     """The options of ``GROUP``, then its files; or those of ``GROUP/CHOICE``, with its values.
 
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.
     """
-    # here: the help of revzoo train imports this module
-    from revzoo.cli.commands._schema_text import listing, sections
-    from revzoo.cli.config.check import chosen
-    from revzoo.cli.config.schema import RUN
-
-    known = choices(folder)
+    known = choices()
     # users write data=cifar10 elsewhere
     group, _, choice = name.replace("=", "/").partition("/")
     check_choice("group", group, known)
     if choice:
         check_choice(group, choice, known[group])
     own = {
-        stem: (folder / group / f"{stem}.yaml").read_text().replace("# @package _global_\n", "")
+        stem: (CONFIGS / group / f"{stem}.yaml").read_text().replace("# @package _global_\n", "")
         for stem in ([choice] if choice else known[group])
     }
     if choice and group in RUN.options:
-        from revzoo.cli.config.config import compose
+        from revzoo.cli.config import compose
 
         values = compose([f"{group}={choice}"], complete=False).config[group]
         about = [line for line in own[choice].splitlines() if line.startswith("#")]
@@ -102,3 +98,123 @@ def texts(folder: Path, name: str) -> list[str]:
         "\n".join([f"== {title}", *listing(part), ""]) for title, part in sections(group).items()
     ]
     return listed + [f"== {group}/{stem}\n{text}" for stem, text in own.items()]
+
+
+def sections(group: str) -> dict[str, Section]:
+    """The options of a group: one section, or several with the values that choose them."""
+    part = RUN.parts.get(group)
+    if part is None:  # experiment, debug: their files set options of all groups
+        return {}
+    if isinstance(part, Section):
+        return {f"{group}, all options": part}
+    names = {
+        id(known): [yaml_text(name) for name, other in part.sections.items() if other is known]
+        for known in part.sections.values()
+    }
+    dots = "..." if group == "model" else ""
+    return {
+        f"{group}, all options with {part.by}: {', '.join(f'{n}{dots}' for n in names[id(s)])}": s
+        for s in part.sections.values()
+    }
+
+
+def listing(section: Section, values: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """The options as lines of YAML, with these values or their defaults, and with comments."""
+    for name, option in section.options.items():
+        value = option.default if values is None else values.get(name, option.default)
+        part = section.parts.get(name)
+        about = comment(option)
+        if isinstance(part, Chosen) and values is None:
+            yield f"{name}:  # {about}"
+            for chooser, known in part.sections.items():
+                yield f"  # with {part.by}: {chooser}"
+                yield from (f"  {line}" for line in listing(known))
+        elif part is not None and (values is None or isinstance(value, Mapping)):
+            known = part if isinstance(part, Section) else chosen(name, part, value)
+            yield f"{name}:{'' if known.options else ' {}'}  # {about}"
+            yield from (f"  {line}" for line in listing(known, value if values else None))
+        else:
+            if isinstance(part, Section) and part.options:  # callbacks.ema: null
+                about += f"; options: {', '.join(part.options)}"
+            yield f"{name}: {yaml_text(value)}  # {about}"
+
+
+def yaml_text(value: Any) -> str:
+    """A value in one line of YAML."""
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump([plain], default_flow_style=True, width=10**6).strip()[1:-1]
+
+
+def comment(option: Option) -> str:
+    """The meaning of an option, and its valid values."""
+    words = [option.about]
+    if option.choices:
+        words.append("one of " + ", ".join("null" if c is None else str(c) for c in option.choices))
+    elif option.range:
+        words.append(option.within)
+    return "; ".join(words)
+
+
+def wrapped(text: str, width: int) -> str:
+    """YAML with its comments wrapped; each line of a comment begins with #.
+
+    Args:
+        text: YAML.
+        width: columns of a line. Values and commands may be longer.
+    """
+    lines: list[str] = []
+    for line in _joined(text.splitlines(), width):
+        lines += [line] if len(line) <= width else _folded(line, width)
+    return "\n".join([*lines, ""])
+
+
+def _joined(lines: list[str], width: int) -> list[str]:
+    """Lines of YAML; a comment that is too long takes in the lines that continue it.
+
+    Then it is wrapped as one paragraph, not line by line.
+    """
+    joined: list[str] = []
+    for line in lines:
+        words = re.match(r"# (\S.*)", line)
+        before = joined[-1] if joined else ""
+        # a line continues the line before if it begins with a small letter, a digit or a bracket,
+        # or if the line before ends with a comma or a word in small letters
+        continues = words and (
+            re.match(r"[a-z0-9(]", words[1]) or re.search(r"(,| [a-z]+)$", before)
+        )
+        if words and continues and re.match(r"# \S", before) and len(before) > width:
+            joined[-1] = f"{before} {words[1]}"
+        else:
+            joined.append(line)
+    return joined
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """Break a YAML line that is too long, according to the kind of its comment."""
+    if command := re.fullmatch(r"(\s*#\s\s+)(\S.*?)(?:\s+# (.*))?", line):
+        # a command stays whole, so that it can be copied
+        margin = f"{command[1]}  "
+        return [command[1] + command[2], *_filled(margin + (command[3] or ""), width, margin)]
+    comment = re.search(r"(^|(?<=\s))# ", line)
+    if comment is None:
+        return [line]
+    start = comment.start()
+    if start <= width // 2:
+        return _filled(line, width, f"{' ' * start}# ")
+    # beside a long value the column would be narrow, so above it
+    margin = " " * (len(line) - len(line.lstrip())) + "# "
+    return [*_filled(margin + line[comment.end() :], width, margin), line[:start].rstrip()]
+
+
+def _filled(line: str, width: int, margin: str) -> list[str]:
+    """The line, wrapped; further lines begin with ``margin``. Nothing for an empty margin."""
+    # no-break spaces keep `quoted words` and numbers with their % together
+    glued = re.sub(r"`[^`]*`|\d %", lambda match: match[0].replace(" ", "\xa0"), line)
+    lines = textwrap.wrap(
+        glued,
+        width,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [row.replace("\xa0", " ") for row in lines if row.strip() != margin.strip()]

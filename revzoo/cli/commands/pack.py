@@ -17,9 +17,7 @@ from typing import Any
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_image_size, add_output
 from revzoo.cli.invocation import command_line
-from revzoo.cli.plugins import SESSIONS_FILE, recorded_words
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded_command
+from revzoo.cli.terminal import folded_command, status_of
 from revzoo.weights.source import CHECKPOINTS, resolve_source
 
 
@@ -99,7 +97,7 @@ def publish(
 
 def _recipe(checkpoint: Path) -> str:
     """The command that started the run."""
-    from revzoo.cli.config.yaml_files import run_of
+    from revzoo.cli.run.record import SESSIONS_FILE, recorded_words, run_of
 
     run_dir = run_of(checkpoint)
     if not (run_dir / SESSIONS_FILE).is_file():
@@ -112,8 +110,7 @@ def _recipe(checkpoint: Path) -> str:
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
-    from revzoo.cli.config.yaml_files import run_of
-    from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming
+    from revzoo.cli.run.record import SUMMARY_FILE, errors_naming, run_of
     from revzoo.weights.source import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE

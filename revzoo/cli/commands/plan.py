@@ -26,8 +26,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.status import show_written, status_of
-from revzoo.cli.terminal import folded, folded_command
+from revzoo.cli.terminal import folded, folded_command, show_written, status_of
 
 if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome

@@ -24,8 +24,7 @@ from revzoo.cli.commands._models import (
     add_saved_bits_option,
     check_side,
 )
-from revzoo.cli.config.errors import ConfigError, message_line
-from revzoo.cli.status import status_of
+from revzoo.cli.terminal import ConfigError, message_line, status_of
 from revzoo.weights.source import resolve_source
 
 
@@ -75,9 +74,8 @@ def run(args: argparse.Namespace) -> None:
     with status_of("loading torch and Lightning"):
         import torch
 
-        from revzoo.cli.config.yaml_files import run_of
-        from revzoo.cli.plugins import check_imports
         from revzoo.cli.run.predict import FORMS, predict
+        from revzoo.cli.run.record import check_imports, run_of
         from revzoo.data import DataError
         from revzoo.training.checkpoint.restore import restore
         from revzoo.training.quiet_lightning import quiet

@@ -27,21 +27,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from revzoo.cli.commands.options import groups
-from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.invocation import override_argument
-from revzoo.cli.status import status_of
+from revzoo.cli.terminal import ConfigError, status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
 
-    from revzoo.cli.config.config import ConfigFiles
-
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+    from revzoo.cli.config import ConfigFiles
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,21 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config-dir", "-cd", type=Path, metavar="DIR", help="a further folder of options")
     add("--config-name", "-cn", metavar="NAME", help="the primary file (default train)")
     add("--config-path", "-cp", metavar="DIR", help="the folder of the primary file and the groups")
-    add(
-        "--info",
-        "-i",
-        const="all",
-        nargs="?",
-        choices=INFO,
-        metavar="WHAT",
-        help=f"print how Hydra composes, and exit: {', '.join(INFO)}",
-    )
-    add("--hydra-help", action="store_true", help="print Hydra's keys, and exit")
-    add("--shell-completion", "-sc", action="store_true", help="install=SHELL or uninstall=SHELL")
-    add("--run", "-r", action="store_true", help=argparse.SUPPRESS)
-    add("--experimental-rerun", help=argparse.SUPPRESS)
     # argparse wraps its own text, not an epilog
-    lines = groups(Path(str(files("revzoo.configs"))), margin=2)
+    lines = groups(margin=2)
     parser.epilog = "groups:\n" + "\n".join(lines)
 
 
@@ -83,13 +66,10 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: the run cannot work; no file is written.
         SystemExit: see :func:`revzoo.cli.run.train.train`.
     """
-    # Hydra's grammar has the option, so declare and refuse it
-    if args.experimental_rerun is not None:
-        raise ConfigError("--experimental-rerun reads a pickle, which can run code: use overrides")
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config.config import compose
+    from revzoo.cli.config import compose
 
     source = _source(args)
     if args.multirun and args.cfg:
@@ -97,16 +77,8 @@ def run(args: argparse.Namespace) -> None:
     if args.multirun:
         _multirun(args, source)
         return
-    # Hydra completes an unfinished command line, which cannot be composed
-    if args.shell_completion:
-        _show(args, source)
-        return
-    shown = args.cfg is not None or args.info or args.hydra_help
-    config, cfg, whole = compose(args.overrides, source, complete=not shown)
-    # after composing, which refuses a wrong override here, too
-    if args.info or args.hydra_help:
-        _show(args, source)
-    elif args.cfg is not None:
+    config, cfg, whole = compose(args.overrides, source, complete=args.cfg is None)
+    if args.cfg is not None:
         _print(whole if args.cfg == "all" else whole.hydra if args.cfg == "hydra" else cfg, args)
     elif whole.hydra.mode is not None and whole.hydra.mode.name == "MULTIRUN":
         # hydra.mode=MULTIRUN, the same as -m
@@ -124,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _source(args: argparse.Namespace) -> ConfigFiles:
     """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
-    from revzoo.cli.config.config import CONFIGS, ConfigFiles
+    from revzoo.cli.config import ConfigFiles
+    from revzoo.cli.schema import CONFIGS
 
     path = args.config_path
     # pkg://x would import x
@@ -141,12 +114,11 @@ def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config.config import compose
-    from revzoo.cli.config.yaml_files import recorded_config
-    from revzoo.cli.run.changes import check_changes, take_root
+    from revzoo.cli.run.machine import check_machine
+    from revzoo.cli.run.record import resumed_config
 
     new_runs = (
-        *("multirun", "cfg", "resolve", "package", "info", "hydra_help"),
+        *("multirun", "cfg", "resolve", "package"),
         *("config_dir", "config_name", "config_path"),
     )
     if excess := [name for name in new_runs if getattr(args, name)]:
@@ -154,14 +126,13 @@ def _resume(args: argparse.Namespace) -> None:
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "
             "in its folder; leave the option out"
         )
-    check_changes(args.overrides, args.resume)
-    # `resume` checks again; here a typo gets its answer before torch is imported
-    compose(take_root(args.overrides)[0])
-    recorded_config(args.resume.absolute())  # only for its errors
+    run_dir, allow = args.resume.absolute(), args.allow_precision_change
+    config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
     with status_of("loading torch and Lightning"):
+        check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.resume import resume
 
-    resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)
+    resume(run_dir, config, args.overrides)
 
 
 def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
@@ -178,25 +149,3 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     if args.resolve and isinstance(part, Container):
         OmegaConf.resolve(part)
     sys.stdout.write(OmegaConf.to_yaml(part) if isinstance(part, Container) else f"{part}\n")
-
-
-def _show(args: argparse.Namespace, source: ConfigFiles) -> None:
-    # Hydra's own texts: these functions are private, and Hydra is pinned below 1.4
-    from hydra._internal.utils import get_args_parser
-    from hydra.types import RunMode
-
-    from revzoo.cli.config.config import hydra_of
-
-    options: dict[str, Any] = {"config_name": source.name, "overrides": args.overrides}
-    try:
-        with hydra_of(source) as hydra:
-            if args.shell_completion:
-                hydra.shell_completion(**options)
-            elif args.hydra_help:
-                hydra.hydra_help(config_name=source.name, args_parser=get_args_parser(), args=args)
-            else:
-                hydra.show_info(args.info, **options, run_mode=RunMode.RUN)
-    except ConfigError:
-        raise
-    except Exception as error:  # Hydra fails without the shell's variables or with overrides
-        raise ConfigError(f"{type(error).__name__}: {one_line(error)}") from error

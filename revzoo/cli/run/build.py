@@ -21,19 +21,19 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.run.record import METRICS_FILE
 from revzoo.cli.run.sizes import try_image
+from revzoo.cli.schema import MODES
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
-from revzoo.profiling.plan import PLANNED
 from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
-from revzoo.training.loggers import EXTRAS, LOGGERS
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import GracefulStop
@@ -43,7 +43,6 @@ PROFILERS: dict[str, type[Any]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-METRICS_FILE = "metrics.csv"
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:
@@ -76,7 +75,7 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
     """
     mode: str | None = config["memory"]["mode"]
-    return None if mode in PLANNED else mode
+    return mode if mode in MODES else None
 
 
 def build_module(
@@ -158,6 +157,8 @@ def build_loggers(
     # logger=none
     if kind is None:
         return []
+    from revzoo.training.loggers import EXTRAS, LOGGERS
+
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
     if kind in EXTRAS and find_spec(kind) is None:
         raise ConfigError(package_needed(f"logger={kind} needs the package", kind))

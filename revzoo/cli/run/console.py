@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo._checks import number_of
-from revzoo.cli.config.config import quoted_if_needed
+from revzoo.cli.config import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tensorboard_line
 from revzoo.cli.terminal import folded, folded_command, one_record
 from revzoo.data import ImageData
@@ -24,7 +24,6 @@ from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.library import weights_name
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.plan import count_modes
 from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.classifier import Classifier
@@ -235,6 +234,8 @@ def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
         return module.memory_mode
+    from revzoo.profiling.plan import count_modes  # few modes need the profiler
+
     return f"{config['memory']['mode']} ({count_modes(plan)})"
 
 

@@ -8,14 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.check import check
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.schema import EVALUATION
-from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
+from revzoo.cli.check import check
 from revzoo.cli.run.build import apply_precision, build_data, make_trainer
-from revzoo.cli.run.changes import moved
-from revzoo.cli.run.folder import errors_naming
 from revzoo.cli.run.machine import check_machine
+from revzoo.cli.run.record import CONFIG_FILE, errors_naming, moved, recorded_config, run_of
+from revzoo.cli.schema import EVALUATION
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import DataError
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.checkpoint.restore import Restored, restore
@@ -51,8 +49,8 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     if not data.has(config["split"]):
         if testing:
             raise DataError("the data have no test split: use split=val")
-        # before the images are read
-        check_held_back(config["ckpt"], data_config)
+        if config.get("data"):  # before the images are read; the run's own data fit
+            check_held_back(config["ckpt"], data_config)
     # before `setup`, which would measure mean and deviation of these images
     data.load_state_dict(restored.data_state)
     if is_first_process():

@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +24,19 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from revzoo._checks import check_number
-from revzoo._files import check_regular, json_bytes, write_atomically
+from revzoo._files import json_bytes, write_atomically
 from revzoo._version import __version__
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
-from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
 from revzoo.cli.invocation import command_line
-from revzoo.cli.plugins import SESSIONS_FILE, imported
-from revzoo.cli.run.build import METRICS_FILE
-from revzoo.cli.run.lock import LOCK_FILE
+from revzoo.cli.plugins import imported
+from revzoo.cli.run.record import (
+    CONFIG_FILE,
+    LOCK_FILE,
+    SESSIONS_FILE,
+    SUMMARY_FILE,
+    check_files,
+    write_yaml,
+)
+from revzoo.cli.terminal import ConfigError
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
 from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.distributed import is_first_process
@@ -41,8 +46,6 @@ from revzoo.weights.source import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
-SUMMARY_FILE = "summary.json"
-LOG_FILE = "train.log"
 MAX_SECONDS = 1e10  # of training; 300 years
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
@@ -51,36 +54,6 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write the resolved configuration as ``config.yaml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_yaml(config, run_dir / CONFIG_FILE)
-
-
-@contextmanager
-def errors_naming(path: Path) -> Iterator[None]:
-    """Turn all errors in the block into one line that names the file.
-
-    A configuration edited by hand may hold any value anywhere, but the checks expect the types of a
-    composed configuration.
-
-    Raises:
-        ConfigError: for any error in the block.
-    """
-    try:
-        yield
-    except USER_ERRORS as error:  # their message is complete; other errors need their type
-        raise ConfigError(f"{path}: {one_line(error)}") from None
-    except Exception as error:
-        raise ConfigError(
-            f"{path} is damaged ({type(error).__name__}: {one_line(error)}): restore it from a copy"
-        ) from error
-
-
-def check_files(run_dir: Path) -> None:
-    """Check that the files that a run reads or appends to are regular files, not a FIFO, say.
-
-    Raises:
-        ValueError: naming the file.
-    """
-    names = (CONFIG_FILE, SESSIONS_FILE, SUMMARY_FILE, METRICS_FILE, LOG_FILE, LOCK_FILE)
-    check_regular(*(run_dir / name for name in names))
 
 
 def check_unused(run_dir: Path) -> None:

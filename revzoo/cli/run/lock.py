@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from revzoo.cli.config.errors import ConfigError, user_errors
+from revzoo.cli.run.record import LOCK_FILE
+from revzoo.cli.terminal import ConfigError, user_errors
 from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)
 
-LOCK_FILE = ".lock"
 _held: set[IO[str]] = set()  # files whose locks this process holds
 
 

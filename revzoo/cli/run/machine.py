@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._checks import cores, number_of
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.terminal import ConfigError
 
 Config = Mapping[str, Any]
 

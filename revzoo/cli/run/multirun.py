@@ -20,8 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from revzoo._checks import number_of
-from revzoo.cli.config.config import (
-    CONFIGS,
+from revzoo.cli.config import (
     TRAIN,
     Composed,
     ConfigFiles,
@@ -30,11 +29,10 @@ from revzoo.cli.config.config import (
     parse,
     quoted,
 )
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.invocation import train_words
 from revzoo.cli.run.machine import check_machine, check_started_together
-from revzoo.cli.status import status_of
-from revzoo.cli.terminal import folded
+from revzoo.cli.schema import CONFIGS
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ weights and figures as an uninterrupted run, bit for bit. The memory mode may ch
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,18 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.check import check
-from revzoo.cli.config.config import compose
-from revzoo.cli.config.errors import ConfigError, user_errors
-from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
-from revzoo.cli.plugins import check_imports
 from revzoo.cli.run.build import data_name, model_spec
-from revzoo.cli.run.changes import ACCELERATOR, check_changes, moved, take_root
 from revzoo.cli.run.console import shorten_log
-from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.machine import check_machine
-from revzoo.cli.run.train import train
+from revzoo.cli.run.record import CONFIG_FILE, LOG_FILE
+from revzoo.cli.run.train import Saved, train
+from revzoo.cli.terminal import user_errors
 from revzoo.data.registry import DATA
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.registry import build_callbacks
@@ -42,43 +35,23 @@ log = logging.getLogger(__name__)
 
 
 def resume(
-    run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
+    run_dir: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> dict[str, float]:
     """Continue a run in its folder.
 
     Args:
         run_dir: the run's folder.
-        overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME``,
-            ``data.root=DIR`` and ``trainer.accelerator=NAME``.
-        allow_precision_change: whether the precision may change, and with it the figures.
+        config: from :func:`revzoo.cli.run.record.resumed_config`.
+        overrides: of the command line, for the record.
 
     Returns:
         The figures of the run.
 
     Raises:
-        SystemExit: the run cannot resume, or not with these changes; the message says why.
+        SystemExit: the run cannot resume; the message says why.
     """
     # messages and records name the path, and the process may change its folder
     run_dir = run_dir.absolute()
-    path = run_dir / CONFIG_FILE
-    with user_errors():
-        # before any file is opened: a FIFO would block
-        check_files(run_dir)
-        # before the configuration, which may use names that a plugin registers
-        check_imports(run_dir)
-        config = recorded_config(run_dir)
-        check_changes(overrides, run_dir)
-        others, root = take_root(overrides)
-        composed = compose(others).config if others else {}
-        # a file that someone may have edited; the device and its precision may be of another place
-        with errors_naming(path):
-            check(config | _of_device(config, others, composed))
-        if overrides:
-            config |= _changes(
-                config, others, composed, root, allow_precision_change=allow_precision_change
-            )
-            check(config)
-        check_machine(config)
     with locked(run_dir), logged_to(run_dir):
         arguments = ["--resume", str(run_dir), *overrides]
         # under the lock: it may rename a damaged file
@@ -86,7 +59,7 @@ def resume(
         return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
 
 
-def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
+def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
     """The checkpoint to resume from; None if the run has saved none.
 
     Raises:
@@ -101,8 +74,9 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
         return None
     with user_errors():
         check = partial(check_fits, config, run_dir=run_dir)
-        path, _ = read_last(run_dir / CHECKPOINTS, check)
-    return path
+        path, state = read_last(run_dir / CHECKPOINTS, check)
+    # the rest is freed: it may hold gigabytes
+    return Saved(path, state["global_step"], state[data_name(config)])
 
 
 def check_fits(
@@ -122,44 +96,6 @@ def check_fits(
         check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
     except ValueError as error:  # options of another version
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _of_device(
-    config: Mapping[str, Any], overrides: Sequence[str], composed: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The sections that the overrides replace because the run moves to another device."""
-    moves = any(override.startswith(f"{ACCELERATOR}=") for override in overrides)
-    if not moves or not isinstance(config.get("trainer"), Mapping):  # edited: a check names it
-        return {}
-    accelerator = composed["trainer"]["accelerator"]
-    changed = {"trainer": {**config["trainer"], "accelerator": accelerator}}
-    if any(override.startswith("precision=") for override in overrides):
-        changed["precision"] = composed["precision"]
-    return changed
-
-
-def _changes(
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
-    composed: Mapping[str, Any],
-    root: str | None,
-    *,
-    allow_precision_change: bool,
-) -> dict[str, Any]:
-    """The sections that the overrides, already composed, and ``data.root`` replace."""
-    # whole sections: memory=budget brings its own keys
-    sections = {re.split("[.=]", override)[0] for override in overrides} - {"trainer"}
-    changed = {section: composed[section] for section in sections}
-    changed |= _of_device(config, overrides, composed)
-    changed["data"] = moved(config["data"], root)
-    precision = changed.get("precision", config["precision"])
-    if precision != config["precision"] and not allow_precision_change:
-        raise ConfigError(
-            f"the run uses precision.trainer={config['precision']['trainer']}, "
-            f"{precision['trainer']} would change its figures: add --allow-precision-change "
-            "to accept this"
-        )
-    return changed
 
 
 def check_same_run(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.terminal import ConfigError, one_line
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.invertible import kind_of
 

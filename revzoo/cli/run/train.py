@@ -24,17 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
-from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
-from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.run.build import (
     apply_precision,
     build_data,
     build_module,
     build_trainer,
     check_network,
-    data_name,
 )
-from revzoo.cli.run.changes import moved, new_run_command
 from revzoo.cli.run.console import (
     log_finished,
     log_opening,
@@ -58,7 +54,9 @@ from revzoo.cli.run.folder import (
 )
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.machine import check_started_together
-from revzoo.cli.run.memory_plan import with_plan
+from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
+from revzoo.cli.schema import MODES
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
@@ -73,7 +71,6 @@ from revzoo.training.callbacks.checkpoints import (
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
-    read_checkpoint,
 )
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
@@ -172,7 +169,7 @@ def train(
     *,
     run_dir: Path,
     overrides: Sequence[str] = (),
-    resume: Path | None = None,
+    resume: Saved | None = None,
 ) -> dict[str, float]:
     """Train, then test the best checkpoint; write configuration, logs and figures to ``run_dir``.
 
@@ -203,23 +200,15 @@ def train(
                     return {}
                 config = following
             with quiet(), user_errors():
-                run = prepare(config, run_dir, stop, resume)
+                run = build(config, run_dir, stop, resume)
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
-                record_start(run, run_dir, overrides, resume)
-            with config_kept(run, run_dir):
-                figures = fit_and_test(
-                    run.trainer,
-                    run.module,
-                    run.data,
-                    run_dir=run_dir,
-                    test=config["test"],
-                    resume=resume,
-                )
+                announce(run, run_dir, overrides)
+            figures = fit_and_test(run, run_dir)
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
-                log_finished(run.trainer, resume)
+                log_finished(run.trainer, resume.path)
             return figures
     except RunStopped as stopped:
         status = stopped.status
@@ -243,6 +232,20 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
     return following
 
 
+class Saved(NamedTuple):
+    """The checkpoint from which a run resumes.
+
+    Attributes:
+        path: of the file.
+        step: the optimiser steps so far.
+        data: the state of the data module.
+    """
+
+    path: Path
+    step: int
+    data: Mapping[str, Any]
+
+
 class Run(NamedTuple):
     """The parts of a run that is ready to train.
 
@@ -252,6 +255,7 @@ class Run(NamedTuple):
         module: with the model.
         data: after ``setup``.
         first_step: the step at which it starts; None in a new folder.
+        resumed: the checkpoint from which it resumes; None for a new run.
     """
 
     config: dict[str, Any]
@@ -259,18 +263,16 @@ class Run(NamedTuple):
     module: Classifier
     data: ImageData
     first_step: int | None
+    resumed: Path | None
 
 
-def prepare(
-    config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Path | None
+def build(
+    config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Saved | None
 ) -> Run:
     """Build the parts of a run. Writes no files."""
     prepare_process(config)
-    step: int | None = None
-    trained_on: dict[str, Any] | None = None
-    if resume is not None:
-        step, trained_on = _saved(resume, config)
-    elif (run_dir / CONFIG_FILE).exists():
+    step = None if resume is None else resume.step
+    if resume is None and (run_dir / CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
@@ -278,7 +280,7 @@ def prepare(
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
 
-    def build(shape: Mapping[str, int]) -> Classifier:
+    def build_network(shape: Mapping[str, int]) -> Classifier:
         # the checkpoint replaces the weights that the run started from: say nothing of these
         with nullcontext() if resume is None else unlogged(pretrained.log):
             module = build_module(config, **shape)
@@ -286,47 +288,36 @@ def prepare(
         return module
 
     # before all images are read, which may take minutes
-    shape = data.shape if trained_on is None else {}
-    module = build(shape) if shape else None
+    shape = data.shape if resume is None else {}
+    module = build_network(shape) if shape else None
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
-    if trained_on is not None:  # before the model, which is built for these data
-        _check_same_data(trained_on, data, run_dir)
-    module = module or build(data.shape)
+    if resume is not None:  # before the model, which is built for these data
+        _check_same_data(resume.data, data, run_dir)
+    module = module or build_network(data.shape)
     module.balance(data)
-    planned = with_plan(config, module, data, trainer)
-    return Run(planned, trainer, module, data, step)
+    if config["memory"]["mode"] not in (None, *MODES):
+        from revzoo.cli.run.memory_plan import with_plan  # few modes need the profiler
+
+        config = with_plan(config, module, data, trainer)
+    resumed = None if resume is None else resume.path
+    return Run(dict(config), trainer, module, data, step, resumed)
 
 
-def record_start(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
+def announce(run: Run, run_dir: Path, overrides: Sequence[str]) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
-    if resume is None:
+    if (checkpoint := run.resumed) is None:
         write_config(run.config, run_dir)
     else:  # record changes only after the trainer has accepted the checkpoint
 
         def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             write_config(run.config, run_dir)
-            log_resumed(trainer, resume)
+            log_resumed(trainer, checkpoint)
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume)
-
-
-@contextmanager
-def config_kept(run: Run, run_dir: Path) -> Iterator[None]:
-    """Write the configuration again if the run's folder was removed while it trained.
-
-    Checkpoints and logs make the folder again; without its configuration no command could use it.
-    """
-    try:
-        yield
-    finally:
-        made_again = run_dir.exists() and not (run_dir / CONFIG_FILE).exists()
-        if run.trainer.is_global_zero and made_again:
-            log.warning("%s was removed during the run: its earlier files are lost", run_dir)
-            write_config(run.config, run_dir)
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=checkpoint)
 
 
 @contextmanager
@@ -338,12 +329,6 @@ def unlogged(logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The optimiser steps of a checkpoint, and its state of the data module."""
-    state = read_checkpoint(path)  # freed on return: it may hold gigabytes
-    return state["global_step"], state[data_name(config)]
 
 
 def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Path) -> None:
@@ -358,32 +343,25 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Pa
 
 
 @user_errors((*USER_ERRORS, *TRAINING_ERRORS))  # here: Hydra would print all overrides first
-def fit_and_test(
-    trainer: pl.Trainer,
-    module: Classifier,
-    data: ImageData,
-    *,
-    run_dir: Path,
-    test: bool,
-    resume: Path | None = None,
-) -> dict[str, float]:
+def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     """Train, test the best checkpoint (without one, the last weights), write the summary.
 
     Raises:
         SystemExit: training or test has failed in a known way; the summary has the message, too.
         RunStopped: after SIGTERM or Ctrl-C.
     """
+    trainer, module, data = run.trainer, run.module, run.data
     # the seconds of a resumed run include its earlier sessions
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
     try:
         with quiet(), redirected_log(trainer), memory_errors(trainer, module, data):
-            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+            trainer.fit(module, datamodule=data, ckpt_path=run.resumed, weights_only=True)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
         check_validated(trainer, figures)
-        if test and data.has("test") and trainer.state.finished:
+        if run.config["test"] and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
         check_saved(trainer)
     except (RunStopped, *ENDINGS) as error:
@@ -399,14 +377,7 @@ def fit_and_test(
             if not stopped:
                 # before the summary, which a full disk refuses
                 best = best_checkpoint_path(trainer)
-                log_result(
-                    trainer,
-                    figures,
-                    seconds=seconds,
-                    run_dir=run_dir,
-                    best=best,
-                    data=data,
-                )
+                log_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best, data=data)
             summary = describe_run(
                 trainer, module, seconds=seconds, figures=figures, stopped=stopped
             )

@@ -15,7 +15,6 @@ from pytorch_lightning.utilities.memory import is_oom_error
 
 from revzoo._checks import UserError
 from revzoo.data import ImageData
-from revzoo.profiling.audit import audit
 from revzoo.profiling.units import in_units
 from revzoo.training.classifier import Classifier
 from revzoo.training.process_memory import peak_bytes
@@ -72,6 +71,8 @@ def memory_advice(module: Classifier, data: ImageData) -> str:
     shape = (data.batch_size, module.hparams["model"]["in_chans"], *[data.image_size] * 2)
     # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
+        from revzoo.profiling.audit import audit  # only this error needs it
+
         audits = audit(module.model, shape).audits
         # the present mode is the first
         present, *others = [f"{in_units(a.activation_bytes)} in {m}" for m, a in audits.items()]

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 
 import revzoo
-from revzoo.cli.config.config import ConfigFiles, compose
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config import ConfigFiles, compose
 from revzoo.cli.main import main
 from revzoo.cli.run.evaluate import evaluate
 from revzoo.cli.run.predict import predict
 from revzoo.cli.run.train import train
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import Digits
 from revzoo.data.state import normalisation_for
 from revzoo.interop.export import FORMATS

@@ -14,17 +14,18 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from resumed import resume
 from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.changes import moved, take_root
 from revzoo.cli.run.folder import check_unused
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.resume import check_same_run, resume
+from revzoo.cli.run.record import moved, take_root
+from revzoo.cli.run.resume import check_same_run
 from revzoo.cli.run.train import train
+from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
@@ -568,7 +569,7 @@ def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
     assert "test/acc" in go_on(stopped)
 
 
-@pytest.mark.parametrize("option", ["--cfg=job", "-m", "--info", "--config-name=other"])
+@pytest.mark.parametrize("option", ["--cfg=job", "-m", "--config-name=other"])
 def test_options_of_new_runs_are_refused(option: str, tmp_path: Path) -> None:
     """They were ignored: --cfg job trained instead of printing."""
     with pytest.raises(SystemExit, match="a resumed run has its configuration in its folder"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run.build import run_description
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.config.config import ConfigFiles, compose, quoted_if_needed
+from revzoo.cli.config import ConfigFiles, compose, quoted_if_needed
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import (

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
+from resumed import resume
 
 from revzoo.cli.run.evaluate import evaluate
 from revzoo.cli.run.folder import write_config
-from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.data import DataError
 from revzoo.training.checkpoint.files import read_checkpoint
@@ -50,7 +50,7 @@ def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from revzoo.cli.config.config import compose
+    from revzoo.cli.config import compose
 
     folder = tmp_path_factory.mktemp("run")
     train(compose(SMALL).config, run_dir=folder)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from revzoo.cli.config.config import compose
+from revzoo.cli.config import compose
 from revzoo.cli.run import train
 from revzoo.cli.run.folder import new_folder
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
-from revzoo.cli.run import train as train_module
+from revzoo.cli.run import memory_plan
 from revzoo.cli.run.train import train
 from revzoo.core.invertible import Step
 from revzoo.profiling.audit import audit
@@ -143,7 +143,7 @@ class StepPeak(pl.Callback):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepPeak]]:
     """The counted peak of the run."""
-    with_plan, peaks = train_module.with_plan, []
+    with_plan, peaks = memory_plan.with_plan, []
 
     def counting(config: Any, module: Classifier, data: Any, trainer: pl.Trainer) -> Any:
         planned = with_plan(config, module, data, trainer)
@@ -152,7 +152,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepPeak]]:
         peaks[0].memory.__enter__()  # type: ignore[no-untyped-call]
         return planned
 
-    monkeypatch.setattr(train_module, "with_plan", counting)
+    monkeypatch.setattr(memory_plan, "with_plan", counting)
     yield peaks
     if peaks:
         peaks[0].memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]

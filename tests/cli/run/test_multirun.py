@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli import invocation
-from revzoo.cli.config.config import ConfigFiles
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config import ConfigFiles
 from revzoo.cli.run import child_process, multirun
+from revzoo.cli.terminal import ConfigError
 
 
 def test_jobs_use_the_configuration_of_the_command_line(

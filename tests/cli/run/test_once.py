@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from revzoo.cli.config import config
+from revzoo.cli import config
 from revzoo.cli.main import main
 from revzoo.cli.run import build
 from revzoo.data import Digits
 from revzoo.models import RevNet
 from revzoo.profiling import audit
 
+MODULES = 150  # of ours, loaded at the first batch
 SMALL = ("debug=smoke", "trainer=cpu", "model.units=[1,1,1]", "memory=exact", "logger=none")
 
 
@@ -44,5 +47,35 @@ def test_each_part_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "Digits.__init__": 1,
         "RevNet.__init__": 1,
         "revzoo.cli.run.build.build_callbacks": 1,
-        "revzoo.cli.config.config.check": 1,
+        "revzoo.cli.config.check": 1,
     }
+
+
+LOADED = """
+import sys
+import pytorch_lightning as pl
+from revzoo.cli.main import main
+
+def started(self, *args):
+    print(*sorted(n for n in sys.modules if n.partition(".")[0] == "revzoo"))
+    sys.stdout.flush()
+
+pl.Callback.on_train_batch_start = started
+main(["train", *sys.argv[1:]])
+"""
+
+
+def test_a_run_loads_what_it_uses(tmp_path: Path) -> None:
+    """Each run loaded the planner, and 177 modules of ours before its first batch."""
+    options = [*SMALL, "callbacks=none", "test=false", "hydra.run.dir=run"]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = next(line for line in done.stdout.splitlines() if line.startswith("revzoo ")).split()
+    assert len(loaded) <= MODULES
+    unused = ("audit", "memory_plan", "multirun", "evaluate", "plan", "predict", "sweep", "tune")
+    assert [name for name in loaded if name.rpartition(".")[2] in unused] == []

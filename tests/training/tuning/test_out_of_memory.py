@@ -15,7 +15,6 @@ from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.core.set_memory import set_memory
 from revzoo.training import Classifier
-from revzoo.training.tuning import out_of_memory
 from revzoo.training.tuning.out_of_memory import is_out_of_memory, memory_advice
 
 SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
@@ -49,7 +48,7 @@ def test_a_planned_run_is_listed_first() -> None:
 def test_a_model_that_cannot_be_counted_gets_the_other_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(out_of_memory, "audit", fails)
+    monkeypatch.setattr("revzoo.profiling.audit.audit", fails)
     assert advice() == "; lower data.batch_size (64)"
 
 

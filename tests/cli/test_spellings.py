@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from revzoo.cli.config.config import compose
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.spellings import SPELLINGS, our_spelling
+from revzoo.cli.check import SPELLINGS, our_spelling
+from revzoo.cli.config import compose
 from revzoo.cli.main import main
+from revzoo.cli.terminal import ConfigError
 
 # a value of ours for the keys that name an option or need a number
 VALUES = {

@@ -1,8 +1,9 @@
-"""Composes a configuration with Hydra, from files and the overrides of a command line.
+"""Composes a configuration with Hydra from files and the overrides of a command line; checks it.
 
 Hydra would refuse an unknown key without naming the nearest. So every override may add its key
 (``++``), and the schema refuses what does not exist, on the command line as in a file. This imports
-neither torch nor Lightning, so a typo gets a quick answer.
+neither torch nor Lightning, so a typo gets a quick answer. What depends on the machine, the model
+or the data is checked where these are built (:mod:`revzoo.cli.run.build`).
 
 NOTE [ Hydra's section ]
 ``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
@@ -13,20 +14,31 @@ environment variables and files to write. Hydra merges that section from every f
 2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
 3. The composed section must equal the default of Hydra's package, except for :data:`FREE`, which
    are folders and switches, and :data:`SET_BY_HYDRA`.
-4. ``--experimental-rerun`` reads a pickle and is refused.
+4. Hydra's own command line is not used: ``--experimental-rerun`` reads a pickle.
+
+NOTE [ Files of others ]
+A file of a kilobyte can take gigabytes, or read secrets. So before Hydra reads a file of a user's
+folders:
+1. It must be a regular file of limited size and depth, with aliases expanded: OmegaConf copies the
+   node of an alias at each use.
+2. Its references (``${...}``) may name other values, the time and variables ``REVZOO_*`` only:
+   ``${oc.env:AWS_SECRET_ACCESS_KEY}`` would end in names of folders.
+Limit: nobody counts the references. OmegaConf takes a millisecond for each and keeps no result, so
+eight in each of eight texts take minutes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -45,20 +57,21 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from revzoo._checks import did_you_mean
-from revzoo._files import file_name
-from revzoo._libraries import LIBRARIES, check_library_name, library_hint
-from revzoo.cli.config.check import check, unknown
-from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.schema import EVALUATION, RUN, SCHEDULES
-from revzoo.cli.config.spellings import our_spelling
-from revzoo.cli.config.yaml_files import check_growth, check_references, check_resolvers
+from revzoo._files import check_regular, file_name
+from revzoo._libraries import library_hint
+from revzoo.cli.check import check, our_spelling, unknown
+from revzoo.cli.schema import CONFIGS, EVALUATION, RUN, SCHEDULES
+from revzoo.cli.terminal import ConfigError, one_line
 
-CONFIGS = Path(str(files("revzoo.configs")))
 SCHEDULE = "optim.schedule"
 MAX_VALUES = 10_000  # of one key in a multirun
+MAX_BYTES = 1 << 20  # of a file
+MAX_NODES = 100_000  # of a file with all aliases expanded
+MAX_DEPTH = 50
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
     "hydra.run.dir",
@@ -81,6 +94,9 @@ SET_BY_HYDRA = (
     "hydra.job.id",
     "hydra.help",
     "hydra.hydra_help",
+)
+_REFERENCE = re.compile(
+    r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
@@ -136,32 +152,28 @@ def compose(
     Raises:
         ValueError: naming the value, the expected ones and the remedy.
     """
-    root = EVALUATION if source == EVAL else RUN
     with hydra_of(source) as hydra:
         parsed = parse(with_libraries(overrides), hydra.config_loader)
-        words = [_checked(override, source, hydra.config_loader) for override in parsed]
+        words = [_checked(override, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
-    everything: Any = OmegaConf.to_container(whole)
-    check_references(everything)  # those of one file may lead to those of another
-    _drop_options_of_other_schedules(whole, parsed)
+    # Hydra locks the configuration: no key can be added or removed
     with flag_override(whole, ["struct", "readonly"], [False, False]):
+        _drop_options_of_other_schedules(whole, parsed)
         # as typed, for records and names of folders
         whole.hydra.overrides.task = [
             str(o.input_line) for o in parsed if not o.is_hydra_override()
         ]
-        dirname = everything["hydra"]["job"]["override_dirname"]
-        whole.hydra.job.override_dirname = dirname.replace("++", "")
+        job: Any = OmegaConf.to_container(whole.hydra.job)  # references unresolved
+        whole.hydra.job.override_dirname = job["override_dirname"].replace("++", "")
     cfg = whole.copy()
-    # Hydra locks the configuration: no key can be added or removed
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
     try:
-        plain = OmegaConf.to_container(cfg, resolve=True)
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
     except OmegaConfBaseException as error:  # a reference names a missing key
         raise ConfigError(one_line(error)) from None
-    assert isinstance(plain, dict)
     config = {str(key): value for key, value in plain.items()}
-    check(config, root, complete=complete)
+    check(config, EVALUATION if source == EVAL else RUN, complete=complete)
     _check_hydra_section(whole)  # last: it composes Hydra's own section, which takes 0.2 s
     return Composed(config, cfg, whole)
 
@@ -198,15 +210,14 @@ def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
 
 
 def _check_loaded_files(hydra: Hydra) -> None:
-    """Let Hydra check each file of a user's folder: it could fill the memory, or read secrets."""
+    """Check each file of a user's folder before Hydra loads it: NOTE [ Files of others ]."""
 
     def load(place: ConfigSource, config_path: str) -> ConfigResult:
         path = Path(place.path, place._normalize_file_name(config_path)).resolve()
-        check_growth(path)
+        load_yaml(path)
         loaded = type(place).load_config(place, config_path)
-        values: Any = OmegaConf.to_container(loaded.config)
-        check_resolvers(values, path)
-        check_references(values)
+        # OmegaConf's containers: it makes lists of YAML's tuples
+        _check_resolvers(OmegaConf.to_container(loaded.config), path)
         return loaded
 
     # private in Hydra 1.3; other files of the folder may be broken
@@ -232,19 +243,197 @@ def _check_search_path(hydra: Hydra, source: ConfigFiles) -> None:
         )
 
 
-def with_libraries(overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``.
+def _composed(name: str | None, overrides: Sequence[str]) -> DictConfig:
+    try:
+        return hydra_compose(name, list(overrides), return_hydra_config=True)
+    except ConfigError:  # from load_yaml
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        # +experiment=NAME, which is right where the primary file does not list the group
+        if double := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
+            group = double[1]
+            raise ConfigError(f"{group} has two values: write {group}=NAME without +") from None
+        if gone := re.match(r"Could not delete from config\. '(.+)' does not exist", str(error)):
+            raise unknown(gone[1], None, {}) from None
+        package = re.search("@(experiment|debug)[.]", str(error))  # of a file without this line
+        hint = " The first line of its file must be '# @package _global_'" if package else ""
+        raise ConfigError(f"{one_line(error)}{hint}") from None
+    except Exception as error:  # Hydra does not validate files, so any error can occur
+        raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
+
+
+def _check_hydra_section(cfg: DictConfig) -> None:
+    """Check rule 3 of NOTE [ Hydra's section ].
 
     Raises:
-        ValueError: the library is not installed, or has no such network.
+        ConfigError: naming the key.
     """
+    choices = cfg.hydra.runtime.choices
+    packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
+    for key, value in _differing(packaged, OmegaConf.to_container(cfg.hydra), "hydra"):
+        # the trailing dots keep hydra.job.numbers apart from hydra.job.num
+        if key in FREE or any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
+            continue
+        raise ConfigError(
+            f"{key}={value!r:.80} is set by a configuration file: files may set only these keys of "
+            f"Hydra: {', '.join(FREE)}"
+        )
+    name, folder, verbose = str(cfg.hydra.job.name), cfg.hydra.output_subdir, cfg.hydra.verbose
+    # FREE keys may have any value, so check the dangerous ones here
+    if not isinstance(verbose, bool | str | ListConfig):
+        raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
+    # it becomes a file name
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
+    if folder not in (".hydra", None):
+        raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
+
+
+@cache  # the jobs of a sweep ask again
+def _packaged_section(chosen: tuple[str, ...]) -> Any:
+    """Hydra's own configuration, without a user's overrides, with the same log handlers."""
+    with hydra_of(TRAIN):
+        return OmegaConf.to_container(_composed(None, chosen).hydra)
+
+
+def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key at which two plain values differ, and the value of ``got``."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        # in the order of the files, each name once
+        for name in {**expected, **got}:
+            yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
+    elif expected != got:
+        yield key, got
+
+
+def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """If an override names the schedule, drop the options of files that this one does not have.
+
+    Options on the command line stay, and are refused later.
+    """
+    typed: dict[str, Any] = {}
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if key == SCHEDULE and isinstance(value, dict):
+            typed |= {str(name): item for name, item in value.items()}
+        elif key.startswith(f"{SCHEDULE}."):
+            typed[key.removeprefix(f"{SCHEDULE}.")] = value
+    named, schedule = SCHEDULES.get(str(typed.get("name"))), OmegaConf.select(cfg, SCHEDULE)
+    if named is not None and isinstance(schedule, DictConfig):
+        for name in [n for n in schedule if n not in (*named.options, *typed)]:
+            del schedule[name]
+
+
+# --- files ---
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping as plain containers; references (``${...}``) are not resolved.
+
+    Raises:
+        ConfigError: the file is not YAML, not a mapping, too deep or too large.
+        ValueError: it is not a regular file.
+    """
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(load_yaml(path)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"{path} cannot be read ({one_line(error)}): restore it from a copy"
+        ) from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} holds no configuration: restore it from a copy")
+    # YAML has keys such as 1 and true; the checks expect names
+    return {str(key): value for key, value in plain.items()}
+
+
+def load_yaml(path: Path) -> Any:
+    """The values of a YAML file, within the limits of NOTE [ Files of others ], 1.
+
+    Raises:
+        ConfigError: the file is not YAML, too deep or too large.
+        ValueError: it is not a regular file.
+    """
+    check_regular(path)
+    count = levels = inf
+    try:
+        if path.stat().st_size > MAX_BYTES:  # the parser would hold a file of gigabytes
+            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: expected a configuration")
+        loader = get_yaml_loader()(path.read_bytes())
+        if (node := loader.get_single_node()) is None:
+            return {}
+        count, levels = _size(node, {})
+        # before the values are made: merged mappings (<<: *a) grow, too
+        if count <= MAX_NODES and levels <= MAX_DEPTH:
+            return loader.construct_document(node)
+    except ConfigError:
+        raise
+    except RecursionError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None
+    except Exception as error:  # the constructors of YAML's types raise any error
+        raise ConfigError(f"{path} is not YAML ({_fault(error)})") from None
+    raise ConfigError(
+        f"{path} has more than {MAX_NODES} values or {MAX_DEPTH} levels, with aliases expanded: "
+        "expected a configuration"
+    )
+
+
+def _size(node: yaml.Node, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """The numbers of values and of levels of a node, an alias counted like its anchor."""
+    if id(node) not in known:
+        known[id(node)] = inf, inf  # of a node that contains itself
+        items = node.value if isinstance(node, yaml.CollectionNode) else ()
+        # the items of a mapping are pairs
+        nodes = [child for i in items for child in (i if isinstance(i, tuple) else (i,))]
+        sizes = [_size(child, known) for child in nodes]
+        levels = max((level for _, level in sizes), default=0)
+        known[id(node)] = 1 + sum(count for count, _ in sizes), 1 + levels
+    return known[id(node)]
+
+
+def _fault(error: Exception) -> str:
+    """The fault in a file, with its line and column, counted from 1."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return one_line(error)
+    mark = error.problem_mark
+    hint = ": a tab; YAML indents with spaces" if r"'\t'" in str(error.problem) else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
+
+
+def _check_resolvers(value: Any, path: Path) -> None:
+    # see NOTE [ Files of others ], 2
+    for text in _texts(value):
+        rest, count = text, 1
+        while count:  # from the inside out
+            rest, count = _REFERENCE.subn("_", rest)
+        if "${" in rest:
+            raise ConfigError(
+                f"{path} holds {text!r:.80}: a file may refer only to other values, as "
+                "${model.name}, and use ${now:FORMAT}; give other references, such as "
+                "${oc.env:NAME}, on the command line"
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts with references in plain containers."""
+    if isinstance(value, str) and "${" in value:
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+# --- overrides ---
+
+
+def with_libraries(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``."""
     expanded = []
     for override in overrides:
         # no comma: a list of models is a multirun
         library = re.match(r"model=(\w+):[^,]+$", override)
         named = override.replace("model=", "model.name=", 1)
-        if library is not None and library[1] in LIBRARIES:
-            check_library_name(override.removeprefix("model="))
         expanded += [override] if library is None else [f"model={library[1]}", named]
     return expanded
 
@@ -349,7 +538,7 @@ def _parse_error(text: str, reason: str) -> str:
     return f"{text}: {reason}" if text else reason
 
 
-def _checked(override: Override, source: ConfigFiles, loader: ConfigLoader) -> str:
+def _checked(override: Override, loader: ConfigLoader) -> str:
     """An override as Hydra takes it: a key may be new, which the schema checks later.
 
     Raises:
@@ -399,87 +588,3 @@ def _check_option(override: Override, loader: ConfigLoader) -> None:
     listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
     plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
     raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
-
-
-def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Override]) -> None:
-    """If an override names the schedule, drop the options of files that this one does not have.
-
-    Options on the command line stay, and are refused later.
-    """
-    typed: dict[str, Any] = {}
-    for override in overrides:
-        key, value = override.key_or_group, override.value()
-        if key == SCHEDULE and isinstance(value, dict):
-            typed |= {str(name): item for name, item in value.items()}
-        elif key.startswith(f"{SCHEDULE}."):
-            typed[key.removeprefix(f"{SCHEDULE}.")] = value
-    named, schedule = SCHEDULES.get(str(typed.get("name"))), OmegaConf.select(cfg, SCHEDULE)
-    if named is None or not isinstance(schedule, DictConfig):
-        return
-    with flag_override(schedule, ["struct", "readonly"], [False, False]):
-        for name in [n for n in schedule if n not in (*named.options, *typed)]:
-            del schedule[name]
-
-
-def _composed(name: str | None, overrides: Sequence[str]) -> DictConfig:
-    try:
-        return hydra_compose(name, list(overrides), return_hydra_config=True)
-    except ConfigError:  # from check_growth
-        raise
-    except (HydraException, OmegaConfBaseException) as error:
-        # +experiment=NAME, which is right where the primary file does not list the group
-        if double := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
-            group = double[1]
-            raise ConfigError(f"{group} has two values: write {group}=NAME without +") from None
-        if gone := re.match(r"Could not delete from config\. '(.+)' does not exist", str(error)):
-            raise unknown(gone[1], None, {}) from None
-        package = re.search("@(experiment|debug)[.]", str(error))  # of a file without this line
-        hint = " The first line of its file must be '# @package _global_'" if package else ""
-        raise ConfigError(f"{one_line(error)}{hint}") from None
-    except Exception as error:  # Hydra does not validate files, so any error can occur
-        raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
-
-
-def _check_hydra_section(cfg: DictConfig) -> None:
-    """Check rule 3 of NOTE [ Hydra's section ].
-
-    Raises:
-        ConfigError: naming the key.
-    """
-    choices = cfg.hydra.runtime.choices
-    packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
-    for key, value in _differing(packaged, OmegaConf.to_container(cfg.hydra), "hydra"):
-        # the trailing dots keep hydra.job.numbers apart from hydra.job.num
-        if key in FREE or any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
-            continue
-        raise ConfigError(
-            f"{key}={value!r:.80} is set by a configuration file: files may set only these keys of "
-            f"Hydra: {', '.join(FREE)}"
-        )
-    name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
-    # FREE keys may have any value, so check the dangerous ones here
-    if not isinstance(verbose, bool | str | ListConfig):
-        raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
-    name = str(name)
-    # it becomes a file name
-    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
-    if folder not in (".hydra", None):
-        raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
-
-
-@cache  # the jobs of a sweep ask again
-def _packaged_section(chosen: tuple[str, ...]) -> Any:
-    """Hydra's own configuration, without a user's overrides, with the same log handlers."""
-    with hydra_of(TRAIN):
-        return OmegaConf.to_container(_composed(None, chosen).hydra)
-
-
-def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key at which two plain values differ, and the value of ``got``."""
-    if isinstance(expected, dict) and isinstance(got, dict):
-        # in the order of the files, each name once
-        for name in {**expected, **got}:
-            yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
-    elif expected != got:
-        yield key, got

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.sweep.space import check_space, split_space
+from revzoo.cli.sweep import check_space, split_space
+from revzoo.cli.terminal import ConfigError
 
 pytest.importorskip("optuna")
 from optuna.distributions import (

@@ -1,19 +1,13 @@
 """Compares a composed configuration with the schema, without importing torch.
 
 The error for a wrong name suggests the nearest option; that for a wrong value gives the range.
-What depends on the machine, the model or the data is checked where these are built
-(:mod:`revzoo.cli.run.build`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
-
-from omegaconf import MISSING
 
 from revzoo._checks import (
     check_choice,
@@ -23,30 +17,27 @@ from revzoo._checks import (
     nearest,
     shortened,
 )
-from revzoo._libraries import LIBRARIES, check_library_name, library_hint
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.schema import (
+from revzoo.cli.schema import (
     CALLBACKS,
-    DIGITS,
-    FAMILIES,
     FITTED,
-    MODEL,
+    MISSING,
     MONITORED,
-    OF_PLUGIN,
     OPTIMIZERS,
     PLANS,
     RUN,
+    SPELLINGS,
     Chosen,
+    Config,
     Option,
     Section,
-    of_plugin,
+    chosen,
+    having,
+    names_in,
     registered,
-    section,
 )
-from revzoo.cli.config.spellings import our_spelling
+from revzoo.cli.terminal import ConfigError
 from revzoo.profiling.units import bytes_from
 
-Config = Mapping[str, Any]
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets and RevViTs are "
@@ -124,69 +115,6 @@ def _in_braces(name: str, value: Any, part: Section | Chosen) -> str:
     )
 
 
-def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
-    """The section that describes ``values``.
-
-    Raises:
-        ValueError: ``values`` choose none of several.
-    """
-    own = registered(path) if path in ("callbacks", "data") else {}
-    if isinstance(part, Section):  # of the callbacks, also those of plugins
-        added = {name: of_plugin(own[name]) for name in own if name not in part.options}
-        return section("", part, **added) if added else part
-    value = values.get(part.by)
-    if path == "model":
-        return _model(value)
-    if isinstance(value, str | None) and value in part.sections:
-        return part.sections[value]
-    if isinstance(value, str) and value in own:
-        return of_plugin(own[value], DIGITS)
-    if path == "data" and value is None and values:  # data.image_size=64 without data
-        key = next(iter(values))
-        having = _having(path, part, key)
-        raise ConfigError(f"data.{key}={values[key]}, but data is null: add {having}")
-    check_choice(f"{path}.{part.by}", value, [*part.sections, *own])
-    raise AssertionError(path)
-
-
-def _model(name: Any) -> Section:
-    """The keywords of a model: of its family, or all for a file, a folder or a repository."""
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"model.name={name}: expected the name of a model")
-    architecture, packaged, own = name.partition(".")[0], model_names(), registered("model")
-    if name.startswith(LIBRARIES):
-        check_library_name(name)
-    elif architecture in own and architecture not in packaged:
-        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, OF_PLUGIN))
-    elif not re.fullmatch(r"[\w.]+", name) or Path(name).exists():
-        return section("", *FAMILIES.values())
-    elif architecture not in packaged:
-        hint = library_hint(name) or did_you_mean(name, packaged, n=3)
-        hint = hint or "; --import MODULE adds yours"
-        raise ConfigError(f"model.name={name}: there is no model of this name{hint}")
-    return next(known for start, known in FAMILIES.items() if architecture.startswith(start))
-
-
-def model_names() -> list[str]:
-    """The models of the zoo: each has a configuration file. The registry would import torch."""
-    folder = files("revzoo.configs") / "model"
-    names = {file.name.removesuffix(".yaml") for file in folder.iterdir() if file.is_file()}
-    return sorted(names - {*LIBRARIES})
-
-
-def names_in(part: Section | Chosen | None, values: Any, path: str = "") -> Iterator[str]:
-    """All dotted names that a configuration may have."""
-    values = values if isinstance(values, Mapping) else {}
-    try:
-        known = section("") if part is None else chosen(path, part, values)
-    except ValueError:
-        return
-    for key in known.options:
-        name = f"{path}.{key}" if path else key
-        yield name
-        yield from names_in(known.parts.get(key), values.get(key), name)
-
-
 def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> ConfigError:
     """The error for an option that does not exist, with the one that the user probably means."""
     while isinstance(value, Mapping) and len(value) == 1:  # logger.wandb.project=mine
@@ -196,7 +124,8 @@ def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> Confi
     if path == "model" and leaf in FITTED:
         return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
     hint = f"; to continue a run: --resume {typed(value)}" if name == "resume" else ""
-    if name.startswith(("experiment", "debug")):  # Hydra puts the file's keys below the group
+    # Hydra puts the keys of such a file below its group
+    if name.partition(".")[0] in ("experiment", "debug"):
         hint = "; the first line of its file must be '# @package _global_'"
     sections = ["hydra", "debug", *root.options]
     # the other options of the trainer are Lightning's
@@ -205,22 +134,11 @@ def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> Confi
     part: Any = root
     for key in path.split("."):
         part = part.parts.get(key) if isinstance(part, Section) else None
-    if isinstance(part, Chosen) and (having := _having(path, part, leaf)):
-        has = "have" if "," in having else "has"
-        hint = hint or f"; {having} {has} it{REASONS.get(leaf, '')}"
+    if isinstance(part, Chosen) and (choices := having(path, part, leaf)):
+        has = "have" if "," in choices else "has"
+        hint = hint or f"; {choices} {has} it{REASONS.get(leaf, '')}"
     hint = hint or _meant(path, leaf, list(names_in(root, config)))
     return ConfigError(f"{name}={typed(value)}: there is no option {name!r}{hint}")
-
-
-def _having(path: str, part: Chosen, key: str) -> str:
-    """The choices that have an option, as a user chooses them."""
-    found = [value for value, known in part.sections.items() if key in known.options]
-    if path == "data":
-        return shortened(f"data={value.rpartition('.')[2].lower()}" for value in found) * bool(
-            found
-        )
-    dots = "model={}..." if path == "model" else f"{path}.{part.by}={{}}"
-    return shortened(map(dots.format, found)) * bool(found)
 
 
 def _meant(path: str, leaf: str, known: Sequence[str]) -> str:
@@ -244,6 +162,23 @@ def typed(value: Any) -> str:
     """A value as users type it."""
     words = {"None": "null", "True": "true", "False": "false", "": "''"}
     return words.get(str(value), f"{value!s:.80}")
+
+
+def our_spelling(key: str, value: str, sections: Container[str]) -> str:
+    """``"; use optim.lr=0.1"`` for ``learning_rate=0.1``; empty if the table has no row.
+
+    Args:
+        key: as typed.
+        value: as typed.
+        sections: of the command's configuration; an evaluation has no ``optim``.
+    """
+    text = SPELLINGS.get(f"{key}={value}", SPELLINGS.get(key))
+    if text is None:
+        return ""
+    text = text.replace("@", value)
+    text = SPELLINGS.get(text, text)  # trainer.precision=16: precision=16 is foreign, too
+    section = re.split("[.=]", text.lstrip("'+"))[0]
+    return f"; use {text}" if section in sections or " " in section else ""
 
 
 # --- rules of several options ---

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.invocation import command_line
-from revzoo.cli.run.changes import check_changes
 from revzoo.cli.run.folder import seconds_before
+from revzoo.cli.run.record import check_changes
+from revzoo.cli.terminal import ConfigError
 
 
 def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: Path) -> None:

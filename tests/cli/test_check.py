@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from small_weights import write_entry
 
-from revzoo.cli.config.check import OF_SAMPLES, check
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.check import OF_SAMPLES, check
 from revzoo.cli.run.build import check_parts
 from revzoo.cli.run.machine import check_machine, device_kind
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import DATA, ImageData
 from revzoo.models import pretrained
 from revzoo.training.callbacks.registry import CALLBACKS

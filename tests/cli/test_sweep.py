@@ -14,14 +14,14 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from revzoo.cli.config.config import quoted_if_needed
+from revzoo.cli import sweep
+from revzoo.cli.config import quoted_if_needed
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
 from revzoo.cli.run import child_process as jobs
 from revzoo.cli.run.lock import locked
-from revzoo.cli.sweep import search as sweep
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 SPACE = ("trainer=cpu", "optim.lr=tag(log,interval(0.01,1))")
 pytest.importorskip("optuna")
@@ -246,8 +246,8 @@ def program(folder: Path) -> subprocess.Popen[str]:
     """A sweep in another process, during its first trial."""
     script = Path(__file__).parent / "run_of_no_time.py"
     code = (
-        "import sys; from revzoo.cli.main import main; from revzoo.cli.sweep import search; "
-        f"search.train_words = lambda: [sys.executable, {str(script)!r}]; "
+        "import sys; from revzoo.cli.main import main; from revzoo.cli import sweep; "
+        f"sweep.train_words = lambda: [sys.executable, {str(script)!r}]; "
         "main(['sweep', *sys.argv[1:]])"
     )
     (folder / "plot").write_text("wait")

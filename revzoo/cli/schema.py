@@ -1,8 +1,8 @@
 """Every option of a run: its name, type, default, range, choices and meaning.
 
-The files in ``configs/`` hold values, this file the rules. ``check.py`` compares a composed
-configuration with it before torch is imported, ``revzoo options`` prints it, and the reference in
-the documentation is made from it. A test compares it with the constructors.
+The files in ``configs/`` hold values, this file the options. :mod:`revzoo.cli.config` compares a
+composed configuration with it before torch is imported, ``revzoo options`` prints it, and the
+reference in the documentation is made from it. A test compares it with the constructors.
 
 The options of a plugin are the parameters of the class or function that it has registered.
 """
@@ -10,13 +10,21 @@ The options of a plugin are the parameters of the class or function that it has 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from revzoo._checks import check_choice, did_you_mean, shortened
+from revzoo._libraries import LIBRARIES, check_library_name, library_hint
+from revzoo.cli.terminal import ConfigError
 
+MISSING: Any = "???"  # as in OmegaConf
+CONFIGS = Path(str(files("revzoo.configs")))
+Config = Mapping[str, Any]
 NUMBER = int | float | None
 COUNT, RATE, PART, LEAST_0 = "[1, inf)", "(0, inf)", "[0, 1)", "[0, inf)"
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh")
@@ -485,6 +493,66 @@ REGISTRIES = {
 }
 OF_PLUGIN = Option(Any, None, "of the plugin")
 
+# What to write -> words of Lightning, lightning-hydra-template and timm, KEY or KEY=VALUE; @ is the
+# value. Keys whose last part is ours, such as lr, need no row: the nearest is suggested anyway.
+_OURS = {
+    "callbacks.best_checkpoint.monitor=val/acc": "callbacks=model_checkpoint eval_metric",
+    "callbacks.best_checkpoint=null callbacks.last_checkpoint=null": "trainer.enable_checkpointing",
+    "'callbacks.compiled_branches={}'": "compile model.compile torchcompile",
+    "callbacks.early_stopping.patience=10": "callbacks=early_stopping",
+    "callbacks.early_stopping=null, one key for each": "trainer.callbacks",
+    "callbacks.ema.decay=0.999": "model_ema use_ema",
+    "callbacks.ema.decay=@": "model_ema_decay",
+    "callbacks.progress_bar=null": "trainer.enable_progress_bar",
+    "data.augment.mixup=0.2, or its crops, flip and cutmix: there are no others": (
+        "aa auto_augment color_jitter hflip reprob vflip"
+    ),
+    "data.image_size=@": "img_size input_size",
+    "data.num_workers=@": "workers",
+    "data=@": "dataset",
+    "data=imagefolder data.root=@": "data.data_dir data_dir data_path paths.data_dir",
+    "debug=smoke": "debug=default debug=fdr debug=limit fast_dev_run",
+    "hydra.run.dir=@": (
+        "output output_dir paths.log_dir paths.output_dir task_name trainer.default_root_dir"
+    ),
+    "logger=none": "trainer.logger",
+    "logger=wandb logger.project=@": "logger.wandb.project",
+    "model.checkpoint_path=@ for its weights; train --resume RUN_DIR continues a run": (
+        "checkpoint ckpt ckpt_path initial_checkpoint resume_from_checkpoint"
+    ),
+    "model.drop_path_rate=@": "drop_path",
+    "model.drop_rate=@": "drop",
+    "model=@": "arch",
+    "optim.label_smoothing=@": "smoothing",
+    "optim.lr=@": "learning_rate",
+    "optim.schedule.end=0.01, a fraction of the rate": "min_lr",
+    "optim.schedule.name=@": "optim.scheduler.name",
+    "optim.schedule.warmup=0.1, a fraction of the run": "warmup_epochs warmup_steps",
+    "optim.weight_decay=@": "wd",
+    "optim=@": "lr_scheduler opt optimizer sched scheduler",
+    "optim=adamw": "optim=adam optim=lamb",
+    "optim=onecycle, cosine or step: SGD with this schedule": "optim=momentum optim=sgd",
+    "precision=@": "trainer.precision",
+    "precision=bf16": "amp fp16 precision=bf16-mixed precision=bf16-true use_amp",
+    "precision=fp16": "precision=16 precision=16-mixed precision=16-true",
+    "precision=fp32": "precision=32 precision=32-true",
+    "precision=fp64": "precision=64 precision=64-true",
+    "revzoo eval ckpt=RUN_DIR, which only evaluates": "train",
+    "revzoo sweep, which searches ranges such as 'optim.lr=interval(0.01,1)'": "hparams_search",
+    "seed=@": "seed_everything",
+    "trainer.accelerator=@": "device",
+    "trainer.accelerator=gpu": "cuda gpu",
+    "trainer.accelerator=gpu trainer.devices=@": "gpus trainer.gpus",
+    "trainer.accelerator=mps": "trainer=mps",
+    "trainer.accumulate_grad_batches=@": "accumulate_grad grad_accum_steps",
+    "trainer.devices=@": "world_size",
+    "trainer.gradient_clip_val=@": "clip_grad grad_clip max_grad_norm",
+    "trainer.log_every_n_steps=@": "log_interval",
+    "trainer.profiler=simple": "debug=profiler",
+    "trainer=auto": "trainer=default",
+}
+SPELLINGS = {theirs: ours for ours, words in _OURS.items() for theirs in words.split()}
+
 
 def registered(group: str) -> Mapping[str, Any]:
     """What plugins and the package have registered; empty until the table is imported."""
@@ -501,3 +569,75 @@ def of_plugin(builder: Callable[..., Any], *bases: Section) -> Section:
         if p.kind in kinds[: 1 + len(bases)]
     }
     return section("of a plugin", *bases, **own)
+
+
+def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
+    """The section that describes ``values``.
+
+    Raises:
+        ValueError: ``values`` choose none of several.
+    """
+    own = registered(path) if path in ("callbacks", "data") else {}
+    if isinstance(part, Section):  # of the callbacks, also those of plugins
+        added = {name: of_plugin(own[name]) for name in own if name not in part.options}
+        return section("", part, **added) if added else part
+    value = values.get(part.by)
+    if path == "model":
+        return _model(value)
+    if isinstance(value, str | None) and value in part.sections:
+        return part.sections[value]
+    if isinstance(value, str) and value in own:
+        return of_plugin(own[value], DIGITS)
+    if path == "data" and value is None and values:  # data.image_size=64 without data
+        key = next(iter(values))
+        choices = having(path, part, key)
+        raise ConfigError(f"data.{key}={values[key]}, but data is null: add {choices}")
+    check_choice(f"{path}.{part.by}", value, [*part.sections, *own])
+    raise AssertionError(path)
+
+
+def _model(name: Any) -> Section:
+    """The keywords of a model: of its family, or all for a file, a folder or a repository."""
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"model.name={name}: expected the name of a model")
+    architecture, packaged, own = name.partition(".")[0], model_names(), registered("model")
+    if name.startswith(LIBRARIES):
+        check_library_name(name)
+    elif architecture in own and architecture not in packaged:
+        return section("", MODEL, **dict.fromkeys(own[architecture].keywords, OF_PLUGIN))
+    elif not re.fullmatch(r"[\w.]+", name) or Path(name).exists():
+        return section("", *FAMILIES.values())
+    elif architecture not in packaged:
+        hint = library_hint(name) or did_you_mean(name, packaged, n=3)
+        hint = hint or "; --import MODULE adds yours"
+        raise ConfigError(f"model.name={name}: there is no model of this name{hint}")
+    return next(known for start, known in FAMILIES.items() if architecture.startswith(start))
+
+
+def model_names() -> list[str]:
+    """The models of the zoo: each has a configuration file. The registry would import torch."""
+    names = {file.stem for file in (CONFIGS / "model").glob("*.yaml")}
+    return sorted(names.difference(LIBRARIES))  # their files hold the options of all networks
+
+
+def names_in(part: Section | Chosen | None, values: Any, path: str = "") -> Iterator[str]:
+    """All dotted names that a configuration may have."""
+    values = values if isinstance(values, Mapping) else {}
+    try:
+        known = section("") if part is None else chosen(path, part, values)
+    except ValueError:
+        return
+    for key in known.options:
+        name = f"{path}.{key}" if path else key
+        yield name
+        yield from names_in(known.parts.get(key), values.get(key), name)
+
+
+def having(path: str, part: Chosen, key: str) -> str:
+    """The choices that have an option, as a user chooses them."""
+    found = [value for value, known in part.sections.items() if key in known.options]
+    forms = {"data": "data={}", "model": "model={}..."}
+    if path == "data":
+        found = [value.rpartition(".")[2].lower() for value in found]
+    form = forms.get(path, f"{path}.{part.by}={{}}")
+    return shortened(map(form.format, found)) if found else ""

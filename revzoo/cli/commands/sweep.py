@@ -15,6 +15,14 @@ train:
 
 revzoo sweep dir=DIR continues a stopped sweep and resumes its interrupted trial. The folder has
 study.db (optuna's, in SQLite), trials.csv, best.yaml, and the folder and log of each trial.
+
+The ranges, in Hydra's grammar for sweeps:
+
+  optim=onecycle,muon                   one of these, also choice(onecycle,muon)
+  optim.lr=interval(0.01,1)             a number from 0.01 to 1
+  optim.lr=tag(log,interval(0.01,1))    the same, evenly by orders of magnitude
+  seed=int(interval(0,9))               an integer from 0 to 9
+  trainer.max_epochs=range(5,30,5)      5, 10, 15, 20 or 25, as Python's range
 """
 
 from __future__ import annotations
@@ -25,22 +33,19 @@ import signal
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from revzoo._checks import nearest, number_of
-from revzoo.cli.invocation import override_argument
+from revzoo._checks import number_of
+from revzoo.cli.invocation import command_line, override_argument
 
 log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    help_text = "options, overrides, and ranges to search: interval, range, choice, a,b"
-    parser.add_argument(
-        "overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=help_text
-    )
-    help_text = "a further folder of options, as in revzoo train"
-    parser.add_argument("--config-dir", "-cd", type=Path, metavar="DIR", help=help_text)
+    add, text = parser.add_argument, "options, overrides, and ranges: interval, range, choice, a,b"
+    add("overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=text)
+    text = "a further folder of options, as in revzoo train"
+    add("--config-dir", "-cd", type=Path, metavar="DIR", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,31 +56,12 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
-    from revzoo.cli.config.config import parse, quoted_if_needed
-    from revzoo.cli.config.errors import ConfigError
-    from revzoo.cli.invocation import command_line
-    from revzoo.cli.sweep.search import OPTIONS, Search
-    from revzoo.cli.sweep.space import check_space
+    from revzoo.cli.config import quoted_if_needed
+    from revzoo.cli.run.machine import check_started_together
+    from revzoo.cli.sweep import Search, check_space, split_options
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    names, overrides = ("dir", *OPTIONS), []
-    options: dict[str, Any] = {}
-    for override in parse(args.overrides):
-        if override.key_or_group in names and not override.is_sweep_override():
-            # parsed by Hydra: trials=5 is an int, prune=true a bool; dir=2026 would be a number
-            is_text = override.key_or_group in ("dir", "metric", "direction")
-            value = override.value()
-            options[override.key_or_group] = str(value) if is_text else value
-        elif meant := nearest(override.key_or_group, names, cutoff=0.75):
-            # closer than elsewhere: the other words are keys of revzoo train
-            raise ConfigError(
-                f"{override.input_line}: there is no key {override.key_or_group!r}; "
-                f"did you mean {meant[0]!r}?"
-            )
-        else:
-            overrides.append(str(override.input_line))
-    if overrides:
-        options["overrides"] = overrides
+    options = split_options(args.overrides)
     if args.config_dir is not None:
         # the sweep may continue in another working directory
         options["config_dir"] = str(args.config_dir.absolute())
@@ -87,7 +73,6 @@ def run(args: argparse.Namespace) -> None:
     # before torch is imported: most mistakes are in the ranges
     check_space(search.fixed, search.space, search.source)
     from revzoo.cli.run.lock import locked
-    from revzoo.cli.run.machine import check_started_together
     from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)

@@ -12,10 +12,9 @@ import pytest
 import pytorch_lightning as pl
 from omegaconf import MISSING
 
-from revzoo.cli.config import schema
-from revzoo.cli.config.check import chosen
-from revzoo.cli.config.schema import RUN, Chosen, Section
+from revzoo.cli import schema
 from revzoo.cli.run import build, tune
+from revzoo.cli.schema import RUN, Chosen, Section, chosen
 from revzoo.core.modes import INVERTING
 from revzoo.core.modes import MODES as CORE_MODES
 from revzoo.data import registry as data

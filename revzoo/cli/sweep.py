@@ -1,10 +1,9 @@
 """An optuna study whose trials are runs of ``revzoo train``, each in its own process and folder.
 
-The study records the options of the sweep, so ``revzoo sweep dir=DIR`` continues it.
-
 NOTE [ The same search ]
-The seed of the sampler is ``sampler_seed`` plus the number of the trial. So its proposals depend
-only on the results so far, not on whether the sweep was stopped in between.
+The study records the options of the sweep, so ``revzoo sweep dir=DIR`` continues it. The seed of
+the sampler is ``sampler_seed`` plus the number of the trial. So its proposals depend only on the
+results so far, not on whether the sweep was stopped in between.
 """
 
 from __future__ import annotations
@@ -14,26 +13,52 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_choice, check_count, did_you_mean
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+
+from revzoo._checks import (
+    check_choice,
+    check_count,
+    did_you_mean,
+    nearest,
+    package_needed,
+)
 from revzoo._files import replacing_table
-from revzoo.cli.config.config import ConfigFiles, quoted
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
+from revzoo.cli.config import TRAIN, ConfigFiles, compose, parse, quoted
 from revzoo.cli.invocation import command_line, train_words
-from revzoo.cli.sweep.space import load_optuna, split_space
-from revzoo.cli.terminal import folded, folded_command
+from revzoo.cli.run.machine import check_machine
+from revzoo.cli.run.record import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, write_yaml
+from revzoo.cli.terminal import ConfigError, folded, folded_command, status_of
 
 log = logging.getLogger(__name__)
 
 STUDY = "study.db"
 OPTIONS = {"trials": 20, "metric": "val/acc", "direction": "", "sampler_seed": 0, "prune": False}
 GIVE_UP = 3  # consecutive failures that end a sweep without any success
+
+
+def split_options(words: Sequence[str]) -> dict[str, Any]:
+    """The options of a sweep; ``overrides`` are those of ``revzoo train``, with ranges."""
+    names = ("dir", *OPTIONS)
+    options: dict[str, Any] = {}
+    for override in parse(words):
+        key, value = override.key_or_group, override.value()
+        if key in names and not override.is_sweep_override():
+            # parsed by Hydra: trials=5 is an int, prune=true a bool; dir=2026 would be a number
+            options[key] = str(value) if key in ("dir", "metric", "direction") else value
+        elif meant := nearest(key, names, cutoff=0.75):
+            # closer than elsewhere: the other words are keys of revzoo train
+            raise ConfigError(
+                f"{override.input_line}: there is no key {key!r}; did you mean {meant[0]!r}?"
+            )
+        else:
+            options.setdefault("overrides", []).append(str(override.input_line))
+    return options
 
 
 class NoFigureError(ValueError):
@@ -216,7 +241,7 @@ class Search:
         reported = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
         with suppress(OSError):  # the run has not begun
             # it may be writing the last row at this moment
-            whole = (run_dir / "metrics.csv").read_text().rpartition("\n")[0].splitlines()
+            whole = (run_dir / METRICS_FILE).read_text().rpartition("\n")[0].splitlines()
             rows = [row[self.metric] for row in csv.DictReader(whole) if row.get(self.metric)]
             for step, value in enumerate(rows):
                 if step not in reported:
@@ -234,7 +259,7 @@ class Search:
             lines = run_dir.with_suffix(".log").read_text(errors="replace").splitlines()
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
             raise ValueError(f"status {status}: {last}")
-        figures = dict(json.loads((run_dir / "summary.json").read_text())["metrics"])
+        figures = dict(json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"])
         if self.metric not in figures:
             # the test split may not choose; 'acc' finds val/acc before train/acc
             names = sorted((n for n in figures if not n.startswith("test/")), reverse=True)
@@ -281,3 +306,90 @@ class Search:
         run_dir = self.folder / f"{best.number:04d}"
         log.info("best: trial %d, %s %.6g, in %s", best.number, self.metric, best.value, run_dir)
         log.info("%s", folded_command(self.command_of(best), indent=2))
+
+
+def load_optuna() -> Any:
+    """The package optuna; raises a ConfigError if it is not installed."""
+    try:
+        optuna = import_module("optuna")
+    except ImportError:
+        raise ConfigError(package_needed("revzoo sweep needs", "optuna")) from None
+    # it logs each trial at INFO, as we do
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def split_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The overrides of every trial, and a distribution for each key to search.
+
+    Raises:
+        ConfigError: a range is empty or impossible, or optuna is not installed.
+    """
+    parsed = parse(overrides)
+    fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
+    space: dict[str, Any] = {}
+    for override in parsed:
+        if override.is_sweep_override():
+            # with + if it adds a key
+            key = str(override.input_line).partition("=")[0]
+            try:
+                space[key] = _distribution(override)
+            except ValueError as error:
+                raise ConfigError(f"{override.input_line}: {error}") from error
+    return fixed, space
+
+
+def _distribution(override: Override) -> Any:
+    distributions, sweep = load_optuna().distributions, override.value()
+    tags: set[str] = getattr(sweep, "tags", set())
+    if tags - {"log"}:
+        raise ValueError("the only tag is log, as in tag(log, ...)")
+    options: dict[str, Any] = {"log": True} if tags else {}
+    if isinstance(sweep, ChoiceSweep) and not tags:
+        # text: the values go into a command line again
+        return distributions.CategoricalDistribution(tuple(override.sweep_string_iterator()))
+    if isinstance(sweep, RangeSweep) and not tags:
+        # `parse` has limited their number; a falling range has the same numbers
+        values = sorted(sweep.range())
+        if len(values) < 2:
+            raise ValueError("expected two numbers or more")
+        low, high, options = values[0], values[-1], {"step": values[1] - values[0]}
+    elif isinstance(sweep, IntervalSweep):
+        low, high = sweep.start, sweep.end
+    else:  # Hydra expands a glob with the names of a group's files, which may change
+        raise ValueError("expected choice(a, b), range, interval or tag(log, interval(a, b))")
+    whole = isinstance(low, int) and isinstance(high, int)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(low, high, **options)
+
+
+def check_space(
+    fixed: Sequence[str], space: Mapping[str, Any], source: ConfigFiles = TRAIN
+) -> None:
+    """Check a configuration for each choice and each end of a range, one key at a time.
+
+    Raises:
+        ValueError: no trial could run; names the key or the value.
+    """
+    composed = [compose([*fixed, *trial], source).config for trial in _samples(space)]
+    # import torch after checking the keys
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.run.build import check_parts
+
+    for config in composed:
+        check_machine(config)
+        check_parts(config)
+        if (config.get("tuner") or {}).get("then") == "stop":
+            raise ConfigError(
+                "tuner.then=stop does not train, so there is no figure to compare: remove the "
+                "tuner, or give tuner.then=use"
+            )
+
+
+def _samples(space: Mapping[str, Any]) -> Iterator[list[str]]:
+    # one key at a time: all combinations would be too many
+    values = {key: getattr(d, "choices", None) or (d.low, d.high) for key, d in space.items()}
+    first = {key: outermost[0] for key, outermost in values.items()}
+    for key, outermost in values.items():
+        for value in outermost:
+            yield [f"{name}={v}" for name, v in {**first, key: value}.items()]

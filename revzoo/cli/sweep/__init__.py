@@ -1,1 +1,0 @@
-"""Hyper-parameter search by optuna, over runs of ``revzoo train``."""

@@ -1,0 +1,23 @@
+"""Resumes a run as ``revzoo train --resume`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from revzoo.cli.run import resume as resume_module
+from revzoo.cli.run.machine import check_machine
+from revzoo.cli.run.record import resumed_config
+from revzoo.cli.terminal import user_errors
+
+
+def resume(
+    run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
+) -> dict[str, float]:
+    """Check the changes, and continue the run; return its figures."""
+    with user_errors():
+        config = resumed_config(
+            run_dir.absolute(), overrides, allow_precision_change=allow_precision_change
+        )
+        check_machine(config)
+    return resume_module.resume(run_dir, config, overrides)
