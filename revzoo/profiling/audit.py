@@ -30,9 +30,7 @@ from revzoo.core.modes import MODES, in_table_order
 from revzoo.core.set_memory import assign_memory, modes_in, set_memory
 from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
-from revzoo.profiling.figures import step_figure
-from revzoo.profiling.stages import OUTSIDE
-from revzoo.profiling.trace import (
+from revzoo.profiling.count import (
     Trace,
     checked_arguments,
     modes_on,
@@ -40,6 +38,7 @@ from revzoo.profiling.trace import (
     uncounted_in,
     undisturbed,
 )
+from revzoo.profiling.stages import OUTSIDE, stages_of
 from revzoo.profiling.twins import fake_twin, images_for, real_twin
 from revzoo.profiling.units import in_one_unit, peak_note
 
@@ -92,50 +91,50 @@ class Audit:
         uncounted: users of memory that is not counted, and why.
     """
 
-    def __init__(self, mode: str, trace: Trace, extra: int) -> None:
-        self.mode, self._trace = mode, trace
+    def __init__(self, mode: str, trace: Trace, stages: Mapping[str, str], extra: int) -> None:
+        self.mode, self._trace, self._stages = mode, trace, stages
         self.uncounted = trace.uncounted
-        kept = [allocation for allocation in trace.allocations if allocation.kind == "kept"]
-        kept.sort(key=lambda allocation: -allocation.size)
-        self.kept_bytes = sum(allocation.size for allocation in kept)
+        kept = [t for t in trace.allocations if t.kind == "kept"]
+        self.kept_bytes = sum(t.size for t in kept)
         self.activation_bytes = trace.peak - trace.base
         self.peak_bytes = trace.peak + extra
         worst = max(range(trace.tick), key=trace.levels.__getitem__)  # the operator at the peak
-        self.kinds: dict[str, int] = {"optimiser": extra} if extra else {}
-        self.stages: dict[str, int] = {}
-        for allocation in trace.allocations:
-            if allocation.alive(worst):
-                self.kinds[allocation.kind] = self.kinds.get(allocation.kind, 0) + allocation.size
-            if allocation.kind == "kept":
-                self.stages[allocation.stage] = (
-                    self.stages.get(allocation.stage, 0) + allocation.size
-                )
-        self.stages = _outside_last(self.stages)
+        alive = [(t.kind, t.size) for t in trace.allocations if t.alive(worst)]
+        self.kinds = _sums([("optimiser", extra), *alive] if extra else alive)
+        self.stages = _outside_last(_sums((stages[t.module], t.size) for t in kept))
         self.rows = [
             Row(
                 mode,
-                allocation.stage,
-                allocation.module,
-                allocation.operation,
-                "x".join(map(str, allocation.shape)),
-                str(allocation.dtype).removeprefix("torch."),
-                allocation.size,
-                allocation.saved,
+                stages[t.module],
+                t.module,
+                t.operation,
+                "x".join(map(str, t.shape)),
+                str(t.dtype).removeprefix("torch."),
+                t.size,
+                t.saved,
             )
-            for allocation in kept
+            for t in sorted(kept, key=lambda t: -t.size)
         ]
 
     def series(self) -> tuple[dict[str, list[int]], int]:
         """Bytes of activations by stage after each operator, and the first operator of backward."""
+        length = self._trace.tick + 1
         changes: dict[str, list[int]] = {}
-        for allocation in self._trace.allocations:
-            if allocation.kind in ("kept", "temporary"):
-                row = changes.setdefault(allocation.stage, [0] * (self._trace.tick + 1))
-                row[min(allocation.born, self._trace.tick)] += allocation.size
-                if allocation.died is not None:
-                    row[min(allocation.died, self._trace.tick)] -= allocation.size
+        for t in self._trace.allocations:
+            if t.kind in ("kept", "temporary"):
+                row = changes.setdefault(self._stages[t.module], [0] * length)
+                row[min(t.born, length - 1)] += t.size
+                if t.died is not None:
+                    row[min(t.died, length - 1)] -= t.size
         levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
         return _outside_last(levels), self._trace.turn
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, size in pairs:
+        sums[name] = sums.get(name, 0) + size
+    return sums
 
 
 def _outside_last(of_stages: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +214,34 @@ class Report:
 
     def figure(self) -> Figure:
         """Memory over the operators of a step, stacked by stage, one panel per mode."""
-        return step_figure(self)
+        # not pyplot, which would change the caller's backend; imported here: most draw nothing
+        from matplotlib.figure import Figure
+
+        width = max(4.8, 3.6 * len(self.listed))  # inches
+        figure = Figure(figsize=(width, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(self.listed), sharey=True, squeeze=False)[0]
+        series = [audit.series() for audit in self.listed]
+        # every panel has the same names in the same order, so one legend serves all
+        names = [*dict.fromkeys(name for levels, _ in series for name in levels)]
+        sized = in_one_unit(max(audit.activation_bytes for audit in self.listed))
+        for axes, audit, (levels, turn) in zip(panels, self.listed, series, strict=True):
+            length = len(next(iter(levels.values())))
+            rows = [[b / 2**20 for b in levels.get(name, [0] * length)] for name in names]
+            axes.stackplot(range(length), rows, labels=names, step="post")
+            axes.axvline(turn, color="#7d858d", lw=1, ls=":")
+            peak = sized(audit.activation_bytes)
+            axes.set(
+                title=f"{audit.mode}: activations peak at {peak}",
+                xlabel="operator (dotted: backward)",
+            )
+        panels[0].set_ylabel("activations, MiB")
+        shape = "x".join(map(str, self.input_shape))
+        figure.suptitle(f"{self.model}, a training step on {shape}", fontsize="medium")
+        handles, labels = panels[0].get_legend_handles_labels()
+        # an estimate: inches of a letter, and of the colour with its margins
+        columns = int(width / (0.09 * max(map(len, labels)) + 0.7))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return figure
 
     def plot(self, path: str | Path) -> None:
         """Draw :meth:`figure` into a file, e.g. a PNG."""
@@ -348,7 +374,7 @@ def audit(
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         modes: modes to count besides the current setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing (but see
-            :mod:`revzoo.profiling.workspaces`).
+            :func:`revzoo.profiling.count.with_real_sizes`).
         extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such
             as ``"1GiB"``.
 
@@ -375,7 +401,9 @@ def audit(
     twin_of: Callable[[nn.Module], nn.Module] = real_twin if real else fake_twin
 
     def counted(mode: str, twin: nn.Module) -> Audit:
-        return Audit(mode, trace_step(twin, images_for(twin, shape)), added)
+        stages = stages_of([path for path, _ in twin.named_modules() if path])
+        trace = trace_step(twin, images_for(twin, shape))
+        return Audit(mode, trace, {"": OUTSIDE, **stages}, added)
 
     audits = []
     blocks: list[tuple[BlockRow, str]] = []

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.core.set_memory import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
-from revzoo.profiling.costs import training_step
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.trace import checked_shape
+from revzoo.profiling.count import checked_shape, default_loss
 from revzoo.profiling.twins import images_for, in_training
 
 log = logging.getLogger(__name__)
@@ -89,7 +88,7 @@ def bench(
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)
         device = images.device
-        candidates[mode] = partial(training_step, model, images)
+        candidates[mode] = partial(_training_step, model, images)
     log.debug("warming up")
     for run in candidates.values():
         run()  # warms up and allocates the gradients
@@ -101,6 +100,10 @@ def bench(
             run()
             seconds[mode].append(now(device) - start)
     return [_measured(name, mode, seconds, shape[0], peaks[mode]) for mode in candidates]
+
+
+def _training_step(model: nn.Module, images: Tensor) -> None:
+    torch.autograd.backward(default_loss(model(images)))
 
 
 def _measured(

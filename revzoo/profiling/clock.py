@@ -25,7 +25,7 @@ from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.set_memory import set_memory
 from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
-from revzoo.profiling.trace import Layout, StepCall
+from revzoo.profiling.count import Call, Layout
 from revzoo.profiling.twins import copied
 
 log = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
 _FEW = 2  # fewest images: BatchNorm refuses a single value
 
 
-def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
+def timed(chain: Chain, model: nn.Module, calls: Sequence[Call]) -> Chain:
     """The chain with measured costs instead of nominal ones.
 
     Operators outside steps, such as the head, get the mean factor of the steps.
 
     Args:
-        chain: see :func:`revzoo.profiling.measure.chain_of`.
+        chain: see :func:`revzoo.profiling.chain.chain_of`.
         model: the model of the chain.
         calls: the calls of its steps.
     """
@@ -71,7 +71,7 @@ def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
     return replace(chain, links=tuple(links))
 
 
-def _not_timed(step: Step, call: StepCall, error: Exception) -> str:
+def _not_timed(step: Step, call: Call, error: Exception) -> str:
     whole = call.layout[0].shape[0]
     name = f"{call.name} {type(step).__name__}".strip()
     return (
@@ -95,7 +95,7 @@ def _scaled(link: Link, rate: _Rate) -> Link:
     return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
 
 
-def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool) -> _Rate:
+def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> _Rate:
     """Measure the rate of a step: train a copy of it on a few images.
 
     Args:
@@ -168,7 +168,7 @@ class _Sample(NamedTuple):
     context: Mapping[str, Any]
 
     @classmethod
-    def of(cls, call: StepCall, count: int, device: torch.device) -> _Sample:
+    def of(cls, call: Call, count: int, device: torch.device) -> _Sample:
         """Random tensors in the layouts of a call for the whole batch."""
         whole = call.layout[0].shape[0]
 

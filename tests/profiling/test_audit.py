@@ -15,7 +15,7 @@ from revzoo.core.modes import MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.trace import trace_step
+from revzoo.profiling.count import trace_step
 from revzoo.profiling.twins import images_for, real_twin
 from revzoo.profiling.units import in_one_unit, peak_note
 

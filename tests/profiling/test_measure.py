@@ -12,7 +12,6 @@ from torch import nn
 
 import revzoo
 from revzoo.profiling.audit import audit
-from revzoo.profiling.chain import in_modes, outcome_of
 from revzoo.profiling.plan import Planner
 
 SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
@@ -93,12 +92,12 @@ def test_the_peak_of_each_assignment_is_predicted(name):
     planner, peaks = brute_force(name)
     unknown = 0
     for modes, peak in peaks.items():
-        if (choices := in_modes(planner.chain, modes)) is None:
+        if (choices := planner.chain.in_modes(modes)) is None:
             unknown += 1
             inverted = [mode == "exact" for mode in modes]
             assert (True, False, True) in zip(inverted, inverted[1:], inverted[2:], strict=False)
         else:
-            assert 0.99 < outcome_of(planner.chain, choices).peak / peak < 1.03
+            assert 0.99 < planner.chain.outcome(choices).peak / peak < 1.03
     assert unknown < len(peaks) / 5
 
 
@@ -106,9 +105,9 @@ def test_the_peak_of_each_assignment_is_predicted(name):
 def test_no_assignment_that_fits_is_faster_than_the_plan(name):
     planner, peaks = brute_force(name)
     costs = {
-        modes: outcome_of(planner.chain, choices).cost
+        modes: planner.chain.outcome(choices).cost
         for modes in peaks
-        if (choices := in_modes(planner.chain, modes)) is not None
+        if (choices := planner.chain.in_modes(modes)) is not None
     }
     least, most = min(peaks.values()), max(peaks.values())
     for k in range(9):

@@ -315,7 +315,7 @@ def test_calls_that_differ_from_pass_to_pass_are_refused():
             self.passes += 1
             return self.steps[1](x) if self.passes == 2 else self.steps(x)
 
-    with pytest.raises(ValueError, match=r"call 1 is steps.steps.0.* in one pass, steps.steps.1"):
+    with pytest.raises(ValueError, match="does not call the same steps each time"):
         Planner(Skips(), (8, 8), clock=False)
 
 

@@ -1,4 +1,4 @@
-"""Follows every tensor of a training step: its lifetime, its maker, and who keeps it.
+"""Counts one training step: every tensor's lifetime, its maker, and who keeps it.
 
 The step runs for real, or on fake tensors, which have shapes but no data: their operators compute
 and allocate nothing. The same code, ours and autograd's, decides which tensors are kept, so both
@@ -7,6 +7,8 @@ give the same count.
 Why not ``torch.distributed._tools.mem_tracker.MemTracker``: it is private, it keeps snapshots per
 module instead of a row per tensor, and it does not know that our steps run again in the backward
 pass. Its peak is the same (``tests/profiling/test_audit.py`` compares the two).
+
+Known limit: one count at a time, as it watches the calls of all modules.
 
 NOTE [ Who made a tensor ]
     In the forward pass and in a replay: the innermost running module of the model. Sequences and
@@ -26,11 +28,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
+import operator
 import random
-import threading
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,30 +42,27 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    unset_fake_temporarily,
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core import tape
 from revzoo.core.conditions import Members
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.words import fixed_of
-from revzoo.core.invertible import Step, is_container
+from revzoo.core.invertible import Step, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.profiling.costs import default_loss
-from revzoo.profiling.live import LiveMemory, operands
-from revzoo.profiling.stages import OUTSIDE, stages_of
+from revzoo.profiling.live import LiveMemory, dense_in
 from revzoo.profiling.units import bytes_from
-from revzoo.profiling.workspaces import is_unsized, sized
 
 _Module: Any = nn.Module
-_calls = threading.RLock()  # held while a trace watches the calls of modules
 
 
 @dataclass(slots=True)
@@ -77,7 +75,6 @@ class Allocation:
             ``optimiser``, ``input``, ``kept`` (an activation that outlives the forward pass) or
             ``temporary``.
         module: path of the module that made it; empty for the model itself and the loss.
-        stage: the model's part that made it, such as ``stem`` or ``stages.1``.
         operation: the operator that made it.
         shape: of the first tensor in it.
         dtype: of that tensor.
@@ -90,7 +87,6 @@ class Allocation:
     size: int
     kind: str
     module: str
-    stage: str
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -119,7 +115,7 @@ class Layout(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepCall:
+class Call:
     """A step of a chain as the forward pass called it.
 
     Attributes:
@@ -128,21 +124,18 @@ class StepCall:
         layout: of each input stream.
         context: the keyword arguments, with a :class:`Layout` in place of each tensor.
         inputs: storages of the input streams, in order; two streams may share one.
-        outputs: storages of the output streams, likewise.
-        words: storages of the words of fixed-point streams, by the id of the stream's storage.
-        start: index of the first operator of its forward pass.
-        end: index after its last operator.
+        outputs: storages of the output streams, in order.
+        ends: what a tape keeps if the step is inverted and the next one is not: the words of
+            fixed-point streams, and the other streams.
     """
 
     name: str
     mode: str
-    start: int
     layout: tuple[Layout, ...]
     context: dict[str, Any]
     inputs: list[Allocation]
     outputs: list[Allocation] = field(default_factory=list)
-    words: dict[int, Allocation] = field(default_factory=dict)
-    end: int = -1
+    ends: list[Allocation] = field(default_factory=list)
 
     @property
     def inverted(self) -> bool:
@@ -159,13 +152,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         levels: bytes alive after each operator.
         owners: for each operator, its link (NOTE [ Links of a trace ]).
         costs: nanoseconds of each operator, see :func:`nominal_cost`.
-        turn: index of the first operator of the backward pass.
+        turn: index of the first operator of the backward pass; 0 in the forward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []
-        self.calls: list[StepCall] = []
+        self.calls: list[Call] = []
         self.levels: list[int] = []
         self.owners: list[int] = []
         self.costs: list[int] = []
@@ -173,33 +166,28 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         # modules by operator and error; a dictionary, as a set has no order for the message
         self._unsized: dict[tuple[str, str], dict[str, None]] = {}
         self._alive: dict[int, Allocation] = {}  # by address of the storage
-        paths = {m: path for path, m in model.named_modules()}
-        self._stages = {"": OUTSIDE, **stages_of([*filter(None, paths.values())])}
         self._names = {
-            id(m): path for m, path in paths.items() if not isinstance(m, ReversibleSequence)
+            id(m): path
+            for path, m in model.named_modules()
+            if not isinstance(m, ReversibleSequence)
         }
-        # stacks: running modules by path, and the index in `calls` of their step (-1: none)
-        self._modules: list[str] = [""]
-        self._current: list[int] = [-1]
-        self._tapes = False  # whether the running step is inverted
-        # A place is (module, link). The nodes of _places[k] have the numbers from _numbers[k] to
-        # _numbers[k + 1].
-        self._numbers: list[int] = [0]
-        self._places: list[tuple[str, int]] = [("", 0)]
-        self._node = ("", 0)  # the place whose node runs, in the backward pass
+        self._modules = [""]  # the running ones, by path
+        self._in_step = self._in_inverted = False
+        # the number of the next node, and the module and the link to which it belongs
+        self._marks: list[tuple[int, str, int]] = [(0, "", 0)]
+        self._node = ("", 0)  # module and link of the node that runs, in the backward pass
         self._task: int | None = None  # the backward pass
-        self._outer = torch._C._current_autograd_node()  # if a backward hook counts a step
-        self._place = ("", 0)  # the place of the running operator
+        self._outer = torch._C._current_graph_task_id()  # if a backward hook counts a step
+        self._place = ("", 0)  # module and link of the running operator
         self._operation = ""
         self._call: Any = None  # what a call of a module runs without the trace
-        self._learned = {id(p) for p in model.parameters()}
-        # leaves that the forward pass reads from elsewhere, and their gradients
-        self._outside: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()
 
-    def register(self, tensors: Iterable[Tensor], kind: str) -> None:
+    def register(self, tensors: Iterable[Any], kind: str) -> None:
         """Set the kind of the tensors that exist before the step, and count them."""
         for t in tensors:
-            self.allocation_of(t).kind = kind
+            if isinstance(t, Tensor):
+                for part in dense_in(t):
+                    self.allocation_of(part).kind = kind
 
     def allocation_of(self, t: Tensor) -> Allocation:
         """The entry of the tensor's storage."""
@@ -228,19 +216,11 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Trace:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if id(module) not in self._names:
+            with self._inside(self._names.get(id(module))):
                 return self._call(module, *args, **kwargs)
-            self._enter_module(module, args, kwargs)
-            outputs = None
-            try:
-                outputs = self._call(module, *args, **kwargs)
-            finally:  # torch's checkpoint stops a replay early by an exception
-                self._leave_module(outputs)
-            return outputs
 
         # not hooks: hooked layers keep more (revzoo.models.components.lean); and not __call__: its
         # identity tells which steps are containers
-        _calls.acquire()
         self._call = _Module._call_impl
         _Module._call_impl = call
         tape.watcher = self._run_step
@@ -251,9 +231,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _Module._call_impl = self._call
         tape.watcher = None
-        _calls.release()
-        for t, gradient in self._outside.items():
-            t.grad = gradient
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -261,81 +238,50 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Run the operator and record its outputs."""
         if func.namespace == "prim":  # asks a fake tensor for its device
             return func(*args, **kwargs or {})
-        self._set_gradients_aside((args, kwargs))
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        for t in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-            if isinstance(t, Tensor) and t.layout is not torch.strided:
-                module = f"module {self._place[0]!r}" if self._place[0] else "the model's forward"
-                raise ValueError(not_dense(f"a tensor that {self._operation} makes in {module}", t))
         self.owners.append(self._place[1])
         self.levels.append(self.now)
         self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
         return outputs
 
-    def _set_gradients_aside(self, tree: Any) -> None:
-        """Take the gradients of foreign leaves in ``tree``, until the step ends.
-
-        A forward pass may read parameters through a closure, which a model shares with its copy.
-        They would keep the gradients of the counted step, even fake ones.
-        """
-        for t in operands(tree):
-            if not t.requires_grad or id(t) in self._learned:
-                continue
-            # is_leaf of a view may raise, if its base changed in place
-            if not t._is_view() and t.is_leaf and t not in self._outside:
-                self._outside[t] = t.grad
-                t.grad = None
-
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         outputs = func(*args, **kwargs)
-        if not is_unsized(func, outputs):
-            return outputs
         try:
-            return sized(func, args, kwargs, outputs)
+            return with_real_sizes(func, args, kwargs, outputs)
         except Exception as error:  # such as a missing device, or no memory
             key = self._operation, str(error).partition("\n")[0]
             self._unsized.setdefault(key, {})[self._place[0] or "the model"] = None
             return outputs
 
-    def _running_node(self) -> Any:
-        """The node that runs in the backward pass of the step; None in its forward pass."""
-        node = torch._C._current_autograd_node()
-        return None if node is self._outer else node
-
     def _where(self) -> tuple[str, int]:
         """Module and link of the running operator (NOTE [ Who made a tensor ])."""
-        node = self._running_node()
-        if node is None:
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+        if task == self._outer or node is None:  # in the forward pass and the loss
             return self._modules[-1], self._link()
         number = node._sequence_nr()
-        task = torch._C._current_graph_task_id()
-        if self._task is None and self.turn:
-            self._task = task
+        self._task = task if self._task is None else self._task
         # a replay's own backward pass belongs to the node that replays; the accumulation of a
         # gradient, which has no number, to the node before
-        if self._task in (None, task) and number < 2**63:
-            self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
-        replayed = self._modules[-1]
-        return replayed or self._node[0], self._node[1]
+        if task == self._task and number < 2**63:
+            at = bisect.bisect_right(self._marks, number, key=operator.itemgetter(0)) - 1
+            self._node = self._marks[at][1:]
+        return self._modules[-1] or self._node[0], self._node[1]
 
     def _link(self) -> int:
         """The link that the forward pass runs (NOTE [ Links of a trace ])."""
-        index = self._current[-1]
-        return 2 * len(self.calls) if index < 0 else 2 * index + 1
+        return 2 * len(self.calls) - self._in_step
 
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()
         if storage in self._seen:
             return
         super()._count(t)
-        module, _ = self._place
         allocation = Allocation(
             size=storage.nbytes(),
             kind="temporary",
-            module=module,
-            stage=self._stages[module],
+            module=self._place[0],
             operation=self._operation,
             shape=tuple(t.shape),
             dtype=t.dtype,
@@ -352,65 +298,52 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if self._alive.get(key) is allocation:
             del self._alive[key]
 
-    def _note_words(self, call: StepCall, state: Iterable[Tensor]) -> None:
-        for t in state:
-            if (fixed := fixed_of(t)) is not None:
-                call.words[id(self.allocation_of(t))] = self.allocation_of(fixed.words)
+    @contextlib.contextmanager
+    def _inside(self, path: str | None) -> Iterator[None]:
+        """From the next node on, nodes belong to the module at ``path``, if it has one."""
+        self._modules.append(self._modules[-1] if path is None else path)
+        self._mark()
+        try:
+            yield
+        finally:  # torch's checkpoint stops a replay early by an exception
+            self._modules.pop()
+            self._mark()
+
+    def _mark(self) -> None:
+        if not self.turn:
+            number = torch._C._autograd._get_sequence_nr()
+            self._marks.append((number, self._modules[-1], self._link()))
 
     def _run_step(self, run: tape.Run, step: Step, state: Any, context: Any) -> Any:
         """Run a step in its mode, which may not call the module, and keeps tensors beside it."""
-        outer, self._tapes = self._tapes, mode_of(effective_mode(step)).inverts
-        named = id(step) in self._names
-        outputs = None
-        if named:
-            self._enter_module(step, state, context)
-        try:
-            outputs = run(step, state, context)
-        finally:
-            self._tapes = outer
-            if named:
-                self._leave_module(outputs)
-        return outputs
-
-    def _enter_module(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        name = self._names[id(module)]
-        self._modules.append(name)
-        # nodes and steps are counted in the forward pass only
-        if self._running_node() is not None:
-            return
+        path = self._names.get(id(step))
+        before = self._in_step, self._in_inverted
         # only the outermost step counts: steps inside a branch belong to it
-        index = self._current[-1]
-        if index < 0 and isinstance(module, Step) and not is_container(module):
-            state = [t for t in args if isinstance(t, Tensor)]
-            layout = tuple(map(Layout.of, state))
+        counts = path is not None and not self._in_step and not self.turn
+        self._in_inverted = mode_of(effective_mode(step)).inverts
+        if path is not None and counts:
             # without the tensors: a reference from here would keep them alive
-            context = tree_map_only(Tensor, Layout.of, kwargs)
-            streams = [self.allocation_of(t) for t in state]
-            mode = effective_mode(module)
-            self.calls.append(StepCall(name, mode, self.tick, layout, context, streams))
-            self._note_words(self.calls[-1], state)
-            index = len(self.calls) - 1
-        self._current.append(index)
-        self._mark()
-
-    def _leave_module(self, outputs: Any) -> None:
-        self._modules.pop()
-        if self._running_node() is not None:
-            return
-        index = self._current.pop()
-        if index >= 0 and self._current[-1] < 0:  # the outermost step ends
-            call = self.calls[index]
-            streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-            tensors = [t for t in streams if isinstance(t, Tensor)]
-            call.outputs = [self.allocation_of(t) for t in tensors]
-            self._note_words(call, tensors)
-            call.end = self.tick
-        self._mark()
-
-    def _mark(self) -> None:
-        """From the next node on, nodes belong to the innermost running module."""
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._places.append((self._modules[-1], self._link()))
+            layout = tuple(map(Layout.of, state))
+            kept = tree_map_only(Tensor, Layout.of, dict(context))
+            inputs = [self.allocation_of(t) for t in state]
+            call = Call(path, effective_mode(step), layout, kept, inputs)
+            self.calls.append(call)
+            self._in_step = True
+        try:
+            with self._inside(path):
+                outputs = run(step, state, context)
+        finally:
+            self._in_step, self._in_inverted = before
+            self._mark()
+        if counts:
+            streams = streams_of(outputs, step)
+            call.outputs = [self.allocation_of(t) for t in streams]
+            words = [fixed_of(t) for t in streams]
+            call.ends = [
+                self.allocation_of(t if fixed is None else fixed.words)
+                for t, fixed in zip(streams, words, strict=True)
+            ]
+        return outputs
 
     def turn_back(self) -> None:
         """End the forward pass: its live tensors are kept for the backward pass."""
@@ -422,11 +355,46 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def pack(self, t: Tensor) -> Tensor:
         """Record that autograd saves ``t``; the pack hook of the forward pass."""
         allocation = self.allocation_of(t)
-        if not self._tapes:  # a tape lets go of each state for the next one
+        if not self._in_inverted:  # a tape lets go of each state for the next one
             allocation.saved += 1
             allocation.savers.add(self._link())
         # detached: an output saved by its own node would keep that node alive
         return t if t.is_leaf else t.detach()
+
+
+def with_real_sizes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+    """The fake ``outputs`` of operator ``func``, with storages of the real size.
+
+    A fused kernel, such as an LSTM on the CPU, keeps a workspace whose size only oneDNN or cuDNN
+    knows, so its fake version returns an empty tensor of bytes. We run such an operator on zeros.
+
+    Raises:
+        RuntimeError: the operator cannot run on this machine, or not on zeros.
+    """
+    fakes = [t for t in dense_in(outputs) if isinstance(t, FakeTensor)]
+    empty = any(t.dtype is torch.uint8 and not t.untyped_storage().nbytes() for t in fakes)
+    # on the CPU, the result of the second keeps the storage of the columns, which is larger
+    if not fakes or not (empty or func is torch.ops.aten.col2im.default):
+        return outputs
+    # views and in-place operators return their arguments
+    if any(result.alias_info is not None for result in func._schema.returns):
+        return outputs
+
+    def zeros(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
+
+    with unset_fake_temporarily():
+        real_args, real_kwargs = tree_map_only(Tensor, zeros, (args, kwargs))
+        real = dense_in(func(*real_args, **real_kwargs))
+
+    def resized(t: Tensor) -> Tensor:
+        like = next(real)
+        size = like.untyped_storage().nbytes()
+        if t.untyped_storage().nbytes() == size:
+            return t
+        return t.new_empty(size // t.element_size()).as_strided(like.shape, like.stride())
+
+    return tree_map_only(Tensor, resized, outputs)
 
 
 # A processor that does 10 floating-point operations while it moves a byte (true of most CPUs and
@@ -439,7 +407,7 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
 
     Good for comparing steps, equal on every machine, and independent of data.
     """
-    tensors = operands((args, kwargs, outputs))
+    tensors = [*dense_in((args, kwargs, outputs))]
     if func.is_view or not tensors:  # a view moves no data
         return 0
     moved = sum(t.nbytes for t in tensors)
@@ -473,15 +441,17 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         for p in trained:
             # otherwise gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p)
-        held = (tree_iter(vars(module)) for module in model.modules())
-        tensors = (t for t in itertools.chain.from_iterable(held) if isinstance(t, Tensor))
-        trace.register(tensors, "buffer")  # with plain attributes
+        # with plain attributes
+        trace.register(tree_iter([vars(m) for m in model.modules()]), "buffer")
         trace.register(model.parameters(), "parameter")
-        trace.register((p.grad for p in trained if p.grad is not None), "gradient")
+        trace.register((p.grad for p in trained), "gradient")
         trace.register([images], "input")
-        with trace, _explained(model):
+        with trace:
+            with saved_tensors_hooks(trace.pack, lambda t: t), _explained(model, images):
+                outputs = model(images)
             with saved_tensors_hooks(trace.pack, lambda t: t):
-                loss = default_loss(_called(model, images))
+                loss = default_loss(outputs)
+                del outputs
             # training leaves the autocast context here, which frees the cast weights
             torch.clear_autocast_cache()
             trace.turn_back()
@@ -489,12 +459,19 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
     return trace
 
 
-def _called(model: nn.Module, images: Tensor) -> Any:
+@contextlib.contextmanager
+def _explained(model: nn.Module, images: Tensor) -> Iterator[None]:
+    """Explain the errors of a forward pass, in which a user's model may fail in any way."""
     try:
-        return model(images)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        raise
-    except Exception as error:  # a user's model may fail in any way
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
+            "tensors lack: expected one that depends only on shapes. Use audit(real=True), and "
+            "set the memory modes by hand instead of planning them. An ActNorm reads "
+            "values in its first pass only: run that pass before planning"
+        ) from error
+    except Exception as error:
         error.add_note(
             f"Audits and plans call {type(model).__name__} with input_shape only, here with one "
             f"random {images.dtype} tensor of shape {tuple(images.shape)}: expected a model that "
@@ -505,18 +482,36 @@ def _called(model: nn.Module, images: Tensor) -> Any:
         raise
 
 
-@contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Turn the errors of fake tensors into a ValueError that names the cause."""
-    try:
-        yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+def default_loss(outputs: Any) -> Tensor:
+    """Cross-entropy of logits ``(B, classes)``; the sum of any other output.
+
+    Raises:
+        ValueError: no output requires gradient.
+    """
+    trained = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    if not trained:
+        kind = "tensor" if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
-            "tensors lack: expected one that depends only on shapes. Use audit(real=True), and "
-            "set the memory modes by hand instead of planning them. An ActNorm reads "
-            "values in its first pass only: run that pass before planning"
-        ) from error
+            f"the model returned a {kind}, in which nothing requires gradient: expected a tensor, "
+            "or a tuple, list or dictionary of tensors, that depends on parameters; look for "
+            "detach() and torch.no_grad() in its forward pass"
+        )
+    if isinstance(outputs, Tensor) and outputs.dim() == 2 and not outputs.is_complex():
+        labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+        return nn.functional.cross_entropy(outputs, labels)
+    # a loss is real
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in trained]
+    return torch.stack([t.sum() for t in parts]).sum()
+
+
+def forward_flops(model: nn.Module, images: Tensor) -> int:
+    """Floating-point operations of a forward pass in evaluation mode, per image.
+
+    Counted by torch: matrix products and convolutions, with two operations per multiply-add.
+    """
+    with evaluation_mode(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    return counter.get_total_flops() // len(images)
 
 
 @contextlib.contextmanager
@@ -530,6 +525,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     # a copy of the model shares the objects that its functions hold in closures and globals
     shared = _reached_leaves(model)
     gradients = [t.grad for t in shared]
+    for t in shared:
+        t.grad = None  # a step would add to it
     changing = [t for t in shared if not isinstance(t, nn.Parameter) and has_values(t)]
     values = [t.detach().clone() for t in changing]
     with (
@@ -579,11 +576,6 @@ def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[i
             bytes; the model has a lazy layer or a sparse tensor.
     """
     check_module("model", model)
-    _check_countable(model)
-    return checked_shape(input_shape), bytes_from(extra, name="extra", least=0)
-
-
-def _check_countable(model: nn.Module) -> None:
     for path, module in model.named_modules():
         name = f"the module {path!r}" if path else "the model"
         if isinstance(module, torch.jit.ScriptModule):
@@ -591,16 +583,32 @@ def _check_countable(model: nn.Module) -> None:
                 f"{name} is TorchScript ({type(module).__name__}), whose tensors cannot be "
                 "followed: expected the nn.Module that it was compiled from"
             )
-        held = {**module._parameters, **module._buffers, **vars(module)}
-        tensors = [(k, t) for k, v in held.items() for t in tree_iter(v) if isinstance(t, Tensor)]
-        for key, t in tensors:
-            if is_lazy(t):
-                raise ValueError(
-                    f"{name} is a {type(module).__name__} without weights: expected layers that "
-                    "are initialised. Call the model once on a batch, under torch.no_grad()"
-                )
-            if t.layout is not torch.strided:
-                raise ValueError(not_dense(f"{key!r} of {name}", t))
+        if any(map(is_lazy, module._parameters.values())):
+            raise ValueError(
+                f"{name} is a {type(module).__name__} without weights: expected layers that "
+                "are initialised. Call the model once on a batch, under torch.no_grad()"
+            )
+        held = (t for t in tree_iter(vars(module)) if isinstance(t, Tensor))
+        [*dense_in([*held])]  # raises
+    return checked_shape(input_shape), bytes_from(extra, name="extra", least=0)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """The shape of an input as a tuple.
+
+    Raises:
+        TypeError: it is the input itself.
+        ValueError: it is not a sequence of positive integers.
+    """
+    if isinstance(shape, Tensor):
+        raise TypeError(f"input_shape is a tensor: give its shape, {tuple(shape.shape)}")
+    sizes = counts_of(shape, repeat=0)
+    if not sizes:
+        raise ValueError(
+            f"input_shape={shape!r}: expected positive whole numbers, the batch first, such as "
+            "(64, 3, 32, 32)"
+        )
+    return sizes
 
 
 def uncounted_in(model: nn.Module) -> Iterator[str]:
@@ -620,30 +628,3 @@ def uncounted_in(model: nn.Module) -> Iterator[str]:
     ]
     if others:
         yield f"the true size of {shortened(others)}: dense tensors of their shapes are counted"
-
-
-def not_dense(name: str, t: Tensor) -> str:
-    """The message about a tensor that is sparse or nested."""
-    return (
-        f"{name} has the layout {t.layout}: audits and plans count dense tensors, torch.strided. "
-        "Make it dense, as with nn.Embedding(..., sparse=False) or to_dense(); or measure a real "
-        "step within revzoo.profiling.live.LiveMemory(), which counts it"
-    )
-
-
-def checked_shape(shape: Any) -> tuple[int, ...]:
-    """The shape of an input as a tuple.
-
-    Raises:
-        TypeError: it is the input itself.
-        ValueError: it is not a sequence of positive integers.
-    """
-    if isinstance(shape, Tensor):
-        raise TypeError(f"input_shape is a tensor: give its shape, {tuple(shape.shape)}")
-    sizes = counts_of(shape, repeat=0)
-    if not sizes:
-        raise ValueError(
-            f"input_shape={shape!r}: expected positive whole numbers, the batch first, such as "
-            "(64, 3, 32, 32)"
-        )
-    return sizes
