@@ -44,45 +44,28 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A link in one memory mode.
+    """A link in one memory mode."""
 
-    Attributes:
-        mode: the memory mode of a step; empty for operators outside steps.
-        inverts: whether the step is inverted. Then it keeps something only at the end of a run,
-            and ``backward`` includes the state that it inverts.
-        ends: for operators outside steps: whether the step before them is inverted.
-        joins: whether they join the run of that step, so that its end is not kept.
-        holds: the streams that it keeps for the backward pass.
-        keeps: other bytes that it keeps.
-        forward: largest number of temporary bytes in the forward pass.
-        backward: largest number of temporary bytes in the backward pass.
-        cost: nanoseconds of forward and backward pass.
-    """
-
-    mode: str = ""
+    mode: str = ""  # of a step; empty for operators outside steps
     inverts: bool = False
-    ends: bool = False
-    joins: bool = False
-    holds: frozenset[int] = _NOTHING
-    keeps: int = 0
-    forward: int = 0
-    backward: int = 0
-    cost: int = 0
+    """Whether the step is inverted. Then it keeps something only at the end of a run, and
+    ``backward`` includes the state that it inverts."""
+    ends: bool = False  # for operators outside steps: whether the step before is inverted
+    joins: bool = False  # whether they join the run of that step, so that its end is not kept
+    holds: frozenset[int] = _NOTHING  # the streams that it keeps for the backward pass
+    keeps: int = 0  # other bytes that it keeps
+    forward: int = 0  # largest number of temporary bytes in the forward pass
+    backward: int = 0  # largest number of temporary bytes in the backward pass
+    cost: int = 0  # nanoseconds of forward and backward pass
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A step of the chain, or the operators before, between or after steps.
+    """A step of the chain, or the operators before, between or after steps."""
 
-    Attributes:
-        name: the step's path; None for operators outside steps.
-        inputs: the streams that enter, as keys of :attr:`Chain.sizes`.
-        choices: the first one is in the mode that keeps most.
-    """
-
-    name: str | None
-    inputs: frozenset[int]
-    choices: tuple[Choice, ...]
+    name: str | None  # the step's path; None for operators outside steps
+    inputs: frozenset[int]  # the streams that enter, as keys of Chain.sizes
+    choices: tuple[Choice, ...]  # the first one is in the mode that keeps most
 
     def after(self, last: Choice | None) -> list[Choice]:
         """The choices that can follow the step before, of which ``last`` is the inverted one."""
@@ -105,17 +88,11 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Links in the order of the forward pass.
-
-    Attributes:
-        links: see :class:`Link`.
-        sizes: bytes of each stream.
-        base: bytes alive during the whole training step.
-    """
+    """Links in the order of the forward pass."""
 
     links: tuple[Link, ...]
-    sizes: Mapping[int, int]
-    base: int = 0
+    sizes: Mapping[int, int]  # bytes of each stream
+    base: int = 0  # bytes alive during the whole training step
 
     @property
     def steps(self) -> list[Link]:
@@ -182,12 +159,12 @@ class Chain:
 
 
 class _Label(NamedTuple):
-    """Choices for the first links: bytes kept, cost, the last choice, and the label before."""
+    """Choices for the first links."""
 
     # a linked list: labels share their beginnings, so a new one costs no copy
-    kept: int
+    kept: int  # bytes
     cost: int
-    choice: Choice | None
+    choice: Choice | None  # the last one
     before: _Label | None
 
     def choices(self) -> list[Choice]:
@@ -280,7 +257,7 @@ def chain_of(traces: Sequence[Trace]) -> Chain:
     inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
     sizes = {numbers[id(t)]: t.size for state in states for t in state}
     working = {k for k, cost in zip(traces[0].owners, traces[0].costs, strict=True) if cost}
-    # if nothing runs between two steps in mode store, other modes may round there, for the next step
+    # if nothing runs between two steps in mode store, other modes may round there for the next one
     shown = [k for k in range(len(names)) if k % 2 or k in working]
     rows = [_choices(trace, inputs, shown, sizes) for trace in traces]
     counts = Counter(names)
@@ -307,19 +284,10 @@ def _choices(
     shown: Sequence[int],
     sizes: Mapping[int, int],
 ) -> dict[int, Choice]:
-    """What the links cost in a trace of a training step in one mode.
-
-    Args:
-        trace: see :func:`chain_of`.
-        inputs: the numbers of the streams that enter each link.
-        shown: the links; an operator of another one counts in the next.
-        sizes: bytes of each stream.
-    """
+    """What the ``shown`` links cost in a trace; an operator of another one counts in the next."""
     calls = trace.calls
     pairs = zip(_states(trace), inputs, strict=True)
-    numbers = {
-        id(t): number for state, row in pairs for t, number in zip(state, row, strict=True)
-    }
+    numbers = {id(t): number for state, row in pairs for t, number in zip(state, row, strict=True)}
     ends = {id(t) for call in calls if call.inverted for t in call.ends}
     holds: defaultdict[int, set[int]] = defaultdict(set)
     keeps: Counter[int] = Counter()

@@ -14,14 +14,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from revzoo.core.invertible import State, Step, as_state
+from revzoo.core.invertible import Step, as_state
 from revzoo.core.set_memory import set_memory
 from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
@@ -35,82 +34,63 @@ _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
 _FEW = 2  # fewest images: BatchNorm refuses a single value
 
 
+class _Rate(NamedTuple):
+    """Measured over nominal time of the counted work, and each mode's constant in nanoseconds."""
+
+    factor: float
+    constants: Mapping[str, float] = {}
+
+
 def timed(chain: Chain, model: nn.Module, calls: Sequence[Call]) -> Chain:
     """The chain with measured costs instead of nominal ones.
 
     Operators outside steps, such as the head, get the mean factor of the steps.
 
     Args:
-        chain: see :func:`revzoo.profiling.chain.chain_of`.
+        chain: of the model, see :func:`revzoo.profiling.chain.chain_of`.
         model: the model of the chain.
         calls: the calls of its steps.
+
+    Raises:
+        ValueError: a step cannot be timed.
     """
     known: dict[object, _Rate] = {}
-    scaled: list[Link] = []
+    rates: dict[str | None, _Rate] = {}
     nominal = work = 0.0
     for link, call in zip(chain.steps, calls, strict=True):
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
-        subject = step.subject
-        trains = [m.training for m in subject.modules()]
-        learns = [p.requires_grad for p in subject.parameters()]
-        key = type(step), repr((step, subject, trains, learns, call.layout, call.context))
+        trains = [m.training for m in step.subject.modules()]
+        learns = [p.requires_grad for p in step.subject.parameters()]
+        key = type(step), repr((step, step.subject, trains, learns, call.layout, call.context))
         if key not in known:
             log.debug("timing %s", call.name)
             try:
                 known[key] = _rate(step, call, link.choices, train=not model.training)
             except Exception as error:  # a user's step may fail in any way
-                raise ValueError(_not_timed(step, call, error)) from error
-        scaled.append(_scaled(link, known[key]))
+                raise ValueError(
+                    f"{call.name} {type(step).__name__} cannot be timed: called alone, with random "
+                    f"inputs for a few images, it raised {type(error).__name__} ({error}). "
+                    "Expected a step that takes any number of images; otherwise pass clock=False, "
+                    "which counts operations instead"
+                ) from error
+        rates[call.name] = known[key]
         nominal += link.choices[0].cost
         work += link.choices[0].cost * known[key].factor
-    rest = _Rate(work / max(1, nominal), {})
-    steps = iter(scaled)
-    links = [_scaled(k, rest) if k.name is None else next(steps) for k in chain.links]
-    return replace(chain, links=tuple(links))
+    rates[None] = _Rate(work / max(1, nominal))
 
+    def measured(link: Link, choice: Choice) -> int:
+        rate = rates[link.name]
+        return int(choice.cost * rate.factor + rate.constants.get(choice.mode, 0))
 
-def _not_timed(step: Step, call: Call, error: Exception) -> str:
-    whole = call.layout[0].shape[0]
-    name = f"{call.name} {type(step).__name__}".strip()
-    return (
-        f"{name} cannot be timed: called alone, with random inputs for "
-        f"at least {min(_FEW, whole)} of the {whole} images, it raised {type(error).__name__} "
-        f"({error}). Expected a step that takes any number of images; otherwise pass clock=False, "
-        "which counts operations instead"
-    )
-
-
-class _Rate(NamedTuple):
-    """Measured over nominal time of the counted work, and each mode's constant in nanoseconds."""
-
-    factor: float
-    constants: Mapping[str, float]
-
-
-def _scaled(link: Link, rate: _Rate) -> Link:
-    costs = [int(c.cost * rate.factor + rate.constants.get(c.mode, 0)) for c in link.choices]
-    pairs = zip(link.choices, costs, strict=True)
-    return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
+    return chain.with_costs(measured)
 
 
 def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> _Rate:
-    """Measure the rate of a step: train a copy of it on a few images.
-
-    Args:
-        step: of the model.
-        call: a call of it.
-        choices: of its memory modes.
-        train: set training mode; False keeps the modes of the step's modules.
-    """
-    layout = call.layout
-    # a mode has several choices, which differ in their neighbours
-    modes: dict[str, Choice] = {}
-    for choice in choices:
-        modes.setdefault(choice.mode, choice)
-    plain, *others = modes.values()
-    whole = layout[0].shape[0]
+    """Train a copy of the step on a few images; in its modules' own modes unless ``train``."""
+    plain, *others = choices
+    whole = call.layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
     device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
@@ -119,8 +99,10 @@ def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> 
     replica = _replica(step, device)
     if train:
         replica.train()
-    replica.streams = len(layout)  # a block of a converted network takes one or two
-    inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
+    replica.streams = len(call.layout)  # a block of a converted network takes one or two
+    # as the whole batch: the streams and the keyword arguments
+    batch = call.layout, call.context
+    inputs = {n: _few(batch, whole, n, device) for n in (few, count)}
 
     def fastest(mode: str, n: int) -> float:
         set_memory(replica, {"": mode})
@@ -137,12 +119,11 @@ def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> 
     factor = per_image * whole / max(1, plain.cost)
     # one sample gives no slope, and the constants are small beside its time
     if count == few and stored[few] > 1e9 * _LONG:
-        return _Rate(factor, {})
+        return _Rate(factor)
     # few images: the constant part shows where the work is small
-    small = {c.mode: fastest(c.mode, few) for c in others} | {plain.mode: stored[few]}
-    work = {mode: factor * c.cost * few / whole for mode, c in modes.items()}
-    constants = {mode: max(0, small[mode] - work[mode]) for mode in modes}
-    return _Rate(factor, constants)
+    small = {plain.mode: stored[few]} | {c.mode: fastest(c.mode, few) for c in others}
+    work = {c.mode: factor * c.cost * few / whole for c in choices}
+    return _Rate(factor, {mode: max(0, small[mode] - work[mode]) for mode in small})
 
 
 def _replica(step: Step, device: torch.device) -> Step:
@@ -161,44 +142,33 @@ def _replica(step: Step, device: torch.device) -> Step:
     return replica
 
 
-class _Sample(NamedTuple):
-    """The streams and keyword arguments of a step for a few images."""
+def _few(batch: Any, whole: int, count: int, device: torch.device) -> Any:
+    """Random tensors for ``count`` images in the layouts of a batch of ``whole`` images."""
 
-    state: State
-    context: Mapping[str, Any]
+    def few(layout: Any) -> Any:
+        if not isinstance(layout, Layout):
+            return layout
+        # a tensor without a batch, such as an attention mask, serves any number of images
+        batched = layout.shape[:1] == (whole,)
+        shape = [count, *layout.shape[1:]] if batched else layout.shape
+        # dimensions by descending stride: a dense tensor in this order, permuted back
+        order = sorted(range(len(shape)), key=lambda d: -layout.stride[d])
+        dense = torch.randn([shape[d] for d in order], device=device)
+        # as integers between 0 and 1: they may be the indices of a table
+        floating = layout.dtype.is_floating_point or layout.dtype.is_complex
+        values = dense if floating else dense > 0
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return values.permute(back).to(layout.dtype).requires_grad_(layout.needs)
 
-    @classmethod
-    def of(cls, call: Call, count: int, device: torch.device) -> _Sample:
-        """Random tensors in the layouts of a call for the whole batch."""
-        whole = call.layout[0].shape[0]
-
-        def few(value: Any) -> Any:
-            if not isinstance(value, Layout):
-                return value
-            # a tensor without a batch, such as an attention mask, serves any number of images
-            batched = value.shape[:1] == (whole,)
-            return _random(value, [count, *value.shape[1:]] if batched else value.shape, device)
-
-        # a layout is a tuple, but not a collection of arguments
-        context = tree_map(few, call.context, is_leaf=lambda value: isinstance(value, Layout))
-        return cls(tuple(map(few, call.layout)), context)
-
-
-def _random(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A random tensor of a ``shape`` whose dimensions are ordered in memory as in the layout."""
-    # dimensions by descending stride: a dense tensor in this order, permuted back, has the layout
-    order = sorted(range(len(shape)), key=lambda d: -layout.stride[d])
-    dense = torch.randn([shape[d] for d in order], device=device)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    # as integers between 0 and 1: they may be the indices of a table
-    values = dense if layout.dtype.is_floating_point or layout.dtype.is_complex else dense > 0
-    return values.permute(back).to(layout.dtype).requires_grad_(layout.needs)
+    # a layout is a tuple, but not a collection of arguments
+    return tree_map(few, batch, is_leaf=lambda value: isinstance(value, Layout))
 
 
-def _time(step: Step, sample: _Sample, device: torch.device) -> float:
+def _time(step: Step, inputs: Any, device: torch.device) -> float:
     """Seconds of one forward and backward pass."""
+    state, context = inputs
     start = now(device)
-    outputs = [t for t in as_state(step(*sample.state, **sample.context)) if t.requires_grad]
+    outputs = [t for t in as_state(step(*state, **context)) if t.requires_grad]
     seconds = now(device) - start
     # in a training step, the next step makes the gradients
     gradients = [torch.ones_like(t) for t in outputs]
@@ -206,7 +176,7 @@ def _time(step: Step, sample: _Sample, device: torch.device) -> float:
         start = now(device)
         torch.autograd.backward(outputs, gradients)
         seconds += now(device) - start
-    for t in tensors_of(sample):
+    for t in tensors_of(inputs):
         t.grad = None  # otherwise the next timing would add to it
     return seconds
 

@@ -46,7 +46,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
@@ -67,33 +66,20 @@ _Module: Any = nn.Module
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage, its maker and its lifetime.
+    """A storage, its maker and its lifetime."""
 
-    Attributes:
-        size: bytes.
-        kind: ``parameter``, ``buffer`` (or another attribute of a module), ``gradient``,
-            ``optimiser``, ``input``, ``kept`` (an activation that outlives the forward pass) or
-            ``temporary``.
-        module: path of the module that made it; empty for the model itself and the loss.
-        operation: the operator that made it.
-        shape: of the first tensor in it.
-        dtype: of that tensor.
-        born: index of the operator in the step.
-        died: index of the first operator after its end; None if it outlives the step.
-        saved: number of tensors in it that autograd saved.
-        savers: the links whose forward pass saved one (NOTE [ Links of a trace ]).
-    """
-
-    size: int
+    size: int  # bytes
     kind: str
-    module: str
-    operation: str
-    shape: tuple[int, ...]
+    """``parameter``, ``buffer`` (or another attribute of a module), ``gradient``, ``optimiser``,
+    ``input``, ``kept`` (an activation that outlives the forward pass) or ``temporary``."""
+    module: str  # path of the module that made it; empty for the model itself and the loss
+    operation: str  # the operator that made it
+    shape: tuple[int, ...]  # of the first tensor in it
     dtype: torch.dtype
-    born: int
-    died: int | None = None
-    saved: int = 0
-    savers: set[int] = field(default_factory=set)
+    born: int  # index of the operator in the step
+    died: int | None = None  # index of the first operator after its end
+    saved: int = 0  # number of tensors in it that autograd saved
+    savers: set[int] = field(default_factory=set)  # the links whose forward pass saved one
 
     def alive(self, at: int) -> bool:
         """Whether it exists while operator ``at`` runs."""
@@ -101,12 +87,12 @@ class Allocation:
 
 
 class Layout(NamedTuple):
-    """A tensor's shape, strides and dtype, and whether it requires gradient."""
+    """What a tensor looks like, without the tensor."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    needs: bool
+    needs: bool  # gradient
 
     @classmethod
     def of(cls, t: Tensor) -> Layout:
@@ -116,26 +102,17 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """A step of a chain as the forward pass called it.
+    """A step of a chain as the forward pass called it."""
 
-    Attributes:
-        name: its path in the model.
-        mode: the memory mode in which it runs.
-        layout: of each input stream.
-        context: the keyword arguments, with a :class:`Layout` in place of each tensor.
-        inputs: storages of the input streams, in order; two streams may share one.
-        outputs: storages of the output streams, in order.
-        ends: what a tape keeps if the step is inverted and the next one is not: the words of
-            fixed-point streams, and the other streams.
-    """
-
-    name: str
-    mode: str
-    layout: tuple[Layout, ...]
-    context: dict[str, Any]
-    inputs: list[Allocation]
+    name: str  # its path in the model
+    mode: str  # the memory mode in which it runs
+    layout: tuple[Layout, ...]  # of each input stream
+    context: dict[str, Any]  # the keyword arguments, with a Layout in place of each tensor
+    inputs: list[Allocation]  # of the input streams; two streams may share one
     outputs: list[Allocation] = field(default_factory=list)
     ends: list[Allocation] = field(default_factory=list)
+    """What a tape keeps if the step is inverted and the next one is not: the words of fixed-point
+    streams, and the other streams."""
 
     @property
     def inverted(self) -> bool:
@@ -144,27 +121,18 @@ class Call:
 
 
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]
-    """Follows one training step of ``model`` (see :func:`trace_step`).
-
-    Attributes:
-        allocations: in order of creation.
-        calls: the steps of the forward pass, without steps inside other steps.
-        levels: bytes alive after each operator.
-        owners: for each operator, its link (NOTE [ Links of a trace ]).
-        costs: nanoseconds of each operator, see :func:`nominal_cost`.
-        turn: index of the first operator of the backward pass; 0 in the forward pass.
-    """
+    """Follows one training step of ``model`` (see :func:`trace_step`)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.allocations: list[Allocation] = []
-        self.calls: list[Call] = []
+        self.allocations: list[Allocation] = []  # in order of creation
+        self.calls: list[Call] = []  # of the forward pass, without steps inside other steps
+        # of each operator: bytes alive after it, its link, and its nanoseconds (nominal_cost)
         self.levels: list[int] = []
         self.owners: list[int] = []
         self.costs: list[int] = []
-        self.turn = 0
-        # modules by operator and error; a dictionary, as a set has no order for the message
-        self._unsized: dict[tuple[str, str], dict[str, None]] = {}
+        self.turn = 0  # index of the first operator of the backward pass
+        self.uncounted: list[str] = []  # users of memory that is not counted, and why
         self._alive: dict[int, Allocation] = {}  # by address of the storage
         self._names = {
             id(m): path
@@ -199,15 +167,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Bytes alive before the step."""
         fixed = ("parameter", "buffer", "gradient", "input")
         return sum(allocation.size for allocation in self.allocations if allocation.kind in fixed)
-
-    @property
-    def uncounted(self) -> list[str]:
-        """The users of memory that is not counted, and why."""
-        return [
-            f"the workspace of {operation} in {shortened(modules, 3)}, whose size only a real step "
-            f"knows ({reason})"
-            for (operation, reason), modules in self._unsized.items()
-        ]
 
     @property
     def tick(self) -> int:
@@ -251,8 +210,11 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         try:
             return with_real_sizes(func, args, kwargs, outputs)
         except Exception as error:  # such as a missing device, or no memory
-            key = self._operation, str(error).partition("\n")[0]
-            self._unsized.setdefault(key, {})[self._place[0] or "the model"] = None
+            reason = str(error).partition("\n")[0]
+            note = (
+                f"the workspace of {self._operation}, whose size only a real step knows ({reason})"
+            )
+            self.uncounted += [note] * (note not in self.uncounted)
             return outputs
 
     def _where(self) -> tuple[str, int]:
@@ -621,10 +583,3 @@ def uncounted_in(model: nn.Module) -> Iterator[str]:
     ]
     if compiled:
         yield f"the effect of torch.compile on {shortened(compiled)}: the eager step is counted"
-    others = [
-        f"{path} ({type(p).__name__})"
-        for path, p in model.named_parameters()
-        if is_traceable_wrapper_subclass(p)
-    ]
-    if others:
-        yield f"the true size of {shortened(others)}: dense tensors of their shapes are counted"

@@ -11,9 +11,7 @@ only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we count neither the memory that a kernel frees before it returns nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
-another step's branch get the mode of that step. In ``exact`` no plan keeps or recomputes a single
-step between two inverted ones, unless that step has no inverse; in a network of more than 24 steps,
-one step in three cannot be the first or last of an inverted run.
+another step's branch get the mode of that step.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,10 +33,8 @@ from revzoo.core.guard.samples import SAMPLED
 from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
-from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Choice, Outcome, chain_of, fastest, leanest
 from revzoo.profiling.clock import timed
-from revzoo.profiling.stages import stages_of
 from revzoo.profiling.count import (
     Call,
     Trace,
@@ -49,6 +44,7 @@ from revzoo.profiling.count import (
     uncounted_in,
     undisturbed,
 )
+from revzoo.profiling.stages import stages_of
 from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units, peak_note
 
@@ -73,28 +69,23 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Plan(Mapping[str, str]):
-    """A memory mode for each step; as a mapping, step path to mode.
-
-    Attributes:
-        modes: step path to mode, as plain data; :func:`revzoo.set_memory` takes it, too.
-        peak_bytes: largest number of bytes alive at once in a training step: parameters, gradients,
-            input, activations and ``extra``.
-        seconds: predicted time of forward and backward pass.
-        budget: the budget of the plan, in bytes.
-        inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
-            ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
-            :func:`plan_memory`.
-        uncounted: users of memory that the peak does not count, and why; usually empty.
-        extra: bytes in the peak for an optimiser's state and copies of the weights.
-    """
+    """A memory mode for each step; as a mapping, step path to mode."""
 
     modes: dict[str, str]
+    """Step path to mode, as plain data; :func:`revzoo.set_memory` takes it, too."""
     peak_bytes: int
+    """Largest number of bytes alive at once in a training step: parameters, gradients, input,
+    activations and ``extra``."""
     seconds: float
+    """Predicted time of forward and backward pass."""
     budget: int
+    """The budget of the plan, in bytes."""
     inverting: str | None = None
+    """The mode in which steps with an inverse could be inverted; None if no step has one."""
     uncounted: tuple[str, ...] = ()
+    """Users of memory that the peak does not count, and why; usually empty."""
     extra: int = 0
+    """Bytes in the peak for an optimiser's state and copies of the weights."""
 
     def __getitem__(self, path: str) -> str:
         return self.modes[path]
@@ -145,25 +136,8 @@ def count_modes(modes: Sequence[str]) -> str:
 class Planner:
     """Plans for one model and one shape of input. Measures first, which takes seconds.
 
-    If the model's parameters change, make a new planner.
-
-    Args:
-        model: a module that holds steps and takes one floating-point tensor; may be on the meta
-            device.
-        input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
-            ``exact``, which is free of drift; None for the current inverting mode of the model's
-            steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
-        clock: measure times, on a few images. False: assume a nominal processor, which gives the
-            same plan on every machine and in every process.
-        extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
-        device: the device of the training; None for the model's.
-
-    Raises:
-        TypeError: the model is not a module, or is TorchScript.
-        ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape or ``extra`` is not valid; ``inverting`` is unknown or does
-            not fit; a layer is lazy, or a tensor sparse.
+    If the model's parameters change, make a new planner. The arguments and errors are those of
+    :func:`plan_memory`; ``device`` is the device of the training, None for the model's.
     """
 
     def __init__(
@@ -343,13 +317,10 @@ class Planner:
         sized = in_one_unit(need)
         shown = in_units(limit) if unit else sized(limit)
         remedies = [f"a larger budget{unit}", "a smaller model"]
-        if limit > fixed:
-            # the share of the activations that fits; they grow with the images' number and area
-            share = (limit - fixed) / max(1, need - fixed)
-            if side := self._smaller_side(share):
-                remedies.insert(1, f"images of {side} x {side} pixels")
-            if fits := int(self.shape[0] * share):
-                remedies.insert(1, f"a batch of about {fits}")
+        # the share of the activations that fits; they grow with the number of images
+        fits = int(self.shape[0] * (limit - fixed) / max(1, need - fixed))
+        if fits > 0:
+            remedies.insert(1, f"a batch of about {fits}")
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
             f"budget={shown} is less than any plan needs: at least {sized(need)} for "
@@ -357,22 +328,6 @@ class Planner:
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states, statistics and the guard; use {either(remedies)}"
         )
-
-    def _smaller_side(self, share: float) -> int:
-        """The largest side of images of this share of the area; 0 if none makes sense.
-
-        A multiple of the model's total stride, and at least a quarter of the current side.
-        """
-        if not isinstance(self.model, ImageNetwork):
-            return 0
-        side = self.shape[-1]
-        try:
-            stride = self.model.feature_info[-1].reduction
-            fitting = int(side * math.sqrt(share)) // stride * stride
-            self.model.check_size(fitting, fitting)
-        except ValueError:  # feature maps of unknown size, or a model of one size
-            return 0
-        return fitting if 4 * fitting >= side else 0
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype, bool]]:
@@ -411,8 +366,11 @@ def plan_memory(
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         budget: bytes, or a string such as ``"4GiB"``, for parameters, gradients, input, activations
             and ``extra``.
-        inverting: the mode for steps with an inverse, see :class:`Planner`.
-        clock: whether to measure times.
+        inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
+            ``exact``, which is free of drift; None for the current inverting mode of the model's
+            steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
+        clock: measure times, on a few images. False: assume a nominal processor, which gives the
+            same plan on every machine and in every process.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
 
     Returns:

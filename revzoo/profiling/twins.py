@@ -51,9 +51,7 @@ def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
-    Args:
-        model: on any device, meta included.
-        device: the copy's nominal device; None for the model's, or the CPU for the meta device.
+    Its nominal device is ``device``; by default the model's, or the CPU for the meta device.
     """
 
     def fake(t: Tensor) -> Tensor:
@@ -66,38 +64,13 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         return in_training(copied(model, fake))
 
 
-def meta_twin(model: M, float_dtype: torch.dtype | None = None) -> M:
-    """A copy of ``model`` on the ``meta`` device, in its own mode.
-
-    Args:
-        model: on any device.
-        float_dtype: the copy's type of floating-point tensors; None for the model's.
-    """
-
-    def on_meta(t: Tensor) -> Tensor:
-        dtype = float_dtype if float_dtype is not None and t.is_floating_point() else t.dtype
-        return t.to("meta", dtype)
-
-    return copied(model, on_meta)
-
-
-def real_twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` in training mode."""
-    return in_training(copied(model))
-
-
 def in_training(model: nn.Module) -> nn.Module:
     """``model`` in training mode; if it already trains, its submodules keep their modes."""
     return model if model.training else model.train()
 
 
 def images_for(twin: nn.Module, shape: Sequence[int]) -> Tensor:
-    """Random input for a twin, in the dtype of its first parameter; fake if the twin is.
-
-    Args:
-        twin: see :func:`fake_twin`.
-        shape: of the whole batch.
-    """
+    """Random input of the ``shape`` for a twin, fake if the twin is."""
     like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
     mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
     with mode:

@@ -7,7 +7,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch_layers import TOKENS, TORCH_LAYERS, Called, indices
 
 import revzoo
-from revzoo._checks import shortened
 from revzoo.profiling import count
 from revzoo.profiling.audit import audit
 from revzoo.profiling.count import default_loss
@@ -99,10 +98,8 @@ def test_a_workspace_that_cannot_be_sized_is_reported(monkeypatch):
     model = Streams(TORCH_LAYERS["lstm"], depth=2)
     report = audit(model, model.shape)
     (note,) = report.uncounted
-    branches = (f"steps.steps.{i}.steps.{k}.branch.layer" for i in (0, 1) for k in (0, 1))
     assert note == (
-        f"the workspace of mkldnn_rnn_layer in {shortened(branches, 3)}, whose size only a real "
-        "step knows (no such device)"
+        "the workspace of mkldnn_rnn_layer, whose size only a real step knows (no such device)"
     )
     lines = str(report).splitlines()
     assert f"not counted: {note}" in " ".join(map(str.strip, lines))

@@ -121,23 +121,6 @@ def test_the_least_budget_is_reported_and_possible():
         planner.plan(1)
 
 
-@pytest.mark.parametrize(
-    ("name", "share", "remedies"),
-    [
-        ("revnet38", 0.4, r"a batch of about \d+, images of 20 x 20 pixels or a smaller model$"),
-        # a quarter of the side is 1/16 of the area
-        ("revnet38", 0.05, r"use a larger budget or a smaller model$"),
-        # has one size
-        ("revvit_cifar", 0.5, r"use a larger budget, a batch of about \d or a smaller model$"),
-    ],
-)
-def test_a_smaller_image_is_one_that_makes_sense(name, share, remedies):
-    planner = shared_planner(name)
-    fixed = planner.chain.base
-    with pytest.raises(revzoo.BudgetError, match=remedies):
-        planner.plan(int(fixed + share * (planner.least - fixed)))
-
-
 def test_a_printed_plan_says_which_steps_have_a_mode():
     modes = {f"stages.{i}.steps.{k}": "exact" for i in range(2) for k in range(4)}
     modes |= {"stages.1.steps.3": "store", "stages.1.steps.1": "store"}
@@ -147,7 +130,7 @@ def test_a_printed_plan_says_which_steps_have_a_mode():
         "steps.0: exact; steps.1: store; steps.2: exact; steps.3: store"
     )
     net = Plan({"net.layer1.0.a": "exact", "net.layer2.0.a": "store"}, 1, 1, 1, "exact")
-    assert "\nlayer1  1 exact\nlayer2  1 store\n" in str(net)
+    assert "\nnet.layer1  1 exact\nnet.layer2  1 store\n" in str(net)
     assert str(net).endswith("; inverting mode: exact")
     modes["stages.1.steps.2"] = "store"
     assert "steps.0: exact; steps.1 to steps.3: store" in str(Plan(modes, 2**20, 0.5, 2**21))
@@ -192,7 +175,7 @@ def test_a_plan_says_what_its_peak_includes():
 
 def test_times_come_from_the_clock(monkeypatch):
     """One millisecond per image and step in mode ``store``; more in the other modes."""
-    monkeypatch.setattr(clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]))
+    monkeypatch.setattr(clock, "_time", lambda step, inputs, device: 1e-3 * len(inputs[0][0]))
     planner = Planner(model_of(), SHAPE)
     steps = planner.chain.steps
     stored = sum(link.choices[0].cost for link in steps)
@@ -203,9 +186,7 @@ def test_times_come_from_the_clock(monkeypatch):
 
 def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     """It was scaled from the sample to the batch: 12 % too much for revnet110 at batch 128."""
-    monkeypatch.setattr(
-        clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]) + 0.1
-    )
+    monkeypatch.setattr(clock, "_time", lambda step, inputs, device: 1e-3 * len(inputs[0][0]) + 0.1)
     steps = Planner(model_of(), SHAPE).chain.steps
     stored = sum(link.choices[0].cost for link in steps)
     assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(steps), rel=0.001)
@@ -215,9 +196,9 @@ def test_a_step_that_takes_long_is_timed_in_one_mode(monkeypatch):
     """Timing each step of revnet104 in each mode took half of the planner's time."""
     modes = []
 
-    def time(step, sample, device):
+    def time(step, inputs, device):
         modes.append(step.memory)
-        return len(sample.state[0])  # seconds
+        return len(inputs[0][0])  # seconds
 
     monkeypatch.setattr(clock, "_time", time)
     monkeypatch.setattr(clock, "_SAMPLE", 1)  # a few images do more work than this
