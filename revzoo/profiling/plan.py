@@ -155,6 +155,7 @@ class Planner:
         self.inverting = inverting or inverting_mode(model)
         check_choice("inverting", self.inverting, INVERTING)
         self._parameters = _parameters_of(model)
+        self._called: list[str] | None = None  # the steps that the last forward pass called
         with undisturbed(model):
             # for all counted steps: a copy takes about a third of the time of a counted step
             self._twin = fake_twin(model, device)
@@ -302,13 +303,13 @@ class Planner:
             set_memory(self._twin, modes)
             trace = trace_step(self._twin, self._images)
         called = [call.name for call in trace.calls]
-        self._called: list[str] = getattr(self, "_called", called)
-        if called != self._called:
+        if called != self._called and self._called is not None:
             raise ValueError(
                 f"the forward pass of {type(self.model).__name__} does not call the same steps "
                 "each time: expected the same calls in every pass. Set the memory modes by hand, "
                 "as with revzoo.set_memory(model, 'recompute')"
             )
+        self._called = called
         return trace
 
     def _too_small(self, limit: int) -> str:

@@ -98,9 +98,7 @@ def test_the_peak_of_each_assignment_is_predicted(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_assignment_that_fits_is_faster_than_the_plan(name):
     planner, peaks = brute_force(name)
-    costs = {
-        modes: planner.chain.outcome(planner.chain.in_modes(modes)).cost for modes in peaks
-    }
+    costs = {modes: planner.chain.outcome(planner.chain.in_modes(modes)).cost for modes in peaks}
     least, most = min(peaks.values()), max(peaks.values())
     for k in range(9):
         goal = least + (most - least) * k // 8
