@@ -12,7 +12,9 @@ NOTE [ The peak of a chain ]
         backward   K(i) + temporary bytes of its backward pass, with its replay
 
     A stream counts once, even if several links hold it. An inverted step keeps nothing itself: a
-    run of inverted steps keeps its last output, which is the state of its last step's replay.
+    run of inverted steps keeps its last output, which is the state of its last step's replay. A run
+    that only moves values, such as a squeeze, keeps nothing, as its gradient reads no values. But
+    if a later link holds one of its streams in floating point, the stream's words stay, too.
 
     Earlier links affect both lines only through ``K``, the streams they hold, and the end of a run
     that is still open. So among partial assignments that agree in these streams and that end, we
@@ -50,6 +52,8 @@ class Choice:
     inverts: bool = False
     """Whether the step is inverted. Then it keeps something only at the end of a run, and
     ``backward`` includes the state that it inverts."""
+    moves: bool = False  # whether it is inverted and only moves values, so that it begins no run
+    words: frozenset[tuple[int, int]] = frozenset()  # then: streams that it makes, bytes of words
     ends: bool = False  # for operators outside steps: whether the step before is inverted
     joins: bool = False  # whether they join the run of that step, so that its end is not kept
     holds: frozenset[int] = _NOTHING  # the streams that it keeps for the backward pass
@@ -73,10 +77,11 @@ class Link:
 
 
 class _State(NamedTuple):
-    """What later links need to know of earlier ones: held streams; the last step, if inverted."""
+    """What later links need to know of earlier ones."""
 
-    held: frozenset[int] = _NOTHING
-    last: Choice | None = None
+    held: frozenset[int] = _NOTHING  # streams
+    last: Choice | None = None  # the last step, if a run of inverted steps ends with it
+    words: frozenset[tuple[int, int]] = frozenset()  # of streams, outside of runs
 
 
 class Outcome(NamedTuple):
@@ -114,19 +119,21 @@ class Chain:
             The bytes that are alive when its forward pass starts, and those that are kept when it
             ends, both besides what was kept before; and the new state.
         """
-        held, last = state
+        held, last, words = state
         kept = 0
         if last is not None and not (choice.inverts or choice.joins):  # the run ends
             kept = last.keeps + self._bytes_of(last.holds - held)
             held |= last.holds
-        alive = kept + self._bytes_of(link.inputs - held)
+        alive = kept + self._bytes_of(link.inputs - held, words)
+        if choice.inverts and choice.moves and last is None:
+            return alive, kept, _State(held, None, words | choice.words)
         if choice.inverts:
             return alive, kept, _State(held, choice)
-        kept += choice.keeps + self._bytes_of(choice.holds - held)
-        return alive, kept, _State(held | choice.holds)
+        kept += choice.keeps + self._bytes_of(choice.holds - held, words)
+        return alive, kept, _State(held | choice.holds, None, words)
 
-    def _bytes_of(self, streams: Iterable[int]) -> int:
-        return sum(self.sizes[s] for s in streams)
+    def _bytes_of(self, streams: frozenset[int], words: Iterable[tuple[int, int]] = ()) -> int:
+        return sum(self.sizes[s] for s in streams) + sum(b for s, b in words if s in streams)
 
     def levels(self, choices: Iterable[Choice]) -> Iterator[tuple[int, int]]:
         """Bytes alive at the start of each link's forward pass, and of its backward pass.
@@ -143,10 +150,11 @@ class Chain:
         """The choices whose steps have these modes, in order."""
         named = iter(modes)
         chosen: list[Choice] = []
+        state = _State()
         for link in self.links:
             mode = next(named) if link.name is not None else ""
-            last = chosen[-1] if chosen and chosen[-1].inverts else None
-            chosen.append(next(c for c in link.after(last) if c.mode == mode))
+            chosen.append(next(c for c in link.after(state.last) if c.mode == mode))
+            state = self.run(state, link, chosen[-1])[2]
         return chosen
 
     def outcome(self, choices: Sequence[Choice]) -> Outcome:
@@ -187,10 +195,11 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
         following: dict[_State, list[_Label]] = {}
         for state, labels in states.items():
             for choice in link.after(state.last):
-                alive, added, (held, last) = chain.run(state, link, choice)
+                alive, added, (held, last, words) = chain.run(state, link, choice)
                 # both lines of the NOTE, solved for K(i-1)
                 most = room - max(alive + choice.forward, added + choice.backward)
-                front = following.setdefault(_State(held & later, last), [])
+                words = frozenset(pair for pair in words if pair[0] in later)
+                front = following.setdefault(_State(held & later, last, words), [])
                 for label in labels:
                     if label.kept > most:
                         break  # labels ascend in the bytes that they keep
@@ -312,13 +321,16 @@ def _choices(
             kept = {id(t): t for t in call.ends}
             streams = frozenset(numbers[i] for i in kept if i in numbers)
             other = sum(t.size for i, t in kept.items() if i not in numbers)
-            found[k] = Choice(call.mode, inverts=True, holds=streams, keeps=other)
+            made = [(t, end) for t, end in zip(call.outputs, call.ends, strict=True) if t is not end]
+            words = frozenset((numbers[id(t)], end.size) for t, end in made)
+            found[k] = Choice(call.mode, True, call.moves, words, holds=streams, keeps=other)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])
         else:
             before = calls[k // 2 - 1].ends if k and calls[k // 2 - 1].inverted else []
             joins = any(t.kind != "kept" for t in before)
-            found[k] = Choice("", False, bool(before), joins, frozenset(holds[k]), keeps[k])
+            kept_here = frozenset(holds[k])
+            found[k] = Choice(ends=bool(before), joins=joins, holds=kept_here, keeps=keeps[k])
     # the chain gives the bytes alive when a link starts; the rest of its peak is temporary
     links = (Link(None, frozenset(inputs[k]), ()) for k in shown)
     plain = Chain(tuple(links), sizes, trace.base)

@@ -86,6 +86,15 @@ class Allocation:
         return self.born <= at and (self.died is None or self.died > at)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Saved:
+    """A tensor that autograd saves, as long as it does."""
+
+    tensor: Tensor
+    allocation: Allocation
+    link: int  # whose forward pass saves it
+
+
 class Layout(NamedTuple):
     """What a tensor looks like, without the tensor."""
 
@@ -106,6 +115,7 @@ class Call:
 
     name: str  # its path in the model
     mode: str  # the memory mode in which it runs
+    moves: bool  # whether it only moves values
     layout: tuple[Layout, ...]  # of each input stream
     context: dict[str, Any]  # the keyword arguments, with a Layout in place of each tensor
     inputs: list[Allocation]  # of the input streams; two streams may share one
@@ -134,6 +144,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.turn = 0  # index of the first operator of the backward pass
         self.uncounted: list[str] = []  # users of memory that is not counted, and why
         self._alive: dict[int, Allocation] = {}  # by address of the storage
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._names = {
             id(m): path
             for path, m in model.named_modules()
@@ -288,7 +299,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             layout = tuple(map(Layout.of, state))
             kept = tree_map_only(Tensor, Layout.of, dict(context))
             inputs = [self.allocation_of(t) for t in state]
-            call = Call(path, effective_mode(step), layout, kept, inputs)
+            mode = effective_mode(step)
+            call = Call(path, mode, step.moves_values, layout, kept, inputs)
             self.calls.append(call)
             self._in_step = True
         try:
@@ -313,15 +325,25 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         for allocation in self._alive.values():
             if allocation.kind == "temporary":
                 allocation.kind = "kept"
+        # not in pack(): torch's checkpoint lets go of the inputs of a step that saves nothing
+        for saved in self._saved:
+            saved.allocation.saved += 1
+            saved.allocation.savers.add(saved.link)
 
-    def pack(self, t: Tensor) -> Tensor:
-        """Record that autograd saves ``t``; the pack hook of the forward pass."""
-        allocation = self.allocation_of(t)
-        if not self._in_inverted:  # a tape lets go of each state for the next one
-            allocation.saved += 1
-            allocation.savers.add(self._link())
+    def pack(self, t: Tensor) -> Tensor | _Saved:
+        """Note that autograd saves ``t``; the pack hook of the forward pass."""
         # detached: an output saved by its own node would keep that node alive
-        return t if t.is_leaf else t.detach()
+        kept = t if t.is_leaf else t.detach()
+        if self._in_inverted:  # for a tape
+            return kept
+        saved = _Saved(kept, self.allocation_of(t), self._link())
+        self._saved.add(saved)
+        return saved
+
+    @staticmethod
+    def unpack(saved: Tensor | _Saved) -> Tensor:
+        """The tensor that :meth:`pack` got."""
+        return saved.tensor if isinstance(saved, _Saved) else saved
 
 
 def with_real_sizes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -409,9 +431,9 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         trace.register((p.grad for p in trained), "gradient")
         trace.register([images], "input")
         with trace:
-            with saved_tensors_hooks(trace.pack, lambda t: t), _explained(model, images):
+            with saved_tensors_hooks(trace.pack, trace.unpack), _explained(model, images):
                 outputs = model(images)
-            with saved_tensors_hooks(trace.pack, lambda t: t):
+            with saved_tensors_hooks(trace.pack, trace.unpack):
                 loss = default_loss(outputs)
                 del outputs
             # training leaves the autocast context here, which frees the cast weights

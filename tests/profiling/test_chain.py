@@ -1,5 +1,6 @@
 """The search over chains: optimal, by brute force."""
 
+import itertools
 import random
 
 import pytest
@@ -39,11 +40,15 @@ def chain_of(seed: int, length: int) -> Chain:
 def _choice(draw, mode, inputs, outputs) -> Choice:
     store, inverts = mode == "store", mode == "invert"
     held = draw.sample(sorted(inputs | outputs), draw.randint(0, 3)) if store else inputs
+    words = ()
     if inverts:
         held = outputs if draw.random() < 0.5 else ()
+        words = ((s, draw.randint(1, 30)) for s in outputs - inputs)
     return Choice(
         mode,
         inverts,
+        moves=inverts and draw.random() < 0.4,
+        words=frozenset(words),
         holds=frozenset(held),
         keeps=draw.randint(0, 2) if mode == "recompute" else draw.randint(10, 60),
         forward=draw.randint(1, 40),
@@ -52,28 +57,33 @@ def _choice(draw, mode, inputs, outputs) -> Choice:
     )
 
 
-def assignments(chain: Chain, last=None):
+def assignments(chain: Chain):
     """All choices of links that can follow each other."""
-    if not chain.links:
-        yield []
-        return
-    first, *rest = chain.links
-    for choice in first.after(last):
-        after = choice if choice.inverts else None
-        for others in assignments(Chain(tuple(rest), chain.sizes), after):
-            yield [choice, *others]
+    modes = itertools.product(*([c.mode for c in link.choices] for link in chain.steps))
+    return map(chain.in_modes, modes)
 
 
 def peak_by_hand(chain: Chain, choices) -> int:
     """The peak from the list of live tensors at each moment, without running sums."""
     alive, kept = [], []  # a stream, or bytes with a name
+    run, words = [], {}  # the steps of an open run; streams with words outside of it
+
+    def with_words(streams):
+        known = {x for x in kept if not isinstance(x, tuple)}
+        pairs = [(s, words[s]) for s in streams if s in words and s not in known]
+        return [*streams, *((b, f"words of {s}") for s, b in pairs)]
+
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
-        last = choices[i - 1] if i else Choice()
-        if last.inverts and not choice.inverts and not choice.joins:
-            kept += [*last.holds, (last.keeps, f"{i} the end of a run")]
-        alive.append([*kept, *link.inputs, (choice.forward, "")])
+        if run and not choice.inverts and not choice.joins:
+            kept += [*run[-1].holds, (run[-1].keeps, f"{i} the end of a run")]
+        alive.append([*kept, *with_words(link.inputs), (choice.forward, "")])
         if not choice.inverts:
-            kept += [*choice.holds, (choice.keeps, f"{i} keeps")]
+            run = []
+            kept += [*with_words(choice.holds), (choice.keeps, f"{i} keeps")]
+        elif run or not choice.moves:  # a run begins or continues; it has its own words
+            run, words = [*run, choice], {}
+        else:
+            words |= dict(choice.words)
         alive.append([*kept, (choice.backward, "")])
     sizes = [
         sum(x[0] if isinstance(x, tuple) else chain.sizes[x] for x in set(moment))
