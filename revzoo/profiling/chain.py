@@ -321,8 +321,8 @@ def _choices(
             kept = {id(t): t for t in call.ends}
             streams = frozenset(numbers[i] for i in kept if i in numbers)
             other = sum(t.size for i, t in kept.items() if i not in numbers)
-            made = [(t, end) for t, end in zip(call.outputs, call.ends, strict=True) if t is not end]
-            words = frozenset((numbers[id(t)], end.size) for t, end in made)
+            pairs = zip(call.outputs, call.ends, strict=True)
+            words = frozenset((numbers[id(t)], w.size) for t, w in pairs if w is not t)
             found[k] = Choice(call.mode, True, call.moves, words, holds=streams, keeps=other)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])

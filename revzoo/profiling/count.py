@@ -31,7 +31,7 @@ import contextlib
 import operator
 import random
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,7 +58,8 @@ from revzoo.core.invertible import Step, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.profiling.live import LiveMemory, dense_in
+from revzoo.profiling.live import LiveMemory, dense_in, returns_arguments
+from revzoo.profiling.twins import Fakes
 from revzoo.profiling.units import bytes_from
 
 _Module: Any = nn.Module
@@ -133,7 +134,7 @@ class Call:
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     """Follows one training step of ``model`` (see :func:`trace_step`)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fakes: Fakes | None = None) -> None:
         super().__init__()
         self.allocations: list[Allocation] = []  # in order of creation
         self.calls: list[Call] = []  # of the forward pass, without steps inside other steps
@@ -143,6 +144,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.costs: list[int] = []
         self.turn = 0  # index of the first operator of the backward pass
         self.uncounted: list[str] = []  # users of memory that is not counted, and why
+        self._fakes = fakes
         self._alive: dict[int, Allocation] = {}  # by address of the storage
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._names = {
@@ -194,30 +196,42 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._call = _Module._call_impl
         _Module._call_impl = call
         tape.watcher = self._run_step
-        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._fakes is None:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        else:
+            self._fakes.watcher = self.run
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._fakes is None:
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        else:
+            self._fakes.watcher = None
         _Module._call_impl = self._call
         tape.watcher = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and record its outputs."""
-        if func.namespace == "prim":  # asks a fake tensor for its device
-            return func(*args, **kwargs or {})
-        # before the operator runs: _count, called inside, reads both
+        """Run a real operator and record its outputs."""
+        return self.run(func, func, args, kwargs or {})
+
+    def run(self, call: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator by ``call`` and record its outputs."""
+        # before it runs, as it may keep an output in a module
         self._operation, self._place = func.overloadpacket.__name__, self._where()
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        outputs = call(*args, **kwargs)
+        if not returns_arguments(func):
+            if self._fakes is not None:
+                outputs = self._resized(func, args, kwargs, outputs)
+            for t in dense_in(outputs):
+                self._count(t)
         self.owners.append(self._place[1])
         self.levels.append(self.now)
-        self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
+        self.costs.append(nominal_cost(func, args, kwargs, outputs))
         return outputs
 
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        outputs = func(*args, **kwargs)
+    def _resized(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         try:
             return with_real_sizes(func, args, kwargs, outputs)
         except Exception as error:  # such as a missing device, or no memory
@@ -247,10 +261,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return 2 * len(self.calls) - self._in_step
 
     def _count(self, t: Tensor) -> None:
-        storage = t.untyped_storage()
-        if storage in self._seen:
-            return
         super()._count(t)
+        storage = t.untyped_storage()
+        if storage._cdata in self._alive:
+            return
         allocation = Allocation(
             size=storage.nbytes(),
             kind="temporary",
@@ -262,14 +276,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         )
         self.allocations.append(allocation)
         self._alive[storage._cdata] = allocation
-        # a reference from here would keep the storage alive
-        weakref.finalize(storage, self._bury, storage._cdata, allocation)
 
-    def _bury(self, key: int, allocation: Allocation) -> None:
-        allocation.died = self.tick
-        # a new storage may have the address of the old one by now
-        if self._alive.get(key) is allocation:
-            del self._alive[key]
+    def _forget(self, address: int, size: int, reference: object) -> None:
+        super()._forget(address, size, reference)
+        self._alive.pop(address).died = self.tick
 
     @contextlib.contextmanager
     def _inside(self, path: str | None) -> Iterator[None]:
@@ -360,9 +370,6 @@ def with_real_sizes(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) 
     # on the CPU, the result of the second keeps the storage of the columns, which is larger
     if not fakes or not (empty or func is torch.ops.aten.col2im.default):
         return outputs
-    # views and in-place operators return their arguments
-    if any(result.alias_info is not None for result in func._schema.returns):
-        return outputs
 
     def zeros(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).zero_()
@@ -391,10 +398,11 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
 
     Good for comparing steps, equal on every machine, and independent of data.
     """
-    tensors = [*dense_in((args, kwargs, outputs))]
-    if func.is_view or not tensors:  # a view moves no data
+    if func.is_view:  # it moves no data
         return 0
-    moved = sum(t.nbytes for t in tensors)
+    moved = sum(t.nbytes for t in dense_in((args, kwargs, outputs)))
+    if not moved:
+        return 0
     counter = flop_registry.get(func.overloadpacket)
     flops = counter(*args, **kwargs, out_val=outputs) if counter is not None else 0
     return int(1e9 * (flops / _FLOPS + moved / _BYTES + _START))
@@ -420,7 +428,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
             "unfreeze some"
         )
     mode = images.fake_mode if isinstance(images, FakeTensor) else contextlib.nullcontext()
-    trace = Trace(model)
+    trace = Trace(model, mode if isinstance(mode, Fakes) else None)
     with mode:
         for p in trained:
             # otherwise gradients would count as made by the backward pass
@@ -430,7 +438,8 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         trace.register(model.parameters(), "parameter")
         trace.register((p.grad for p in trained), "gradient")
         trace.register([images], "input")
-        with trace:
+        # a compiled model is counted as plain code
+        with torch.compiler.set_stance("force_eager"), trace:
             with saved_tensors_hooks(trace.pack, trace.unpack), _explained(model, images):
                 outputs = model(images)
             with saved_tensors_hooks(trace.pack, trace.unpack):

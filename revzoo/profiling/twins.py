@@ -48,6 +48,34 @@ def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
         return copy.deepcopy(module, generators)
 
 
+class Fakes(FakeTensorMode):
+    """Fake tensors whose operators a count can watch.
+
+    A second mode around this one would take as much time again: autograd asks each fake tensor for
+    its device many times.
+    """
+
+    watcher: Callable[..., Any] | None = None
+    """Runs each operator, if set: ``watcher(call, func, args, kwargs)``."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, or let the watcher run it."""
+        watcher = self.watcher
+        if watcher is None or func.namespace == "prim":  # asks a tensor for its device
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.watcher = None  # an operator may run others inside
+            try:
+                return super(Fakes, self).__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.watcher = watcher
+
+        return watcher(call, func, args, kwargs or {})
+
+
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
@@ -60,7 +88,7 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
 
     # allow_non_fake_inputs: a forward pass may use constants that are not attributes
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with Fakes(allow_non_fake_inputs=True):
         return in_training(copied(model, fake))
 
 
