@@ -1,11 +1,8 @@
-"""Measures the time of each step on a few images.
+"""Measures how fast this machine does the work that a plan counts.
 
-A step's time is a constant, Python's overhead, plus a part proportional to the counted work. The
-slope between two images and a sample of a few milliseconds gives the second part, in mode
-``store``; two images in each mode give the constants. For steps so large that two images exceed the
-sample and take longer than ``_LONG``, we time only ``store`` and set the constants to 0. Equal
-steps are timed once. We time copies of steps on random streams and keyword arguments, never the
-model.
+A plan compares steps by FLOPs and bytes (:func:`revzoo.profiling.count.nominal_cost`). To give its
+time in seconds, we time the steps with the most work on a few images, and take their mean speed for
+all others. We time copies on random streams and keyword arguments, never the model.
 """
 
 from __future__ import annotations
@@ -13,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,76 +21,51 @@ from torch.utils._pytree import tree_map
 from revzoo.core.invertible import Step, as_state
 from revzoo.core.set_memory import set_memory
 from revzoo.core.tensors import tensors_of
-from revzoo.profiling.chain import Chain, Choice, Link
 from revzoo.profiling.count import Call, Layout
 from revzoo.profiling.twins import copied
 
 log = logging.getLogger(__name__)
 
-_LONG = 0.02  # seconds; a constant is at most a few per cent of it
-_SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
+_TIMED = 4  # different steps
+_SAMPLE = 1e7  # nominal nanoseconds of a timed step: Python's constant part is small beside it
 _FEW = 2  # fewest images: BatchNorm refuses a single value
 
 
-class _Rate(NamedTuple):
-    """Measured over nominal time of the counted work, and each mode's constant in nanoseconds."""
-
-    factor: float
-    constants: Mapping[str, float] = {}
-
-
-def timed(chain: Chain, model: nn.Module, calls: Sequence[Call]) -> Chain:
-    """The chain with measured costs instead of nominal ones.
-
-    Operators outside steps, such as the head, get the mean factor of the steps.
+def speed(model: nn.Module, calls: Sequence[Call], costs: Sequence[int]) -> float:
+    """Measured over nominal time of the steps with the most work, in mode ``store``.
 
     Args:
-        chain: of the model, see :func:`revzoo.profiling.chain.chain_of`.
-        model: the model of the chain.
-        calls: the calls of its steps.
+        model: on any device; a step on the meta device is timed on the CPU.
+        calls: of the model's steps.
+        costs: nanoseconds of each, see :func:`revzoo.profiling.count.nominal_cost`.
 
     Raises:
         ValueError: a step cannot be timed.
     """
-    known: dict[object, _Rate] = {}
-    rates: dict[str | None, _Rate] = {}
-    nominal = work = 0.0
-    for link, call in zip(chain.steps, calls, strict=True):
-        step = model.get_submodule(call.name)
+    # equal steps have equal costs
+    numbers, call_of = Counter(costs), dict(zip(costs, calls, strict=True))
+    measured = nominal = 0.0
+    for cost in sorted(numbers, key=lambda cost: -cost * numbers[cost])[:_TIMED]:
+        call, step = call_of[cost], model.get_submodule(call_of[cost].name)
         assert isinstance(step, Step)
-        # repr shows layers and their options: equal steps take equal time
-        trains = [m.training for m in step.subject.modules()]
-        learns = [p.requires_grad for p in step.subject.parameters()]
-        key = type(step), repr((step, step.subject, trains, learns, call.layout, call.context))
-        if key not in known:
-            log.debug("timing %s", call.name)
-            try:
-                known[key] = _rate(step, call, link.choices, train=not model.training)
-            except Exception as error:  # a user's step may fail in any way
-                raise ValueError(
-                    f"{call.name} {type(step).__name__} cannot be timed: called alone, with random "
-                    f"inputs for a few images, it raised {type(error).__name__} ({error}). "
-                    "Expected a step that takes any number of images; otherwise pass clock=False, "
-                    "which counts operations instead"
-                ) from error
-        rates[call.name] = known[key]
-        nominal += link.choices[0].cost
-        work += link.choices[0].cost * known[key].factor
-    rates[None] = _Rate(work / max(1, nominal))
-
-    def measured(link: Link, choice: Choice) -> int:
-        rate = rates[link.name]
-        return int(choice.cost * rate.factor + rate.constants.get(choice.mode, 0))
-
-    return chain.with_costs(measured)
+        log.debug("timing %s", call.name)
+        try:
+            measured += numbers[cost] * _nanoseconds(step, call, cost, train=not model.training)
+        except Exception as error:  # a user's step may fail in any way
+            raise ValueError(
+                f"{call.name} {type(step).__name__} cannot be timed: called alone, with random "
+                f"inputs for a few images, it raised {type(error).__name__} ({error}). "
+                "Expected a step that takes any number of images; otherwise pass clock=False, "
+                "which counts operations instead"
+            ) from error
+        nominal += numbers[cost] * cost
+    return measured / max(1, nominal)
 
 
-def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> _Rate:
-    """Train a copy of the step on a few images; in its modules' own modes unless ``train``."""
-    plain, *others = choices
+def _nanoseconds(step: Step, call: Call, cost: int, *, train: bool) -> float:
+    """Time of the whole batch, from a few images; in the modules' own modes unless ``train``."""
     whole = call.layout[0].shape[0]
-    few = min(_FEW, whole)
-    count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
+    count = max(min(_FEW, whole), min(whole, int(whole * _SAMPLE / max(1, cost))))
     device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     # a copy: BatchNorm must not see these images, and the model may be on meta
@@ -100,30 +73,10 @@ def _rate(step: Step, call: Call, choices: Sequence[Choice], *, train: bool) -> 
     if train:
         replica.train()
     replica.streams = len(call.layout)  # a block of a converted network takes one or two
-    # as the whole batch: the streams and the keyword arguments
-    batch = call.layout, call.context
-    inputs = {n: _few(batch, whole, n, device) for n in (few, count)}
-
-    def fastest(mode: str, n: int) -> float:
-        set_memory(replica, {"": mode})
-        # the first run also warms up, and other programs only add time; two suffice for a long step
-        times = [_time(replica, inputs[n], device) for _ in range(2)]
-        if min(times) < _LONG:
-            times.append(_time(replica, inputs[n], device))
-        return 1e9 * min(times)
-
-    stored = {n: fastest(plain.mode, n) for n in inputs}
-    # the slope of a line through both: the constant part does not grow with the images
-    rise = (stored[count] - stored[few]) / max(1, count - few)
-    per_image = rise if rise > 0 else stored[count] / count
-    factor = per_image * whole / max(1, plain.cost)
-    # one sample gives no slope, and the constants are small beside its time
-    if count == few and stored[few] > 1e9 * _LONG:
-        return _Rate(factor)
-    # few images: the constant part shows where the work is small
-    small = {plain.mode: stored[few]} | {c.mode: fastest(c.mode, few) for c in others}
-    work = {c.mode: factor * c.cost * few / whole for c in choices}
-    return _Rate(factor, {mode: max(0, small[mode] - work[mode]) for mode in small})
+    set_memory(replica, "store")
+    inputs = _few((call.layout, call.context), whole, count, device)
+    # the first run also warms up, and other programs only add time
+    return 1e9 * min(_time(replica, inputs, device) for _ in range(3)) * whole / count
 
 
 def _replica(step: Step, device: torch.device) -> Step:

@@ -34,7 +34,7 @@ from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
 from revzoo.profiling.chain import Choice, Outcome, chain_of, fastest, leanest
-from revzoo.profiling.clock import timed
+from revzoo.profiling.clock import speed
 from revzoo.profiling.count import (
     Call,
     Trace,
@@ -134,7 +134,7 @@ def count_modes(modes: Sequence[str]) -> str:
 
 
 class Planner:
-    """Plans for one model and one shape of input. Measures first, which takes seconds.
+    """Plans for one model and one shape of input. Counts training steps first.
 
     If the model's parameters change, make a new planner. The arguments and errors are those of
     :func:`plan_memory`; ``device`` is the device of the training, None for the model's.
@@ -173,7 +173,8 @@ class Planner:
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
             if clock:
-                chain = timed(chain, model, calls)
+                factor = speed(model, calls, [link.choices[0].cost for link in chain.steps])
+                chain = chain.with_costs(lambda link, choice: int(factor * choice.cost))
         self.modes = tuple(traces)
         self.chain = replace(chain, base=chain.base + self.extra)
         self._counts = {mode: _count_of(trace) for mode, trace in traces.items()}
@@ -358,8 +359,8 @@ def plan_memory(
 ) -> Plan:
     """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
 
-    Neither runs nor changes the model: memory is counted on fake tensors, time is measured on
-    copies of single steps with a few images. If training uses autocast, call this under autocast.
+    Neither runs nor changes the model: memory and work are counted on fake tensors, and copies of
+    single steps with a few images are timed. If training uses autocast, call this under autocast.
 
     Args:
         model: a module that holds steps and takes one floating-point tensor, also on the meta
@@ -370,8 +371,8 @@ def plan_memory(
         inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
             ``exact``, which is free of drift; None for the current inverting mode of the model's
             steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
-        clock: measure times, on a few images. False: assume a nominal processor, which gives the
-            same plan on every machine and in every process.
+        clock: measure the speed of this machine for ``plan.seconds``. False: assume a nominal
+            processor. The modes are the same.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
 
     Returns:
