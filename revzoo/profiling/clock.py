@@ -103,15 +103,10 @@ def _few(batch: Any, whole: int, count: int, device: torch.device) -> Any:
             return layout
         # a tensor without a batch, such as an attention mask, serves any number of images
         batched = layout.shape[:1] == (whole,)
-        shape = [count, *layout.shape[1:]] if batched else layout.shape
-        # dimensions by descending stride: a dense tensor in this order, permuted back
-        order = sorted(range(len(shape)), key=lambda d: -layout.stride[d])
-        dense = torch.randn([shape[d] for d in order], device=device)
+        values = torch.randn([count, *layout.shape[1:]] if batched else layout.shape, device=device)
         # as integers between 0 and 1: they may be the indices of a table
         floating = layout.dtype.is_floating_point or layout.dtype.is_complex
-        values = dense if floating else dense > 0
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return values.permute(back).to(layout.dtype).requires_grad_(layout.needs)
+        return (values if floating else values > 0).to(layout.dtype).requires_grad_(layout.needs)
 
     # a layout is a tuple, but not a collection of arguments
     return tree_map(few, batch, is_leaf=lambda value: isinstance(value, Layout))

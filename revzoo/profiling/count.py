@@ -100,14 +100,13 @@ class Layout(NamedTuple):
     """What a tensor looks like, without the tensor."""
 
     shape: torch.Size
-    stride: tuple[int, ...]
     dtype: torch.dtype
     needs: bool  # gradient
 
     @classmethod
     def of(cls, t: Tensor) -> Layout:
         """The layout of ``t``."""
-        return cls(t.shape, t.stride(), t.dtype, t.requires_grad)
+        return cls(t.shape, t.dtype, t.requires_grad)
 
 
 @dataclass(slots=True)

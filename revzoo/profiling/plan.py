@@ -154,7 +154,6 @@ class Planner:
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting = inverting or inverting_mode(model)
         check_choice("inverting", self.inverting, INVERTING)
-        self._parameters = _parameters_of(model)
         self._called: list[str] | None = None  # the steps that the last forward pass called
         with undisturbed(model):
             # for all counted steps: a copy takes about a third of the time of a counted step
@@ -294,12 +293,6 @@ class Planner:
     def _step_in(self, modes: str | Mapping[str, str]) -> Trace:
         """Count a training step in these modes."""
         log.debug("counting a training step in %s", modes if isinstance(modes, str) else "a plan")
-        if _parameters_of(self.model) != self._parameters:
-            raise ValueError(
-                f"the parameters of {type(self.model).__name__} have changed since Planner() "
-                "measured it: expected the same names, shapes, dtypes and requires_grad. Make a "
-                "new Planner"
-            )
         with undisturbed(self.model):
             set_memory(self._twin, modes)
             trace = trace_step(self._twin, self._images)
@@ -330,10 +323,6 @@ class Planner:
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states, statistics and the guard; use {either(remedies)}"
         )
-
-
-def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype, bool]]:
-    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
 
 def _count_of(trace: Trace) -> Outcome:

@@ -211,15 +211,6 @@ def test_without_a_step_to_invert_there_is_nothing_to_estimate_from():
     assert plain.pures().keys() == {"store", "recompute"}
 
 
-def test_a_changed_model_needs_a_new_planner():
-    """Plans counted the model as it was."""
-    model = model_of(units=(1, 1, 1))
-    planner = Planner(model, SHAPE, clock=False)
-    model.double()
-    with pytest.raises(ValueError, match=r"have changed since Planner.* Make a new Planner"):
-        planner.plan("1GiB")
-
-
 def test_features_that_the_model_keeps_count():
     """The first forward pass keeps no features of an earlier one; ``store`` was 7 % too low."""
 
