@@ -34,7 +34,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -258,28 +258,83 @@ def chain_of(traces: Sequence[Trace]) -> Chain:
 
     The first trace is in mode ``store``, the last one in the mode that keeps least.
     """
-    calls = traces[0].calls
-    names = [None, *(name for call in calls for name in (call.name, None))]
-    numbers: dict[int, int] = {}
-    # by identity: a stream that passes a step unchanged is the same allocation
-    states = _states(traces[0])
-    inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
-    sizes = {numbers[id(t)]: t.size for state in states for t in state}
-    working = {k for k, cost in zip(traces[0].owners, traces[0].costs, strict=True) if cost}
+    first = traces[0]
+    places = _places(first)
     # if nothing runs between two steps in mode store, other modes may round there for the next one
-    shown = [k for k in range(len(names)) if k % 2 or k in working]
-    rows = [_choices(trace, inputs, shown, sizes) for trace in traces]
-    counts = Counter(names)
+    working = {places[k] for k, cost in zip(first.owners, first.costs, strict=True) if cost}
+    streams, sizes = _streams(first)
+    rows = [_row(trace, working, streams) for trace in traces]
+    counts = Counter(link.name for link in rows[0].values())
     links = []
-    for k in shown:
-        name = names[k]
+    for place, link in rows[0].items():
         # a plan gives a step one mode, but its calls are separate links: leave no choice
-        among = rows[-1:] if name is not None and counts[name] > 1 else rows
+        among = rows[-1:] if link.name is not None and counts[link.name] > 1 else rows
         choices: dict[tuple[str, bool], Choice] = {}
         for row in among:  # of equal ones, the first trace counts
-            choices.setdefault((row[k].mode, row[k].ends), row[k])
-        links.append(Link(name, frozenset(inputs[k]), tuple(choices.values())))
-    return Chain(tuple(links), sizes, traces[0].base)
+            (choice,) = row[place].choices
+            choices.setdefault((choice.mode, choice.ends), choice)
+        links.append(replace(link, choices=tuple(choices.values())))
+    return Chain(tuple(links), sizes, first.base)
+
+
+def _places(trace: Trace) -> list[int]:
+    """The place of each link of a trace in the chain, in which copies of steps have places, too."""
+    places = [0]
+    for call in trace.calls:
+        at = places[-1]
+        places += [at + 1, at + 2 + 2 * len(call.copies)]
+    return places
+
+
+def _streams(trace: Trace) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The numbers of the streams that enter each place of the chain; the bytes of each stream."""
+    streams: dict[int, list[int]] = {0: []}
+    sizes: dict[int, int] = {}
+    # by identity: a stream that passes a step unchanged is the same allocation
+    numbers: dict[int, int] = {}
+
+    def number(t: Allocation) -> int:
+        if id(t) not in numbers:
+            numbers[id(t)] = len(sizes)
+            sizes[len(sizes)] = t.size
+        return numbers[id(t)]
+
+    for call, place in zip(trace.calls, _places(trace)[1::2], strict=True):
+        entering = [number(t) for t in call.inputs]
+        for at in range(place, place + 2 + 2 * len(call.copies), 2):
+            if at > place:  # a copy takes what the step made, and makes new streams
+                entering = streams[at - 1]
+                numbers = {k: n for k, n in numbers.items() if k not in map(id, call.outputs)}
+                numbers |= zip(map(id, call.inputs), entering, strict=True)
+            streams[at] = entering
+            streams[at + 1] = [number(t) for t in call.outputs]
+    return streams, sizes
+
+
+def _row(
+    trace: Trace, working: Collection[int], streams: Mapping[int, Sequence[int]]
+) -> dict[int, Link]:
+    """The links of a trace by place, steps and ``working`` places; each with one choice."""
+    places = _places(trace)
+    shown = [k for k in range(len(places)) if k % 2 or places[k] in working]
+    numbers: dict[int, int] = {}
+    states = _states(trace)
+    inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
+    found = _choices(trace, numbers, inputs, shown)
+    row: dict[int, Link] = {}
+    renamed: dict[int, int] = {}  # number in the chain, by number in the trace
+    for k, choice in found.items():
+        names = [trace.calls[k // 2].name, *trace.calls[k // 2].copies] if k % 2 else [None]
+        for at, name in enumerate(names):
+            place = places[k] + 2 * at
+            renamed |= zip(inputs[k], streams[place], strict=True)
+            if name is not None:
+                renamed |= zip(inputs[k + 1], streams[place + 1], strict=True)
+            holds = frozenset(renamed[s] for s in choice.holds)
+            words = frozenset((renamed[s], size) for s, size in choice.words)
+            placed = replace(choice, holds=holds, words=words)
+            row[place] = Link(name, frozenset(streams[place]), (placed,))
+    return row
 
 
 def _states(trace: Trace) -> list[list[Allocation]]:
@@ -289,14 +344,13 @@ def _states(trace: Trace) -> list[list[Allocation]]:
 
 def _choices(
     trace: Trace,
+    numbers: Mapping[int, int],
     inputs: Sequence[Sequence[int]],
     shown: Sequence[int],
-    sizes: Mapping[int, int],
 ) -> dict[int, Choice]:
     """What the ``shown`` links cost in a trace; an operator of another one counts in the next."""
     calls = trace.calls
-    pairs = zip(_states(trace), inputs, strict=True)
-    numbers = {id(t): number for state, row in pairs for t, number in zip(state, row, strict=True)}
+    sizes = {numbers[id(t)]: t.size for state in _states(trace) for t in state}
     ends = {id(t) for call in calls if call.inverted for t in call.ends}
     holds: defaultdict[int, set[int]] = defaultdict(set)
     keeps: Counter[int] = Counter()

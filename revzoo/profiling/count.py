@@ -22,12 +22,18 @@ NOTE [ Links of a trace ]
     steps 0 and 1, step 1, and so on, to the operators after the last step. So step ``i`` is link
     ``2 * i + 1``. A node, and the operators of its backward pass, belong to the link that recorded
     it.
+
+NOTE [ Equal steps ]
+    Of equal steps in a row, a trace for a plan runs two: one that gets its input from another step,
+    and one that gives its output to another step. :func:`revzoo.profiling.chain.chain_of` puts
+    copies of the first in the place of the others. Nothing may run between them.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import inspect
 import operator
 import random
 import weakref
@@ -54,7 +60,7 @@ from revzoo.core import tape
 from revzoo.core.conditions import Members
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.words import fixed_of
-from revzoo.core.invertible import Step, streams_of
+from revzoo.core.invertible import Step, bare, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
@@ -114,6 +120,7 @@ class Call:
     """A step of a chain as the forward pass called it."""
 
     name: str  # its path in the model
+    key: tuple[object, ...]  # calls with equal keys do the same
     mode: str  # the memory mode in which it runs
     moves: bool  # whether it only moves values
     layout: tuple[Layout, ...]  # of each input stream
@@ -123,6 +130,8 @@ class Call:
     ends: list[Allocation] = field(default_factory=list)
     """What a tape keeps if the step is inverted and the next one is not: the words of fixed-point
     streams, and the other streams."""
+    copies: list[str] = field(default_factory=list)
+    """Paths of equal steps after it that did not run (NOTE [ Equal steps ])."""
 
     @property
     def inverted(self) -> bool:
@@ -133,8 +142,11 @@ class Call:
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     """Follows one training step of ``model`` (see :func:`trace_step`)."""
 
-    def __init__(self, model: nn.Module, fakes: Fakes | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, fakes: Fakes | None = None, *, shortens: bool = False
+    ) -> None:
         super().__init__()
+        self._shortens = shortens
         self.allocations: list[Allocation] = []  # in order of creation
         self.calls: list[Call] = []  # of the forward pass, without steps inside other steps
         # of each operator: bytes alive after it, its link, and its nanoseconds (nominal_cost)
@@ -179,6 +191,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Bytes alive before the step."""
         fixed = ("parameter", "buffer", "gradient", "input")
         return sum(allocation.size for allocation in self.allocations if allocation.kind in fixed)
+
+    def named_calls(self) -> list[tuple[str, Call]]:
+        """The path of each step that the forward pass calls, with its call, or one like it."""
+        return [(name, call) for call in self.calls for name in (call.name, *call.copies)]
 
     @property
     def tick(self) -> int:
@@ -302,16 +318,24 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         before = self._in_step, self._in_inverted
         # only the outermost step counts: steps inside a branch belong to it
         counts = path is not None and not self._in_step and not self.turn
-        self._in_inverted = mode_of(effective_mode(step)).inverts
         if path is not None and counts:
             # without the tensors: a reference from here would keep them alive
             layout = tuple(map(Layout.of, state))
             kept = tree_map_only(Tensor, Layout.of, dict(context))
             inputs = [self.allocation_of(t) for t in state]
             mode = effective_mode(step)
-            call = Call(path, mode, step.moves_values, layout, kept, inputs)
+            # a step that is called again adds to the gradients of its first call
+            alone = context or step.extras or path in dict(self.named_calls())
+            signature = _signature(step) if self._shortens and not alone else path
+            key = mode, layout, signature
+            call = Call(path, key, mode, step.moves_values, layout, kept, inputs)
+            if self._repeats(call):
+                self.calls[-2].copies.append(self.calls[-1].name)
+                self.calls[-1].name = path
+                return bare(state)
             self.calls.append(call)
             self._in_step = True
+        self._in_inverted = mode_of(effective_mode(step)).inverts
         try:
             with self._inside(path):
                 outputs = run(step, state, context)
@@ -327,6 +351,16 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
                 for t, fixed in zip(streams, words, strict=True)
             ]
         return outputs
+
+    def _repeats(self, call: Call) -> bool:
+        """Whether the call need not run (NOTE [ Equal steps ])."""
+        before = self.calls[-2:]
+        return (
+            len(before) == 2
+            and all(c.key == call.key for c in before)
+            and [id(t) for t in before[-1].outputs] == [id(t) for t in call.inputs]
+            and self.owners[-1] == self._link() - 1  # the last operator is the last step's
+        )
 
     def turn_back(self) -> None:
         """End the forward pass: its live tensors are kept for the backward pass."""
@@ -407,7 +441,24 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
     return int(1e9 * (flops / _FLOPS + moved / _BYTES + _START))
 
 
-def trace_step(model: nn.Module, images: Tensor) -> Trace:
+def _signature(step: Step) -> list[object]:
+    """What distinguishes steps, beyond their inputs: types, options and layouts of tensors."""
+    ignored = "label", "_members", "_modules"  # the path; made by the first call; one by one below
+
+    def plain(value: Any) -> object:
+        if isinstance(value, Tensor):
+            return Layout.of(value)
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items() if k not in ignored}
+        if isinstance(value, (tuple, list)):
+            return [*map(plain, value)]
+        known = isinstance(value, (bool, int, float, str)) or inspect.isroutine(value)
+        return value if known else type(value)
+
+    return [(type(m), plain(vars(m))) for m in step.modules()]
+
+
+def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> Trace:
     """Run one training step of ``model`` on ``images`` and follow its tensors.
 
     Gradients exist from the start, as in gradient accumulation and in Lightning's loop, which drops
@@ -416,6 +467,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
     Args:
         model: real, or fake (see :func:`~revzoo.profiling.twins.fake_twin`).
         images: its input; fake ones for a fake model.
+        shortens: run only two of equal steps in a row (NOTE [ Equal steps ]).
 
     Raises:
         ValueError: no parameter requires gradient.
@@ -427,7 +479,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
             "unfreeze some"
         )
     mode = images.fake_mode if isinstance(images, FakeTensor) else contextlib.nullcontext()
-    trace = Trace(model, mode if isinstance(mode, Fakes) else None)
+    trace = Trace(model, mode if isinstance(mode, Fakes) else None, shortens=shortens)
     with mode:
         for p in trained:
             # otherwise gradients would count as made by the backward pass

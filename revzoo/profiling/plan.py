@@ -160,19 +160,20 @@ class Planner:
             self._twin = fake_twin(model, device)
             self._images = images_for(self._twin, self.shape)
             traces = self._traces()
-            chain, calls = chain_of([*traces.values()]), next(iter(traces.values())).calls
+            chain, calls = chain_of([*traces.values()]), traces["store"].named_calls()
             if not calls:
                 raise ValueError(
                     f"the forward pass of {type(model).__name__} calls none of its "
                     f"{len(steps_in(model))} steps, so there is nothing to plan: expected a call "
                     "such as self.steps(x), not self.steps.forward(x)"
                 )
-            self._reserve = sum(map(_reserve_of, calls))
+            self._reserve = sum(_reserve_of(call) for _, call in calls)
             # replays update copies of a norm's statistics
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
             if clock:
-                factor = speed(model, calls, [link.choices[0].cost for link in chain.steps])
+                costs = [link.choices[0].cost for link in chain.steps]
+                factor = speed(model, [call for _, call in calls], costs)
                 chain = chain.with_costs(lambda link, choice: int(factor * choice.cost))
         self.modes = tuple(traces)
         self.chain = replace(chain, base=chain.base + self.extra)
@@ -287,7 +288,7 @@ class Planner:
         inverting = self.inverting if self.inverting in self.modes else None
         seconds = self.chain.outcome(choices).cost / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
-        peak = trace.peak + self.extra
+        peak = _count_of(trace).peak + self.extra
         return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
 
     def _step_in(self, modes: str | Mapping[str, str]) -> Trace:
@@ -295,8 +296,8 @@ class Planner:
         log.debug("counting a training step in %s", modes if isinstance(modes, str) else "a plan")
         with undisturbed(self.model):
             set_memory(self._twin, modes)
-            trace = trace_step(self._twin, self._images)
-        called = [call.name for call in trace.calls]
+            trace = trace_step(self._twin, self._images, shortens=True)
+        called = [name for name, _ in trace.named_calls()]
         if called != self._called and self._called is not None:
             raise ValueError(
                 f"the forward pass of {type(self.model).__name__} does not call the same steps "
@@ -326,7 +327,8 @@ class Planner:
 
 
 def _count_of(trace: Trace) -> Outcome:
-    return Outcome(trace.peak, sum(trace.costs))
+    chain = chain_of([trace])  # with the steps that the trace left out
+    return chain.outcome([link.choices[0] for link in chain.links])
 
 
 def _reserve_of(call: Call) -> int:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -48,7 +49,7 @@ def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
         return copy.deepcopy(module, generators)
 
 
-class Fakes(FakeTensorMode):
+class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake tensors whose operators a count can watch.
 
     A second mode around this one would take as much time again: autograd asks each fake tensor for
@@ -59,12 +60,16 @@ class Fakes(FakeTensorMode):
     """Runs each operator, if set: ``watcher(call, func, args, kwargs)``."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
         """Run the operator, or let the watcher run it."""
         watcher = self.watcher
         if watcher is None or func.namespace == "prim":  # asks a tensor for its device
-            return super().__torch_dispatch__(func, types, args, kwargs or {})
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.watcher = None  # an operator may run others inside
@@ -73,7 +78,7 @@ class Fakes(FakeTensorMode):
             finally:
                 self.watcher = watcher
 
-        return watcher(call, func, args, kwargs or {})
+        return watcher(call, func, args, dict(kwargs))
 
 
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:

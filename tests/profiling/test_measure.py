@@ -13,7 +13,10 @@ from torch import nn
 
 import revzoo
 from revzoo.profiling.audit import audit
+from revzoo.profiling.chain import chain_of
+from revzoo.profiling.count import trace_step
 from revzoo.profiling.plan import Planner
+from revzoo.profiling.twins import fake_twin, images_for
 
 SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
 IMAGES = (16, 3, 32, 32)
@@ -124,3 +127,29 @@ def test_steps_that_only_move_values_keep_nothing_alone(inverting):
         peak = audit(model, IMAGES, modes=[]).peak_bytes
         predicted = planner.chain.outcome(planner.chain.in_modes(modes)).peak
         assert predicted == pytest.approx(peak, rel=0.02)
+
+
+def test_of_equal_steps_two_run():
+    """Their copies have the bytes and the time that the steps would have."""
+    model = revzoo.create_model("revnet38")
+    planner = Planner(model, IMAGES, clock=False)
+    for plan in [planner.auto(), *planner.frontier(4)]:
+        revzoo.set_memory(model, plan)
+        whole = audit(model, IMAGES, modes=[]).peak_bytes
+        assert plan.peak_bytes == pytest.approx(whole, rel=0.002)
+    twin = fake_twin(revzoo.create_model("revnet38", memory="store"))
+    short, whole = (trace_step(twin, images_for(twin, IMAGES), shortens=s) for s in (True, False))
+    # a stem, the first branch, which has no norm before it, and two transitions; two of each stage
+    assert len(short.calls) == 10
+    assert [*dict(short.named_calls())] == [*dict(whole.named_calls())] == [*planner.leanest]
+    chains = chain_of([short]), chain_of([whole])
+    costs = [sum(link.choices[0].cost for link in chain.links) for chain in chains]
+    assert costs[0] == pytest.approx(costs[1], rel=0.002)
+
+
+def test_steps_with_other_options_are_not_equal():
+    layers = [nn.Conv2d(8, 8, 3, padding=d, dilation=d) for d in (1, 2, 1, 1, 1)]
+    layers[-1].requires_grad_(False)
+    net = revzoo.ReversibleSequence(map(revzoo.AdditiveCoupling, layers))
+    twin = fake_twin(net)
+    assert len(trace_step(twin, images_for(twin, SHAPE), shortens=True).calls) == 5
