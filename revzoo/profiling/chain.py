@@ -322,14 +322,17 @@ def _row(
     inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
     found = _choices(trace, numbers, inputs, shown)
     row: dict[int, Link] = {}
-    renamed: dict[int, int] = {}  # number in the chain, by number in the trace
+    # number in the chain, by number in the trace; a link may hold what enters a later one
+    renamed: dict[int, int] = {}
+    for state, place in zip(inputs[::-1], places[::-1], strict=True):
+        renamed |= zip(state, streams[place], strict=True)
     for k, choice in found.items():
         names = [trace.calls[k // 2].name, *trace.calls[k // 2].copies] if k % 2 else [None]
         for at, name in enumerate(names):
             place = places[k] + 2 * at
-            renamed |= zip(inputs[k], streams[place], strict=True)
-            if name is not None:
-                renamed |= zip(inputs[k + 1], streams[place + 1], strict=True)
+            # what enters it, and what it makes for the next link
+            for i, state in enumerate(inputs[k : k + 2]):
+                renamed |= zip(state, streams[place + i], strict=True)
             holds = frozenset(renamed[s] for s in choice.holds)
             words = frozenset((renamed[s], size) for s, size in choice.words)
             placed = replace(choice, holds=holds, words=words)
