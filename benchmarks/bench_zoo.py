@@ -15,7 +15,7 @@ import torch
 
 import revzoo
 from revzoo.core.modes import DEVICE_MODES
-from revzoo.profiling.costs import forward_flops
+from revzoo.profiling.count import forward_flops
 
 VARIANTS = "*_memcnn"
 

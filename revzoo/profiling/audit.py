@@ -19,20 +19,17 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
-from revzoo.core.invertible import Step, steps_in
+from revzoo.core.invertible import Step
 from revzoo.core.modes import MODES, in_table_order
 from revzoo.core.set_memory import assign_memory, modes_in, set_memory
-from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
-from revzoo.layers.side_bits import NAME as REVERSIBLE
-from revzoo.profiling.figures import step_figure
-from revzoo.profiling.stages import OUTSIDE
-from revzoo.profiling.trace import (
+from revzoo.layers.make_reversible import make_reversible, reversible_blocks
+from revzoo.profiling.count import (
     Trace,
     checked_arguments,
     modes_on,
@@ -40,7 +37,8 @@ from revzoo.profiling.trace import (
     uncounted_in,
     undisturbed,
 )
-from revzoo.profiling.twins import fake_twin, images_for, real_twin
+from revzoo.profiling.stages import OUTSIDE, stages_of
+from revzoo.profiling.twins import copied, fake_twin, images_for, in_training
 from revzoo.profiling.units import in_one_unit, peak_note
 
 if TYPE_CHECKING:
@@ -55,27 +53,16 @@ _SHOWN = 8  # rows of the largest tensors in the printed report
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A storage that autograd or a tape keeps from the forward to the backward pass.
+    """A storage that autograd or a tape keeps from the forward to the backward pass."""
 
-    Attributes:
-        mode: the memory mode of the step.
-        stage: the part of the model, such as ``stages.1``.
-        module: path of the module that made it.
-        operation: the operator that made it.
-        shape: of the tensor.
-        dtype: without ``torch.``.
-        bytes: size of the storage.
-        saved: number of saved tensors in this storage; 0 if a tape holds it.
-    """
-
-    mode: str
-    stage: str
-    module: str
-    operation: str
-    shape: str
-    dtype: str
+    mode: str  # the memory mode of the step
+    stage: str  # the part of the model, such as stages.1
+    module: str  # path of the module that made it
+    operation: str  # the operator that made it
+    shape: str  # of the tensor
+    dtype: str  # without "torch."
     bytes: int
-    saved: int
+    saved: int  # number of saved tensors in this storage; 0 if a tape holds it
 
 
 class Audit:
@@ -85,78 +72,56 @@ class Audit:
         kept_bytes: activations alive between forward and backward pass.
         activation_bytes: the peak without parameters, buffers, gradients, input and optimiser.
         peak_bytes: largest number of bytes alive at once.
-        kinds: bytes at that peak, by kind: parameters, buffers, gradients, input, optimiser, kept
-            activations and temporary tensors.
+        kinds: bytes at that peak, by kind (:class:`~revzoo.profiling.count.Allocation`).
         stages: kept bytes of each part of the model.
         rows: see :class:`Row`, the largest first.
         uncounted: users of memory that is not counted, and why.
     """
 
-    def __init__(self, mode: str, trace: Trace, extra: int) -> None:
-        self.mode, self._trace = mode, trace
+    def __init__(self, mode: str, trace: Trace, stages: Mapping[str, str], extra: int) -> None:
+        self.mode, self._trace, self._stages = mode, trace, stages
         self.uncounted = trace.uncounted
-        kept = [allocation for allocation in trace.allocations if allocation.kind == "kept"]
-        kept.sort(key=lambda allocation: -allocation.size)
-        self.kept_bytes = sum(allocation.size for allocation in kept)
+        kept = [t for t in trace.allocations if t.kind == "kept"]
+        self.kept_bytes = sum(t.size for t in kept)
         self.activation_bytes = trace.peak - trace.base
         self.peak_bytes = trace.peak + extra
         worst = max(range(trace.tick), key=trace.levels.__getitem__)  # the operator at the peak
-        self.kinds: dict[str, int] = {"optimiser": extra} if extra else {}
-        self.stages: dict[str, int] = {}
-        for allocation in trace.allocations:
-            if allocation.alive(worst):
-                self.kinds[allocation.kind] = self.kinds.get(allocation.kind, 0) + allocation.size
-            if allocation.kind == "kept":
-                self.stages[allocation.stage] = (
-                    self.stages.get(allocation.stage, 0) + allocation.size
-                )
-        self.stages = _outside_last(self.stages)
+        alive = [(t.kind, t.size) for t in trace.allocations if t.alive(worst)]
+        self.kinds = _sums([("optimiser", extra), *alive] if extra else alive)
+        self.stages = _sums((stages[t.module], t.size) for t in kept)
         self.rows = [
             Row(
                 mode,
-                allocation.stage,
-                allocation.module,
-                allocation.operation,
-                "x".join(map(str, allocation.shape)),
-                str(allocation.dtype).removeprefix("torch."),
-                allocation.size,
-                allocation.saved,
+                stages[t.module],
+                t.module,
+                t.operation,
+                "x".join(map(str, t.shape)),
+                str(t.dtype).removeprefix("torch."),
+                t.size,
+                t.saved,
             )
-            for allocation in kept
+            for t in sorted(kept, key=lambda t: -t.size)
         ]
 
     def series(self) -> tuple[dict[str, list[int]], int]:
         """Bytes of activations by stage after each operator, and the first operator of backward."""
+        length = self._trace.tick + 1
         changes: dict[str, list[int]] = {}
-        for allocation in self._trace.allocations:
-            if allocation.kind in ("kept", "temporary"):
-                row = changes.setdefault(allocation.stage, [0] * (self._trace.tick + 1))
-                row[min(allocation.born, self._trace.tick)] += allocation.size
-                if allocation.died is not None:
-                    row[min(allocation.died, self._trace.tick)] -= allocation.size
+        for t in self._trace.allocations:
+            if t.kind in ("kept", "temporary"):
+                row = changes.setdefault(self._stages[t.module], [0] * length)
+                row[min(t.born, length - 1)] += t.size
+                if t.died is not None:
+                    row[min(t.died, length - 1)] -= t.size
         levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
-        return _outside_last(levels), self._trace.turn
+        return levels, self._trace.turn
 
 
-def _outside_last(of_stages: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(of_stages.items(), key=lambda item: item[0] == OUTSIDE))
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """A block of :func:`revzoo.make_reversible`.
-
-    Attributes:
-        block: its path, bits, role in its run, and the grid of the model's last call.
-        mode: its memory mode.
-        before: bytes per image that the plain block keeps.
-        after: bytes per image that the reversible block keeps, with the state at the end of a run.
-    """
-
-    block: BlockRow
-    mode: str
-    before: int
-    after: int
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, size in pairs:
+        sums[name] = sums.get(name, 0) + size
+    return sums
 
 
 class Report:
@@ -167,8 +132,7 @@ class Report:
         listed: the audits in the order of the tables.
         kept_bytes, activation_bytes, peak_bytes, rows: of the current setting, see :class:`Audit`.
         input_shape: of the batch.
-        converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
-        plain: the audit of the plain network; None without such blocks.
+        plain: the audit of the plain network, for a model of :func:`revzoo.make_reversible`.
         uncounted: users of memory that is not counted in some mode, and why; usually empty.
     """
 
@@ -178,7 +142,6 @@ class Report:
         input_shape: tuple[int, ...],
         audits: Sequence[Audit],
         *,
-        blocks: Sequence[tuple[BlockRow, str]] = (),
         plain: Audit | None = None,
         uncounted: Iterable[str] = (),
         on_host: Sequence[str] = (),
@@ -193,17 +156,6 @@ class Report:
         self._present = present = audits[0]
         self.kept_bytes, self.activation_bytes = present.kept_bytes, present.activation_bytes
         self.peak_bytes, self.rows = present.peak_bytes, present.rows
-        self.converted = [
-            Converted(row, mode, *(self._bytes_per_image(a, row.path) for a in (plain, present)))
-            for row, mode in blocks
-            if plain is not None
-        ]
-
-    def _bytes_per_image(self, audit: Audit, path: str) -> int:
-        """Bytes per image that the module at ``path`` keeps."""
-        # with a dot, so that "stages.1" does not match "stages.10"
-        inside = (row.bytes for row in audit.rows if f"{row.module}.".startswith(f"{path}."))
-        return sum(inside) // self.input_shape[0]
 
     def to_csv(self, path: str | Path) -> None:
         """Write the rows of every mode."""
@@ -215,7 +167,31 @@ class Report:
 
     def figure(self) -> Figure:
         """Memory over the operators of a step, stacked by stage, one panel per mode."""
-        return step_figure(self)
+        # not pyplot, which would change the caller's backend; imported here: most draw nothing
+        from matplotlib.figure import Figure
+
+        width = max(4.8, 3.6 * len(self.listed))  # inches
+        figure = Figure(figsize=(width, 3.6), layout="constrained")
+        panels = figure.subplots(1, len(self.listed), sharey=True, squeeze=False)[0]
+        series = [audit.series() for audit in self.listed]
+        # every panel has the same names in the same order, so one legend serves all
+        names = [*dict.fromkeys(name for levels, _ in series for name in levels)]
+        sized = in_one_unit(max(audit.activation_bytes for audit in self.listed))
+        for axes, audit, (levels, turn) in zip(panels, self.listed, series, strict=True):
+            length = len(next(iter(levels.values())))
+            rows = [[b / 2**20 for b in levels.get(name, [0] * length)] for name in names]
+            axes.stackplot(range(length), rows, labels=names, step="post")
+            axes.axvline(turn, color="#7d858d", lw=1, ls=":")
+            title = f"{audit.mode}: activations peak at {sized(audit.activation_bytes)}"
+            axes.set(title=title, xlabel="operator (dotted: backward)")
+        panels[0].set_ylabel("activations, MiB")
+        shape = "x".join(map(str, self.input_shape))
+        figure.suptitle(f"{self.model}, a training step on {shape}", fontsize="medium")
+        handles, labels = panels[0].get_legend_handles_labels()
+        # an estimate: inches of a letter, and of the colour with its margins
+        columns = int(width / (0.09 * max(map(len, labels)) + 0.7))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return figure
 
     def plot(self, path: str | Path) -> None:
         """Draw :meth:`figure` into a file, e.g. a PNG."""
@@ -253,36 +229,25 @@ class Report:
             kept, peak = sized(audit.kept_bytes), sized(audit.peak_bytes)
             note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
             yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
+        if self.plain is not None:
+            kept, peak = sized(self.plain.kept_bytes), sized(self.plain.peak_bytes)
+            yield f"{'plain':12}{kept:>14}{peak:>14}  (without reversible blocks)"
         for note in self.uncounted:
             yield textwrap.fill(f"not counted: {note}", 79, subsequent_indent="    ")
-        if self.plain is not None:
-            yield from self._converted_lines(self.plain)
         kinds = {_KINDS[kind]: size for kind, size in present.kinds.items()}
         kept, peak = sized(present.kept_bytes), sized(present.peak_bytes)
         yield from _sizes(f"{present.mode}: the {peak} at the peak", kinds, sized)
         title = f"{present.mode}: the {kept} kept, by part of the model"
         yield from _sizes(title, present.stages, sized)
         if OUTSIDE in present.stages:
-            yield f"{'':16}(the model's own forward and the loss)"
+            yield f"{OUTSIDE} is the model's own forward and the loss"
         if present.rows:
-            yield ""
-            yield f"{present.mode}: the largest kept tensors, and what keeps them"
+            yield f"\n{present.mode}: the largest kept tensors, and what keeps them"
         for row in present.rows[:_SHOWN]:
             by = "autograd" if row.saved else "revzoo"
             source = f"{row.module or OUTSIDE} {row.operation}"
             tensor = f"{row.shape or 'scalar'} {row.dtype}"
             yield _indented(sized(row.bytes), f"{tensor}, {by}: {source}")
-
-    def _converted_lines(self, plain: Audit) -> Iterator[str]:
-        before, after = (a.kept_bytes // self.input_shape[0] for a in (plain, self._present))
-        sized = in_one_unit(before)
-        change = _change(before, after, sized)
-        yield ""
-        yield f"reversible blocks: kept per image, plain and now ({change})"
-        for path, rows in itertools.groupby(
-            self.converted, lambda r: r.block.path.rpartition(".")[0]
-        ):
-            yield _line_of(path, list(rows), sized)
 
 
 _KINDS = {
@@ -299,33 +264,13 @@ _KINDS = {
 def _sizes(title: str, sizes: Mapping[str, int], sized: Callable[[float], str]) -> Iterator[str]:
     """A title, and a line for each size."""
     if sizes:
-        yield ""
-        yield title
+        yield f"\n{title}"
     for name, size in sizes.items():
         yield _indented(sized(size), name)
 
 
 def _indented(size: str, text: str) -> str:
     return textwrap.fill(text, 79, initial_indent=f"{size:>14}  ", subsequent_indent=" " * 16)
-
-
-def _change(before: int, after: int, sized: Callable[[float], str]) -> str:
-    number, _, _ = sized(before).partition(" ")
-    return f"{number} -> {sized(after)}"
-
-
-def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]) -> str:
-    joined = sum(MODES[row.mode].inverts and row.block.role in ("joins", "ends") for row in rows)
-    grids = sorted({row.block.grid for row in rows if row.block.grid is not None})
-    bits = ", ".join(map(str, sorted({row.block.bits for row in rows})))
-    change = _change(sum(r.before for r in rows), sum(r.after for r in rows), sized)
-    modes = sorted({row.mode for row in rows})
-    details = [f"{len(rows)} blocks", f"{bits} bits", f"mode {', '.join(modes)}"]
-    if any(MODES[mode].inverts for mode in modes):
-        details.insert(1, f"{joined} inverted")
-        details.append(f"grid {', '.join(map(str, grids)) or 'auto'}")
-    text = f"{path or 'model'}: {', '.join(details)}: {change}"
-    return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
 def audit(
@@ -348,7 +293,7 @@ def audit(
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         modes: modes to count besides the current setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing (but see
-            :mod:`revzoo.profiling.workspaces`).
+            :func:`revzoo.profiling.count.with_real_sizes`).
         extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such
             as ``"1GiB"``.
 
@@ -372,56 +317,41 @@ def audit(
         check_choice("modes", mode, MODES)
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
-    twin_of: Callable[[nn.Module], nn.Module] = real_twin if real else fake_twin
+
+    def twin() -> nn.Module:
+        return in_training(copied(model)) if real else fake_twin(model)
 
     def counted(mode: str, twin: nn.Module) -> Audit:
-        return Audit(mode, trace_step(twin, images_for(twin, shape)), added)
+        stages = stages_of([path for path, _ in twin.named_modules() if path])
+        trace = trace_step(twin, images_for(twin, shape))
+        return Audit(mode, trace, {"": OUTSIDE, **stages}, added)
 
     audits = []
-    blocks: list[tuple[BlockRow, str]] = []
     plain = None
     with undisturbed(model):
         for mode in dict.fromkeys([present, *wanted]):  # each once, the current setting first
             log.debug("counting a training step in mode %s", mode)
-            twin = twin_of(model)  # a step changes it
+            changed = twin()  # a step changes it
             if mode != present:
                 try:
-                    set_memory(twin, mode)
+                    set_memory(changed, mode)
                 except ValueError:
                     if modes is None:
                         continue  # the mode does not fit all steps, and nobody asked for it
                     raise
-            audits.append(counted(mode, twin))
-            if mode == present:
-                blocks = _blocks_of(model, twin)
-        if blocks:
-            plain = counted("plain", _plain(twin_of(model)))
+            audits.append(counted(mode, changed))
+        if reversible_blocks(model):
+            changed = make_reversible(twin(), None)
+            # steps inside the blocks store their activations, too
+            assign_memory([m for m in changed.modules() if isinstance(m, Step)], "store")
+            plain = counted("plain", changed)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
-    notes = uncounted_in(model)
     # no mode fits a model without steps, so its report compares none
     compared = modes is None and len(audits) > 1
     on_host = [m for m in MODES if MODES[m].on_host and m not in wanted] if compared else []
-    return Report(name, shape, audits, blocks=blocks, plain=plain, uncounted=notes, on_host=on_host)
-
-
-def _blocks_of(model: nn.Module, twin: nn.Module) -> list[tuple[BlockRow, str]]:
-    """The reversible blocks of ``model`` and their memory modes, after a step of its twin."""
-    # the twin saw other images, so its grids differ: report the model's grids
-    grids = {row.path: row.grid for row in reversible_blocks(model)}
-    memory = {path: step.memory for path, step in steps_in(twin).items()}
-    return [
-        (row._replace(grid=grids[row.path]), memory[f"{row.path}.{REVERSIBLE}"])
-        for row in reversible_blocks(twin)
-    ]
-
-
-def _plain(twin: nn.Module) -> nn.Module:
-    """``twin``, changed to the plain network."""
-    plain = make_reversible(twin, None)
-    # steps inside the blocks store their activations, too
-    assign_memory([m for m in plain.modules() if isinstance(m, Step)], "store")
-    return plain
+    notes = uncounted_in(model)
+    return Report(name, shape, audits, plain=plain, uncounted=notes, on_host=on_host)
 
 
 def present_mode(model: nn.Module) -> str:

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo.core.set_memory import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
-from revzoo.profiling.costs import training_step
+from revzoo.profiling.count import checked_shape, default_loss
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.trace import checked_shape
 from revzoo.profiling.twins import images_for, in_training
 
 log = logging.getLogger(__name__)
@@ -28,27 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurements of one candidate.
+    """The measurements of one candidate."""
 
-    Attributes:
-        name: of the model.
-        memory: its mode.
-        seconds: median of a step.
-        ratio: its time over the first candidate's, median over rounds.
-        low: lower quartile of the ratio.
-        high: upper quartile of the ratio.
-        images_per_second: of the median step.
-        peak_bytes: counted, see :func:`revzoo.audit`.
-    """
-
-    name: str
-    memory: str
-    seconds: float
-    ratio: float
-    low: float
-    high: float
-    images_per_second: float
-    peak_bytes: int
+    name: str  # of the model
+    memory: str  # its mode
+    seconds: float  # median of a step
+    ratio: float  # its time over the first candidate's, median over rounds
+    low: float  # lower quartile of the ratio
+    high: float  # upper quartile of the ratio
+    images_per_second: float  # of the median step
+    peak_bytes: int  # counted, see revzoo.audit
 
 
 def bench(
@@ -89,7 +77,7 @@ def bench(
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)
         device = images.device
-        candidates[mode] = partial(training_step, model, images)
+        candidates[mode] = partial(_training_step, model, images)
     log.debug("warming up")
     for run in candidates.values():
         run()  # warms up and allocates the gradients
@@ -101,6 +89,10 @@ def bench(
             run()
             seconds[mode].append(now(device) - start)
     return [_measured(name, mode, seconds, shape[0], peaks[mode]) for mode in candidates]
+
+
+def _training_step(model: nn.Module, images: Tensor) -> None:
+    torch.autograd.backward(default_loss(model(images)))
 
 
 def _measured(

@@ -1,11 +1,8 @@
-"""Measures the time of each step on a few images.
+"""Measures how fast this machine does the work that a plan counts.
 
-A step's time is a constant, Python's overhead, plus a part proportional to the counted work. The
-slope between two images and a sample of a few milliseconds gives the second part, in mode
-``store``; two images in each mode give the constants. For steps so large that two images exceed the
-sample and take longer than ``_LONG``, we time only ``store`` and set the constants to 0. Equal
-steps are timed once. We time copies of steps on random streams and keyword arguments, never the
-model.
+A plan compares steps by FLOPs and bytes (:func:`revzoo.profiling.count.nominal_cost`). To give its
+time in seconds, we time the steps with the most work on a few images, and take their mean speed for
+all others. We time copies on random streams and keyword arguments, never the model.
 """
 
 from __future__ import annotations
@@ -13,136 +10,73 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from revzoo.core.invertible import State, Step, as_state
+from revzoo.core.invertible import Step, as_state
 from revzoo.core.set_memory import set_memory
 from revzoo.core.tensors import tensors_of
-from revzoo.profiling.chain import Chain, Choice, Link
-from revzoo.profiling.trace import Layout, StepCall
+from revzoo.profiling.count import Call, Layout
 from revzoo.profiling.twins import copied
 
 log = logging.getLogger(__name__)
 
-_LONG = 0.02  # seconds; a constant is at most a few per cent of it
-_SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
+_TIMED = 4  # different steps
+_SAMPLE = 1e7  # nominal nanoseconds of a timed step: Python's constant part is small beside it
 _FEW = 2  # fewest images: BatchNorm refuses a single value
 
 
-def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
-    """The chain with measured costs instead of nominal ones.
-
-    Operators outside steps, such as the head, get the mean factor of the steps.
+def speed(model: nn.Module, calls: Sequence[Call], costs: Sequence[int]) -> float:
+    """Measured over nominal time of the steps with the most work, in mode ``store``.
 
     Args:
-        chain: see :func:`revzoo.profiling.measure.chain_of`.
-        model: the model of the chain.
-        calls: the calls of its steps.
+        model: on any device; a step on the meta device is timed on the CPU.
+        calls: of the model's steps.
+        costs: nanoseconds of each, see :func:`revzoo.profiling.count.nominal_cost`.
+
+    Raises:
+        ValueError: a step cannot be timed.
     """
-    known: dict[object, _Rate] = {}
-    scaled: list[Link] = []
-    nominal = work = 0.0
-    for link, call in zip(chain.steps, calls, strict=True):
-        step = model.get_submodule(call.name)
+    # equal steps have equal costs
+    numbers, call_of = Counter(costs), dict(zip(costs, calls, strict=True))
+    measured = nominal = 0.0
+    for cost in sorted(numbers, key=lambda cost: -cost * numbers[cost])[:_TIMED]:
+        call, step = call_of[cost], model.get_submodule(call_of[cost].name)
         assert isinstance(step, Step)
-        # repr shows layers and their options: equal steps take equal time
-        subject = step.subject
-        trains = [m.training for m in subject.modules()]
-        learns = [p.requires_grad for p in subject.parameters()]
-        key = type(step), repr((step, subject, trains, learns, call.layout, call.context))
-        if key not in known:
-            log.debug("timing %s", call.name)
-            try:
-                known[key] = _rate(step, call, link.choices, train=not model.training)
-            except Exception as error:  # a user's step may fail in any way
-                raise ValueError(_not_timed(step, call, error)) from error
-        scaled.append(_scaled(link, known[key]))
-        nominal += link.choices[0].cost
-        work += link.choices[0].cost * known[key].factor
-    rest = _Rate(work / max(1, nominal), {})
-    steps = iter(scaled)
-    links = [_scaled(k, rest) if k.name is None else next(steps) for k in chain.links]
-    return replace(chain, links=tuple(links))
+        log.debug("timing %s", call.name)
+        try:
+            measured += numbers[cost] * _nanoseconds(step, call, cost, train=not model.training)
+        except Exception as error:  # a user's step may fail in any way
+            raise ValueError(
+                f"{call.name} {type(step).__name__} cannot be timed: called alone, with random "
+                f"inputs for a few images, it raised {type(error).__name__} ({error}). "
+                "Expected a step that takes any number of images; otherwise pass clock=False, "
+                "which counts operations instead"
+            ) from error
+        nominal += numbers[cost] * cost
+    return measured / max(1, nominal)
 
 
-def _not_timed(step: Step, call: StepCall, error: Exception) -> str:
+def _nanoseconds(step: Step, call: Call, cost: int, *, train: bool) -> float:
+    """Time of the whole batch, from a few images; in the modules' own modes unless ``train``."""
     whole = call.layout[0].shape[0]
-    name = f"{call.name} {type(step).__name__}".strip()
-    return (
-        f"{name} cannot be timed: called alone, with random inputs for "
-        f"at least {min(_FEW, whole)} of the {whole} images, it raised {type(error).__name__} "
-        f"({error}). Expected a step that takes any number of images; otherwise pass clock=False, "
-        "which counts operations instead"
-    )
-
-
-class _Rate(NamedTuple):
-    """Measured over nominal time of the counted work, and each mode's constant in nanoseconds."""
-
-    factor: float
-    constants: Mapping[str, float]
-
-
-def _scaled(link: Link, rate: _Rate) -> Link:
-    costs = [int(c.cost * rate.factor + rate.constants.get(c.mode, 0)) for c in link.choices]
-    pairs = zip(link.choices, costs, strict=True)
-    return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
-
-
-def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool) -> _Rate:
-    """Measure the rate of a step: train a copy of it on a few images.
-
-    Args:
-        step: of the model.
-        call: a call of it.
-        choices: of its memory modes.
-        train: set training mode; False keeps the modes of the step's modules.
-    """
-    layout = call.layout
-    # a mode has several choices, which differ in their neighbours
-    modes: dict[str, Choice] = {}
-    for choice in choices:
-        modes.setdefault(choice.mode, choice)
-    plain, *others = modes.values()
-    whole = layout[0].shape[0]
-    few = min(_FEW, whole)
-    count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
+    count = max(min(_FEW, whole), min(whole, int(whole * _SAMPLE / max(1, cost))))
     device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     # a copy: BatchNorm must not see these images, and the model may be on meta
     replica = _replica(step, device)
     if train:
         replica.train()
-    replica.streams = len(layout)  # a block of a converted network takes one or two
-    inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
-
-    def fastest(mode: str, n: int) -> float:
-        set_memory(replica, {"": mode})
-        # the first run also warms up, and other programs only add time; two suffice for a long step
-        times = [_time(replica, inputs[n], device) for _ in range(2)]
-        if min(times) < _LONG:
-            times.append(_time(replica, inputs[n], device))
-        return 1e9 * min(times)
-
-    stored = {n: fastest(plain.mode, n) for n in inputs}
-    # the slope of a line through both: the constant part does not grow with the images
-    rise = (stored[count] - stored[few]) / max(1, count - few)
-    per_image = rise if rise > 0 else stored[count] / count
-    factor = per_image * whole / max(1, plain.cost)
-    # one sample gives no slope, and the constants are small beside its time
-    if count == few and stored[few] > 1e9 * _LONG:
-        return _Rate(factor, {})
-    # few images: the constant part shows where the work is small
-    small = {c.mode: fastest(c.mode, few) for c in others} | {plain.mode: stored[few]}
-    work = {mode: factor * c.cost * few / whole for mode, c in modes.items()}
-    constants = {mode: max(0, small[mode] - work[mode]) for mode in modes}
-    return _Rate(factor, constants)
+    replica.streams = len(call.layout)  # a block of a converted network takes one or two
+    set_memory(replica, "store")
+    inputs = _few((call.layout, call.context), whole, count, device)
+    # the first run also warms up, and other programs only add time
+    return 1e9 * min(_time(replica, inputs, device) for _ in range(3)) * whole / count
 
 
 def _replica(step: Step, device: torch.device) -> Step:
@@ -161,44 +95,28 @@ def _replica(step: Step, device: torch.device) -> Step:
     return replica
 
 
-class _Sample(NamedTuple):
-    """The streams and keyword arguments of a step for a few images."""
+def _few(batch: Any, whole: int, count: int, device: torch.device) -> Any:
+    """Random tensors for ``count`` images in the layouts of a batch of ``whole`` images."""
 
-    state: State
-    context: Mapping[str, Any]
+    def few(layout: Any) -> Any:
+        if not isinstance(layout, Layout):
+            return layout
+        # a tensor without a batch, such as an attention mask, serves any number of images
+        batched = layout.shape[:1] == (whole,)
+        values = torch.randn([count, *layout.shape[1:]] if batched else layout.shape, device=device)
+        # as integers between 0 and 1: they may be the indices of a table
+        floating = layout.dtype.is_floating_point or layout.dtype.is_complex
+        return (values if floating else values > 0).to(layout.dtype).requires_grad_(layout.needs)
 
-    @classmethod
-    def of(cls, call: StepCall, count: int, device: torch.device) -> _Sample:
-        """Random tensors in the layouts of a call for the whole batch."""
-        whole = call.layout[0].shape[0]
-
-        def few(value: Any) -> Any:
-            if not isinstance(value, Layout):
-                return value
-            # a tensor without a batch, such as an attention mask, serves any number of images
-            batched = value.shape[:1] == (whole,)
-            return _random(value, [count, *value.shape[1:]] if batched else value.shape, device)
-
-        # a layout is a tuple, but not a collection of arguments
-        context = tree_map(few, call.context, is_leaf=lambda value: isinstance(value, Layout))
-        return cls(tuple(map(few, call.layout)), context)
+    # a layout is a tuple, but not a collection of arguments
+    return tree_map(few, batch, is_leaf=lambda value: isinstance(value, Layout))
 
 
-def _random(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:
-    """A random tensor of a ``shape`` whose dimensions are ordered in memory as in the layout."""
-    # dimensions by descending stride: a dense tensor in this order, permuted back, has the layout
-    order = sorted(range(len(shape)), key=lambda d: -layout.stride[d])
-    dense = torch.randn([shape[d] for d in order], device=device)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    # as integers between 0 and 1: they may be the indices of a table
-    values = dense if layout.dtype.is_floating_point or layout.dtype.is_complex else dense > 0
-    return values.permute(back).to(layout.dtype).requires_grad_(layout.needs)
-
-
-def _time(step: Step, sample: _Sample, device: torch.device) -> float:
+def _time(step: Step, inputs: Any, device: torch.device) -> float:
     """Seconds of one forward and backward pass."""
+    state, context = inputs
     start = now(device)
-    outputs = [t for t in as_state(step(*sample.state, **sample.context)) if t.requires_grad]
+    outputs = [t for t in as_state(step(*state, **context)) if t.requires_grad]
     seconds = now(device) - start
     # in a training step, the next step makes the gradients
     gradients = [torch.ones_like(t) for t in outputs]
@@ -206,7 +124,7 @@ def _time(step: Step, sample: _Sample, device: torch.device) -> float:
         start = now(device)
         torch.autograd.backward(outputs, gradients)
         seconds += now(device) - start
-    for t in tensors_of(sample):
+    for t in tensors_of(inputs):
         t.grad = None  # otherwise the next timing would add to it
     return seconds
 

@@ -11,9 +11,7 @@ only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we count neither the memory that a kernel frees before it returns nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
-another step's branch get the mode of that step. In ``exact`` no plan keeps or recomputes a single
-step between two inverted ones, unless that step has no inverse; in a network of more than 24 steps,
-one step in three cannot be the first or last of an inverted run.
+another step's branch get the mode of that step.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,24 +28,23 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from revzoo._checks import either
+from revzoo._checks import check_choice, either
 from revzoo.core.guard.samples import SAMPLED
-from revzoo.core.invertible import steps_in
+from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
-from revzoo.core.set_memory import default_mode, set_memory
-from revzoo.models.network import ImageNetwork
-from revzoo.profiling.chain import Chain, Choice, Outcome, fastest, in_modes, leanest, outcome_of
-from revzoo.profiling.clock import timed
-from revzoo.profiling.measure import chain_of, measure
-from revzoo.profiling.stages import stages_of
-from revzoo.profiling.trace import (
-    StepCall,
+from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
+from revzoo.profiling.chain import Choice, Outcome, chain_of, fastest, leanest
+from revzoo.profiling.clock import speed
+from revzoo.profiling.count import (
+    Call,
     Trace,
     checked_arguments,
+    modes_on,
     trace_step,
     uncounted_in,
     undisturbed,
 )
+from revzoo.profiling.stages import stages_of
 from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units, peak_note
 
@@ -73,28 +69,23 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Plan(Mapping[str, str]):
-    """A memory mode for each step; as a mapping, step path to mode.
-
-    Attributes:
-        modes: step path to mode, as plain data; :func:`revzoo.set_memory` takes it, too.
-        peak_bytes: largest number of bytes alive at once in a training step: parameters, gradients,
-            input, activations and ``extra``.
-        seconds: predicted time of forward and backward pass.
-        budget: the budget of the plan, in bytes.
-        inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
-            ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
-            :func:`plan_memory`.
-        uncounted: users of memory that the peak does not count, and why; usually empty.
-        extra: bytes in the peak for an optimiser's state and copies of the weights.
-    """
+    """A memory mode for each step; as a mapping, step path to mode."""
 
     modes: dict[str, str]
+    """Step path to mode, as plain data; :func:`revzoo.set_memory` takes it, too."""
     peak_bytes: int
+    """Largest number of bytes alive at once in a training step: parameters, gradients, input,
+    activations and ``extra``."""
     seconds: float
+    """Predicted time of forward and backward pass."""
     budget: int
+    """The budget of the plan, in bytes."""
     inverting: str | None = None
+    """The mode in which steps with an inverse could be inverted; None if no step has one."""
     uncounted: tuple[str, ...] = ()
+    """Users of memory that the peak does not count, and why; usually empty."""
     extra: int = 0
+    """Bytes in the peak for an optimiser's state and copies of the weights."""
 
     def __getitem__(self, path: str) -> str:
         return self.modes[path]
@@ -143,27 +134,10 @@ def count_modes(modes: Sequence[str]) -> str:
 
 
 class Planner:
-    """Plans for one model and one shape of input. Measures first, which takes seconds.
+    """Plans for one model and one shape of input. Counts training steps first.
 
-    If the model's parameters change, make a new planner.
-
-    Args:
-        model: a module that holds steps and takes one floating-point tensor; may be on the meta
-            device.
-        input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
-            ``exact``, which is free of drift; None for the current inverting mode of the model's
-            steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
-        clock: measure times, on a few images. False: assume a nominal processor, which gives the
-            same plan on every machine and in every process.
-        extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
-        device: the device of the training; None for the model's.
-
-    Raises:
-        TypeError: the model is not a module, or is TorchScript.
-        ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape or ``extra`` is not valid; ``inverting`` is unknown or does
-            not fit; a layer is lazy, or a tensor sparse.
+    If the model's parameters change, make a new planner. The arguments and errors are those of
+    :func:`plan_memory`; ``device`` is the device of the training, None for the model's.
     """
 
     def __init__(
@@ -179,22 +153,50 @@ class Planner:
         self.model = model
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting = inverting or inverting_mode(model)
-        self._parameters = _parameters_of(model)
+        check_choice("inverting", self.inverting, INVERTING)
+        self._called: list[str] | None = None  # the steps that the last forward pass called
         with undisturbed(model):
             # for all counted steps: a copy takes about a third of the time of a counted step
             self._twin = fake_twin(model, device)
             self._images = images_for(self._twin, self.shape)
-            traces = measure(self._twin, self._images, inverting=self.inverting)
-            chain, calls = chain_of(traces), traces[0].calls
-            self._nominal = chain  # not timed
-            self._reserve = sum(map(_reserve_of, calls))
+            traces = self._traces()
+            chain, calls = chain_of([*traces.values()]), traces["store"].named_calls()
+            if not calls:
+                raise ValueError(
+                    f"the forward pass of {type(model).__name__} calls none of its "
+                    f"{len(steps_in(model))} steps, so there is nothing to plan: expected a call "
+                    "such as self.steps(x), not self.steps.forward(x)"
+                )
+            self._reserve = sum(_reserve_of(call) for _, call in calls)
             # replays update copies of a norm's statistics
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
             if clock:
-                chain = timed(chain, model, calls)
+                costs = [link.choices[0].cost for link in chain.steps]
+                factor = speed(model, [call for _, call in calls], costs)
+                chain = chain.with_costs(lambda link, choice: int(factor * choice.cost))
+        self.modes = tuple(traces)
         self.chain = replace(chain, base=chain.base + self.extra)
-        self.modes = tuple(dict.fromkeys(c.mode for link in chain.steps for c in link.choices))
+        self._counts = {mode: _count_of(trace) for mode, trace in traces.items()}
+
+    def _traces(self) -> dict[str, Trace]:
+        """A training step in each mode that a plan may choose, ``store`` first."""
+        steps = steps_in(self._twin).values()
+        if not steps:
+            refuse_own_memory(self._twin, "plan")
+            raise ValueError(
+                f"{kind_of(self._twin)} has no step to plan: make its blocks reversible, "
+                "revzoo.make_reversible(model) or --bits 4, or build it from ReversibleSequence, "
+                "ReversibleBlock or your own Step"
+            )
+        modes = modes_on(p.device for p in self._twin.parameters())
+        modes = [name for name in modes if not mode_of(name).inverts]
+        modes += [self.inverting] * any(step.invertible for step in steps)
+        traces = {mode: self._step_in(mode) for mode in modes}
+        if traces["recompute"].base != traces["store"].base:
+            # the first pass left tensors in the model, such as features: count a later one
+            traces["store"] = self._step_in("store")
+        return traces
 
     @functools.cached_property
     def leanest(self) -> Plan:
@@ -215,7 +217,7 @@ class Planner:
         """
         limit = bytes_from(budget)
         room = goal = limit - self._reserve
-        # The chain predicts the peak of mixed modes within 1 %, so we count each plan and, if it
+        # The chain predicts the peak of mixed modes only roughly, so we count each plan and, if it
         # exceeds the goal, search again with less room.
         for _ in range(_COUNTED):
             choices = fastest(self.chain, room)
@@ -247,34 +249,21 @@ class Planner:
 
         The inverting modes recompute steps without an inverse.
         """
-        nearest = self.inverting if mode in INVERTING else mode
-        choices = self._choices(self.chain, nearest)
-        used = {choice.mode for choice in choices} - {""}
-        if nearest not in used:
+        if mode in self.modes:
+            wanted = mode, "recompute", self.inverting
+            fitting = [{c.mode for c in link.choices} for link in self.chain.steps]
+            choices = self.chain.in_modes([next(m for m in wanted if m in f) for f in fitting])
+            return Outcome(self._counts[mode].peak + self.extra, self.chain.outcome(choices).cost)
+        planned = self.pure(self.inverting) if self.inverting in self.modes else None
+        if planned is None or mode not in INVERTING:
             return None
-        outcome = outcome_of(self.chain, choices)
-        allowed = {mode, "recompute"} if mode in INVERTING else {mode}
-        if used <= allowed:
-            return outcome
-        # the plans do not use this mode, or not in a step that is called several times
         try:
-            trace = self._step_in({"": mode})
+            other = _count_of(self._step_in(mode))
         except ValueError:  # it does not fit every step
             return None
-        more = (
-            sum(trace.costs) - outcome_of(self._nominal, self._choices(self._nominal, nearest)).cost
-        )
-        return Outcome(trace.peak + self.extra, outcome.cost + int(more * self._factor))
-
-    @property
-    def _factor(self) -> float:
-        """The ratio of measured to nominal time for operators outside steps."""
-        outside = [k for k, link in enumerate(self.chain.links) if link.name is None]
-        measured, nominal = (
-            sum(chain.links[k].choices[0].cost for k in outside)
-            for chain in (self.chain, self._nominal)
-        )
-        return measured / max(1, nominal)
+        # the ratio of measured to nominal time is about the same
+        cost = planned.cost * other.cost / self._counts[self.inverting].cost
+        return Outcome(other.peak + self.extra, int(cost))
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that fits, by mode."""
@@ -286,19 +275,10 @@ class Planner:
 
         A step that the forward pass calls several times is not stored.
         """
-        top = outcome_of(self.chain, self._choices(self.chain, "store")).peak
         low = self.least
-        high = max(low, top + self._reserve)
+        high = max(low, self._counts["store"].peak + self.extra + self._reserve)
         intervals = max(1, points - 1)
         return [self.plan(low + (high - low) * k // intervals) for k in range(points)]
-
-    def _choices(self, chain: Chain, mode: str) -> list[Choice]:
-        """Every step in one mode, or in the mode nearest to it that fits."""
-        fitting = [{c.mode for c in link.choices} for link in chain.steps]
-        wanted = mode, "recompute", self.inverting
-        choices = in_modes(chain, [next(m for m in wanted if m in ms) for ms in fitting])
-        assert choices is not None
-        return choices
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""
@@ -306,23 +286,26 @@ class Planner:
         modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
         trace = self._step_in(modes)
         inverting = self.inverting if self.inverting in self.modes else None
-        seconds = outcome_of(self.chain, choices).cost / 1e9
+        seconds = self.chain.outcome(choices).cost / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
-        peak = trace.peak + self.extra
+        peak = _count_of(trace).peak + self.extra
         return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
 
-    def _step_in(self, modes: Mapping[str, str]) -> Trace:
+    def _step_in(self, modes: str | Mapping[str, str]) -> Trace:
         """Count a training step in these modes."""
-        log.debug("counting a training step of a plan")
-        if _parameters_of(self.model) != self._parameters:
-            raise ValueError(
-                f"the parameters of {type(self.model).__name__} have changed since Planner() "
-                "measured it: expected the same names, shapes, dtypes and requires_grad. Make a "
-                "new Planner"
-            )
+        log.debug("counting a training step in %s", modes if isinstance(modes, str) else "a plan")
         with undisturbed(self.model):
             set_memory(self._twin, modes)
-            return trace_step(self._twin, self._images)
+            trace = trace_step(self._twin, self._images, shortens=True)
+        called = [name for name, _ in trace.named_calls()]
+        if called != self._called and self._called is not None:
+            raise ValueError(
+                f"the forward pass of {type(self.model).__name__} does not call the same steps "
+                "each time: expected the same calls in every pass. Set the memory modes by hand, "
+                "as with revzoo.set_memory(model, 'recompute')"
+            )
+        self._called = called
+        return trace
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base
@@ -330,13 +313,10 @@ class Planner:
         sized = in_one_unit(need)
         shown = in_units(limit) if unit else sized(limit)
         remedies = [f"a larger budget{unit}", "a smaller model"]
-        if limit > fixed:
-            # the share of the activations that fits; they grow with the images' number and area
-            share = (limit - fixed) / max(1, need - fixed)
-            if side := self._smaller_side(share):
-                remedies.insert(1, f"images of {side} x {side} pixels")
-            if fits := int(self.shape[0] * share):
-                remedies.insert(1, f"a batch of about {fits}")
+        # the share of the activations that fits; they grow with the number of images
+        fits = int(self.shape[0] * (limit - fixed) / max(1, need - fixed))
+        if fits > 0:
+            remedies.insert(1, f"a batch of about {fits}")
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
             f"budget={shown} is less than any plan needs: at least {sized(need)} for "
@@ -345,28 +325,13 @@ class Planner:
             f"states, statistics and the guard; use {either(remedies)}"
         )
 
-    def _smaller_side(self, share: float) -> int:
-        """The largest side of images of this share of the area; 0 if none makes sense.
 
-        A multiple of the model's total stride, and at least a quarter of the current side.
-        """
-        if not isinstance(self.model, ImageNetwork):
-            return 0
-        side = self.shape[-1]
-        try:
-            stride = self.model.feature_info[-1].reduction
-            fitting = int(side * math.sqrt(share)) // stride * stride
-            self.model.check_size(fitting, fitting)
-        except ValueError:  # feature maps of unknown size, or a model of one size
-            return 0
-        return fitting if 4 * fitting >= side else 0
+def _count_of(trace: Trace) -> Outcome:
+    chain = chain_of([trace])  # with the steps that the trace left out
+    return chain.outcome([link.choices[0] for link in chain.links])
 
 
-def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype, bool]]:
-    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
-
-
-def _reserve_of(call: StepCall) -> int:
+def _reserve_of(call: Call) -> int:
     """Bytes of a step that fake tensors do not show: random states and the guard's samples.
 
     The guard keeps one of each stream in the forward pass, and one in the backward pass.
@@ -385,8 +350,8 @@ def plan_memory(
 ) -> Plan:
     """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
 
-    Neither runs nor changes the model: memory is counted on fake tensors, time is measured on
-    copies of single steps with a few images. If training uses autocast, call this under autocast.
+    Neither runs nor changes the model: memory and work are counted on fake tensors, and copies of
+    single steps with a few images are timed. If training uses autocast, call this under autocast.
 
     Args:
         model: a module that holds steps and takes one floating-point tensor, also on the meta
@@ -394,8 +359,11 @@ def plan_memory(
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         budget: bytes, or a string such as ``"4GiB"``, for parameters, gradients, input, activations
             and ``extra``.
-        inverting: the mode for steps with an inverse, see :class:`Planner`.
-        clock: whether to measure times.
+        inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
+            ``exact``, which is free of drift; None for the current inverting mode of the model's
+            steps; if none inverts, ``exact`` if it fits all of them, otherwise ``invert``.
+        clock: measure the speed of this machine for ``plan.seconds``. False: assume a nominal
+            processor. The modes are the same.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
 
     Returns:
@@ -493,34 +461,23 @@ def largest(
     """
     low, high = 0, most + 1  # low fits, high does not
     best: int | None = None
-    guess, tries, last = start, 0, (0, 0)
-    while high - low > 1:
+    guess, last = start, (0, 0)
+    for tries in itertools.count(1):
         guess = min(max(guess, low + 1), high - 1)
-        found = _possible(need, guess, low)
-        if found is None:
-            low = guess
-        elif found[1] <= budget:
-            best, low = found[0], guess  # the numbers between them are impossible
+        needs = ((n, need(n)) for n in range(guess, low, -1))
+        at, size = next(((n, size) for n, size in needs if size is not None), (guess, 0))
+        if size <= budget:
+            low = guess  # the numbers between them are impossible
+            best = at if size else best
         else:
-            high = found[0]
-        tries += 1
-        line = None if found is None else _on_line(last, found, budget, power)
-        last = found or last
-        bisection = (low + high) // 2 if high <= most else 2 * low
-        guess = line if line is not None and tries < _GUESSES else bisection
+            high = at
+        if high - low <= 1:
+            break
+        run, rise = at**power - last[0] ** power, size - last[1]
+        if size and run * rise > 0 and tries < _GUESSES:
+            fits = at**power + (budget - size) * run / rise
+            guess = int(max(0, fits) ** (1 / power))
+        else:
+            guess = (low + high) // 2 if high <= most else 2 * low
+        last = (at, size) if size else last
     return best
-
-
-def _possible(need: Callable[[int], int | None], guess: int, low: int) -> tuple[int, int] | None:
-    """The largest possible number from ``guess`` down to above ``low``, and its need."""
-    needs = ((at, need(at)) for at in range(guess, low, -1))
-    return next(((at, size) for at, size in needs if size is not None), None)
-
-
-def _on_line(before: tuple[int, int], now: tuple[int, int], budget: int, power: int) -> int | None:
-    """Where the line through two numbers' needs reaches the budget; None if it does not rise."""
-    run, rise = now[0] ** power - before[0] ** power, now[1] - before[1]
-    if run * rise <= 0:
-        return None
-    fits = now[0] ** power + (budget - now[1]) * run / rise
-    return int(max(0, fits) ** (1 / power))

@@ -1,4 +1,4 @@
-"""The parts of a model for which reports add up bytes: ``stem``, ``stages.1``, ``layer1``.
+"""The parts of a model for which reports add up bytes: ``stem``, ``stages.1``, ``net.layer1``.
 
 They are the model's own parts. But a part that holds nearly everything tells the reader nothing:
 the stages of a ResNet are in a list ``stages``, a network from a library in a wrapper ``net``. So
@@ -7,6 +7,7 @@ we open such a part, and each module in it is a stage.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 OUTSIDE = "(outside)"
@@ -18,47 +19,28 @@ _LONGEST = 10  # colours in a picture: a longer list of blocks is one stage
 
 
 def stages_of(paths: Collection[str]) -> dict[str, str]:
-    """The stage of each module.
-
-    Args:
-        paths: of the modules of a model, or of its steps, without the model's own empty path.
-
-    Returns:
-        Path to stage. The name of a wrapper that holds the whole model is left out.
-    """
+    """The stage of each module, by path; ``paths`` are of the modules or steps of one model."""
     parents = {path[:i] for path in paths for i, letter in enumerate(path) if letter == "."}
     layers = [path for path in paths if path not in parents]
-    opened = wrapper = ""
+    opened = ""
     while parts := _parts(layers, opened):
-        name = max(parts, key=parts.__getitem__)
+        name, count = parts.most_common(1)[0]
         inside = _parts(layers, f"{opened}{name}.")
-        # "layer_0" and "layer_1" are items of a list; bare numbers mean nothing without its name
-        kinds = {item.rstrip("0123456789") for item in inside}
-        wraps = not opened and len(parts) == 1 and kinds != {""}
-        is_long = len(kinds) == 1 and len(inside) > _LONGEST
-        if not inside or (not wraps and (parts[name] <= _MAX_SHARE * len(layers) or is_long)):
+        is_long = len(inside) > _LONGEST and len({n.rstrip("0123456789") for n in inside}) == 1
+        if not inside or is_long or count <= _MAX_SHARE * len(layers):
             break
         opened = f"{opened}{name}."
-        wrapper = opened if wraps else wrapper
-    return {path: _stage(path, opened).removeprefix(wrapper) for path in paths}
+    return {path: _stage(path, opened) for path in paths}
 
 
-def _parts(layers: Collection[str], prefix: str) -> dict[str, int]:
+def _parts(layers: Collection[str], prefix: str) -> Counter[str]:
     """The modules directly below a prefix, and their numbers of layers."""
-    counts: dict[str, int] = {}
-    for layer in layers:
-        if layer.startswith(prefix):
-            name = layer.removeprefix(prefix).partition(".")[0]
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+    inside = (layer.removeprefix(prefix) for layer in layers if layer.startswith(prefix))
+    return Counter(path.partition(".")[0] for path in inside)
 
 
 def _stage(path: str, opened: str) -> str:
     """The first module on a path that is not opened."""
-    stage = ""
-    for name in path.split("."):
-        stage += name
-        if not opened.startswith(f"{stage}."):
-            return stage
-        stage += "."
-    return OUTSIDE
+    ends = [i for i, letter in enumerate(path) if letter == "."]
+    stages = (path[:i] for i in (*ends, len(path)))
+    return next((stage for stage in stages if not opened.startswith(f"{stage}.")), OUTSIDE)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -48,12 +49,42 @@ def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
         return copy.deepcopy(module, generators)
 
 
+class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake tensors whose operators a count can watch.
+
+    A second mode around this one would take as much time again: autograd asks each fake tensor for
+    its device many times.
+    """
+
+    watcher: Callable[..., Any] | None = None
+    """Runs each operator, if set: ``watcher(call, func, args, kwargs)``."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Run the operator, or let the watcher run it."""
+        watcher = self.watcher
+        if watcher is None or func.namespace == "prim":  # asks a tensor for its device
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.watcher = None  # an operator may run others inside
+            try:
+                return super(Fakes, self).__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self.watcher = watcher
+
+        return watcher(call, func, args, dict(kwargs))
+
+
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
-    Args:
-        model: on any device, meta included.
-        device: the copy's nominal device; None for the model's, or the CPU for the meta device.
+    Its nominal device is ``device``; by default the model's, or the CPU for the meta device.
     """
 
     def fake(t: Tensor) -> Tensor:
@@ -62,28 +93,8 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
 
     # allow_non_fake_inputs: a forward pass may use constants that are not attributes
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with Fakes(allow_non_fake_inputs=True):
         return in_training(copied(model, fake))
-
-
-def meta_twin(model: M, float_dtype: torch.dtype | None = None) -> M:
-    """A copy of ``model`` on the ``meta`` device, in its own mode.
-
-    Args:
-        model: on any device.
-        float_dtype: the copy's type of floating-point tensors; None for the model's.
-    """
-
-    def on_meta(t: Tensor) -> Tensor:
-        dtype = float_dtype if float_dtype is not None and t.is_floating_point() else t.dtype
-        return t.to("meta", dtype)
-
-    return copied(model, on_meta)
-
-
-def real_twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` in training mode."""
-    return in_training(copied(model))
 
 
 def in_training(model: nn.Module) -> nn.Module:
@@ -92,12 +103,7 @@ def in_training(model: nn.Module) -> nn.Module:
 
 
 def images_for(twin: nn.Module, shape: Sequence[int]) -> Tensor:
-    """Random input for a twin, in the dtype of its first parameter; fake if the twin is.
-
-    Args:
-        twin: see :func:`fake_twin`.
-        shape: of the whole batch.
-    """
+    """Random input of the ``shape`` for a twin, fake if the twin is."""
     like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
     mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
     with mode:

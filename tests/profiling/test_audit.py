@@ -13,10 +13,10 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import revzoo
 from revzoo.core.modes import MODES
 from revzoo.profiling.audit import audit
+from revzoo.profiling.count import trace_step
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.trace import trace_step
-from revzoo.profiling.twins import images_for, real_twin
+from revzoo.profiling.twins import copied, images_for
 from revzoo.profiling.units import in_one_unit, peak_note
 
 SMALL = {"units": (2, 2, 2)}
@@ -178,7 +178,7 @@ def test_the_series_has_the_peak():
     report = audit(model, SHAPE, modes=[])
     levels, turn = report.audits["invert"].series()
     totals = [sum(values) for values in zip(*levels.values(), strict=True)]
-    trace = trace_step(real_twin(model), images_for(model, SHAPE))
+    trace = trace_step(copied(model), images_for(model, SHAPE))
     assert 0 < turn < len(totals)
     # between two operators; within one, its input and its result may both be alive
     assert max(totals) == pytest.approx(trace.peak - trace.base, rel=0.02)
@@ -267,17 +267,9 @@ def test_blocks_that_were_made_reversible():
     net(torch.randn(2, 3, 32, 32))
     report = audit(net, SHAPE, modes=[])
     assert report.plain.kept_bytes == audit(revzoo.make_reversible(net, None), SHAPE).kept_bytes
-    rows = {row.block.path: row for row in report.converted}
-    roles = {path: row.block.role for path, row in rows.items()}
-    assert list(roles.values())[:4] == ["starts", "joins", "joins", "joins"]
-    second = rows["stages.0.steps.1"]
-    stream = 16 * 32 * 32  # values of an image
-    assert (second.block.bits, second.block.grid) == (4, 23)
-    assert stream // 2 <= second.after < 0.55 * stream + 1000
-    assert second.before > 5 * stream
-    assert "stages.0.steps: 4 blocks, 3 inverted, 4 bits, mode exact, grid 23:" in str(report)
-    revzoo.set_memory(revzoo.make_reversible(net, 2), "store")
-    assert "stages.0.steps: 4 blocks, 2 bits, mode store:" in str(audit(net, SHAPE, modes=[]))
+    kept = [line.split() for line in str(report).splitlines() if line.startswith("plain ")]
+    assert kept[0][1:3] == [f"{report.plain.kept_bytes / 2**20:.2f}", "MiB"]
+    assert report.plain.kept_bytes > 2 * report.kept_bytes
 
 
 def test_a_report_fits_into_80_columns():

@@ -1,106 +1,93 @@
 """The search over chains: optimal, by brute force."""
 
+import itertools
 import random
-from collections import Counter
 
 import pytest
 
-from revzoo.profiling.chain import (
-    Chain,
-    Choice,
-    Link,
-    fastest,
-    in_modes,
-    leanest,
-    outcome_of,
-    words_of,
-)
-
-PLAIN, INVERTED = (False,), (True,)
+from revzoo.profiling.chain import Chain, Choice, Link, fastest, leanest
 
 
 def chain_of(seed: int, length: int) -> Chain:
     """A chain of couplings of random sizes; streams pass through, and several links hold one.
 
-    Each mode costs something else after an inverted step. Between two steps, streams may be
-    copied, and a run of inverted steps keeps a state at its end.
+    A run of inverted steps keeps bytes or streams at its end, unless the operators there join it.
     """
     draw = random.Random(seed)
-    sizes = {s: draw.randint(1, 30) for s in range(-length - 2, length + 2)}
-    links = [Link(None, (), (Choice("", PLAIN, keeps=draw.randint(0, 9)),))]
+    sizes = {s: draw.randint(1, 30) for s in range(length + 2)}
+    links = [Link(None, frozenset(), (Choice(keeps=draw.randint(0, 9)),))]
     for i in range(length):
-        inputs, outputs = (i, i + 1), (i + 1, i + 2)
+        inputs, outputs = frozenset((i, i + 1)), frozenset((i + 1, i + 2))
         names = ("store", "recompute", "invert") if draw.random() < 0.8 else ("store", "recompute")
-        made = [
-            _choice(draw, mode, kind, inputs, outputs)
-            for mode in names
-            for kind in (PLAIN, INVERTED)
-        ]
-        links.append(Link(f"steps.{i}", inputs, tuple(made)))
-        between = [
-            Choice(
-                "",
-                kind,
-                kind,
-                holds=frozenset(draw.choice([outputs, map(words_of, outputs)]))
-                if kind == INVERTED
-                else frozenset(),
-                renews=frozenset(draw.sample([*outputs, *map(words_of, outputs)], 2)),
-                keeps=draw.randint(0, 9),
-                forward=draw.randint(0, 40),
-                backward=draw.randint(0, 40),
-                cost=draw.randint(0, 3),
-            )
-            for kind in (PLAIN, INVERTED)
-        ]
-        links.append(Link(None, outputs, tuple(between)))
+        choices = (_choice(draw, mode, inputs, outputs) for mode in names)
+        links.append(Link(f"steps.{i}", inputs, tuple(choices)))
+        if draw.random() < 0.5:
+            between = [
+                Choice(
+                    ends=after,
+                    joins=after and draw.random() < 0.5,
+                    keeps=draw.randint(0, 9),
+                    forward=draw.randint(0, 40),
+                    backward=draw.randint(0, 40),
+                    cost=draw.randint(0, 3),
+                )
+                for after in (False, True)
+            ]
+            links.append(Link(None, outputs, tuple(between)))
     return Chain(tuple(links), sizes, base=1000)
 
 
-def _choice(draw, mode, after, inputs, outputs) -> Choice:
-    """A step in one mode after a step of the kind ``after``."""
-    forward = draw.randint(1, 40)
-    store = mode == "store"
+def _choice(draw, mode, inputs, outputs) -> Choice:
+    store, inverts = mode == "store", mode == "invert"
+    held = draw.sample(sorted(inputs | outputs), draw.randint(0, 3)) if store else inputs
+    words = ()
+    if inverts:
+        held = outputs if draw.random() < 0.5 else ()
+        words = ((s, draw.randint(1, 30)) for s in outputs - inputs)
     return Choice(
         mode,
-        INVERTED if mode == "invert" else PLAIN,
-        after,
-        holds=frozenset(
-            draw.sample([*inputs, *outputs], draw.randint(0, 3))
-            if store
-            else (inputs if mode == "recompute" else ())
-        ),
-        keeps=draw.randint(10, 60) if store else draw.randint(0, 2),
-        forward=forward,
+        inverts,
+        moves=inverts and draw.random() < 0.4,
+        words=frozenset(words),
+        holds=frozenset(held),
+        keeps=draw.randint(0, 2) if mode == "recompute" else draw.randint(10, 60),
+        forward=draw.randint(1, 40),
         backward=draw.randint(0, 40) if store else draw.randint(20, 140),
         cost=draw.randint(3, 27) if store else draw.randint(4, 38),
     )
 
 
-def assignments(chain: Chain, kind=()):
+def assignments(chain: Chain):
     """All choices of links that can follow each other."""
-    if not chain.links:
-        yield []
-        return
-    first, *rest = chain.links
-    for choice in first.choices:
-        if kind == choice.follows:
-            for others in assignments(Chain(tuple(rest), chain.sizes), choice.kind):
-                yield [choice, *others]
+    modes = itertools.product(*([c.mode for c in link.choices] for link in chain.steps))
+    return map(chain.in_modes, modes)
 
 
 def peak_by_hand(chain: Chain, choices) -> int:
     """The peak from the list of live tensors at each moment, without running sums."""
-    alive = []
-    kept = []  # what each link keeps for its backward pass: a stream with its copy's number, bytes
-    copies = Counter()
+    alive, kept = [], []  # a stream, or bytes with a name
+    run, words = [], {}  # the steps of an open run; streams with words outside of it
+
+    def with_words(streams):
+        known = {x for x in kept if not isinstance(x, tuple)}
+        pairs = [(s, words[s]) for s in streams if s in words and s not in known]
+        return [*streams, *((b, f"words of {s}") for s, b in pairs)]
+
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
-        alive.append([*kept, *((s, copies[s]) for s in link.inputs), ("bytes", choice.forward, "")])
-        copies.update(choice.renews)
-        kept += [*((s, copies[s]) for s in choice.holds), ("bytes", choice.keeps, f"{i} keeps")]
-        alive.append([*kept, ("bytes", choice.backward, "")])
+        if run and not choice.inverts and not choice.joins:
+            kept += [*run[-1].holds, (run[-1].keeps, f"{i} the end of a run")]
+        alive.append([*kept, *with_words(link.inputs), (choice.forward, "")])
+        if not choice.inverts:
+            run = []
+            kept += [*with_words(choice.holds), (choice.keeps, f"{i} keeps")]
+        elif run or not choice.moves:  # a run begins or continues; it has its own words
+            run, words = [*run, choice], {}
+        else:
+            words |= dict(choice.words)
+        alive.append([*kept, (choice.backward, "")])
     sizes = [
-        sum(x[1] if x[0] == "bytes" else chain.sizes[x[0]] for x in set(moment)) for moment in alive
+        sum(x[0] if isinstance(x, tuple) else chain.sizes[x] for x in set(moment))
+        for moment in alive
     ]
     return chain.base + max(sizes)
 
@@ -109,9 +96,9 @@ def peak_by_hand(chain: Chain, choices) -> int:
 def test_the_search_finds_what_brute_force_finds(seed):
     """All 3^8 assignments of eight steps, at twelve budgets."""
     chain = chain_of(seed, 8)
-    found = [outcome_of(chain, choices) for choices in assignments(chain)]
+    found = [chain.outcome(choices) for choices in assignments(chain)]
     least, most = min(o.peak for o in found), max(o.peak for o in found)
-    lean = outcome_of(chain, leanest(chain))
+    lean = chain.outcome(leanest(chain))
     assert lean.peak == least
     assert lean.cost == min(o.cost for o in found if o.peak == least)
     assert fastest(chain, least - 1) is None
@@ -119,7 +106,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
         budget = least + k * (most - least) // 11
         chosen = fastest(chain, budget)
         assert chosen is not None
-        outcome = outcome_of(chain, chosen)
+        outcome = chain.outcome(chosen)
         assert outcome.peak <= budget
         assert outcome.cost == min(o.cost for o in found if o.peak <= budget)
 
@@ -131,19 +118,18 @@ def test_the_peak_equals_a_list_of_live_tensors(seed):
     steps = chain.steps
     for _ in range(50):
         modes = [draw.choice(link.choices).mode for link in steps]
-        choices = in_modes(chain, modes)
-        assert choices is not None
+        choices = chain.in_modes(modes)
         assert [c.mode for c in choices if c.mode] == modes
-        assert outcome_of(chain, choices).peak == peak_by_hand(chain, choices)
+        assert chain.outcome(choices).peak == peak_by_hand(chain, choices)
 
 
 def test_a_longer_chain_is_solved_fast():
     """As many steps as the deepest network of the zoo, each different."""
     chain = chain_of(0, 60)
-    least = outcome_of(chain, leanest(chain)).peak
+    least = chain.outcome(leanest(chain)).peak
     costs = []
     for k in range(4):
         chosen = fastest(chain, least + 400 * k)
         assert chosen is not None
-        costs.append(outcome_of(chain, chosen).cost)
+        costs.append(chain.outcome(chosen).cost)
     assert costs == sorted(costs, reverse=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from revzoo.models import create_model
-from revzoo.profiling.costs import forward_flops
+from revzoo.profiling.count import forward_flops
 
 
 def test_flops_of_a_convolution_are_two_per_multiplication():

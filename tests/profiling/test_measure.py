@@ -5,6 +5,7 @@ The planner knows a few training steps only. It must predict the others, and fin
 
 import functools
 import itertools
+import random
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import nn
 
 import revzoo
 from revzoo.profiling.audit import audit
-from revzoo.profiling.chain import in_modes, outcome_of
+from revzoo.profiling.chain import chain_of
+from revzoo.profiling.count import trace_step
 from revzoo.profiling.plan import Planner
+from revzoo.profiling.twins import fake_twin, images_for
 
 SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
 IMAGES = (16, 3, 32, 32)
@@ -91,25 +94,15 @@ def test_no_assignment_peaks_lower_than_the_leanest_plan(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_peak_of_each_assignment_is_predicted(name):
     planner, peaks = brute_force(name)
-    unknown = 0
     for modes, peak in peaks.items():
-        if (choices := in_modes(planner.chain, modes)) is None:
-            unknown += 1
-            inverted = [mode == "exact" for mode in modes]
-            assert (True, False, True) in zip(inverted, inverted[1:], inverted[2:], strict=False)
-        else:
-            assert 0.99 < outcome_of(planner.chain, choices).peak / peak < 1.03
-    assert unknown < len(peaks) / 5
+        choices = planner.chain.in_modes(modes)
+        assert 0.99 < planner.chain.outcome(choices).peak / peak < 1.03
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_assignment_that_fits_is_faster_than_the_plan(name):
     planner, peaks = brute_force(name)
-    costs = {
-        modes: outcome_of(planner.chain, choices).cost
-        for modes in peaks
-        if (choices := in_modes(planner.chain, modes)) is not None
-    }
+    costs = {modes: planner.chain.outcome(planner.chain.in_modes(modes)).cost for modes in peaks}
     least, most = min(peaks.values()), max(peaks.values())
     for k in range(9):
         goal = least + (most - least) * k // 8
@@ -118,3 +111,45 @@ def test_no_assignment_that_fits_is_faster_than_the_plan(name):
         assert plan.peak_bytes == pytest.approx(peaks[tuple(plan.values())], rel=0.01)
         fitting = [modes for modes in costs if peaks[modes] <= goal]
         assert plan.seconds * 1e9 <= min(costs[modes] for modes in fitting) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("inverting", ["invert", "exact"])
+def test_steps_that_only_move_values_keep_nothing_alone(inverting):
+    """Except words, where a later step holds the stream: irevnet13 was predicted 23 % too high."""
+    model = revzoo.create_model("irevnet13")
+    planner = Planner(model, IMAGES, inverting=inverting, clock=False)
+    draw, steps = random.Random(0), planner.chain.steps
+    chosen = [[draw.choice(link.choices).mode for link in steps] for _ in range(20)]
+    # one step inverted, the others stored
+    chosen += [[s.choices[-(s is one)].mode for s in steps] for one in steps]
+    for modes in chosen:
+        revzoo.set_memory(model, {s.name: m for s, m in zip(steps, modes, strict=True)})
+        peak = audit(model, IMAGES, modes=[]).peak_bytes
+        predicted = planner.chain.outcome(planner.chain.in_modes(modes)).peak
+        assert predicted == pytest.approx(peak, rel=0.02)
+
+
+def test_of_equal_steps_two_run():
+    """Their copies have the bytes and the time that the steps would have."""
+    model = revzoo.create_model("revnet38")
+    planner = Planner(model, IMAGES, clock=False)
+    for plan in [planner.auto(), *planner.frontier(4)]:
+        revzoo.set_memory(model, plan)
+        whole = audit(model, IMAGES, modes=[]).peak_bytes
+        assert plan.peak_bytes == pytest.approx(whole, rel=0.002)
+    twin = fake_twin(revzoo.create_model("revnet38", memory="store"))
+    short, whole = (trace_step(twin, images_for(twin, IMAGES), shortens=s) for s in (True, False))
+    # a stem, the first branch, which has no norm before it, and two transitions; two of each stage
+    assert len(short.calls) == 10
+    assert [*dict(short.named_calls())] == [*dict(whole.named_calls())] == [*planner.leanest]
+    chains = chain_of([short]), chain_of([whole])
+    costs = [sum(link.choices[0].cost for link in chain.links) for chain in chains]
+    assert costs[0] == pytest.approx(costs[1], rel=0.002)
+
+
+def test_steps_with_other_options_are_not_equal():
+    layers = [nn.Conv2d(8, 8, 3, padding=d, dilation=d) for d in (1, 2, 1, 1, 1)]
+    layers[-1].requires_grad_(False)
+    net = revzoo.ReversibleSequence(map(revzoo.AdditiveCoupling, layers))
+    twin = fake_twin(net)
+    assert len(trace_step(twin, images_for(twin, SHAPE), shortens=True).calls) == 5

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -121,23 +120,6 @@ def test_the_least_budget_is_reported_and_possible():
         planner.plan(1)
 
 
-@pytest.mark.parametrize(
-    ("name", "share", "remedies"),
-    [
-        ("revnet38", 0.4, r"a batch of about \d+, images of 20 x 20 pixels or a smaller model$"),
-        # a quarter of the side is 1/16 of the area
-        ("revnet38", 0.05, r"use a larger budget or a smaller model$"),
-        # has one size
-        ("revvit_cifar", 0.5, r"use a larger budget, a batch of about \d or a smaller model$"),
-    ],
-)
-def test_a_smaller_image_is_one_that_makes_sense(name, share, remedies):
-    planner = shared_planner(name)
-    fixed = planner.chain.base
-    with pytest.raises(revzoo.BudgetError, match=remedies):
-        planner.plan(int(fixed + share * (planner.least - fixed)))
-
-
 def test_a_printed_plan_says_which_steps_have_a_mode():
     modes = {f"stages.{i}.steps.{k}": "exact" for i in range(2) for k in range(4)}
     modes |= {"stages.1.steps.3": "store", "stages.1.steps.1": "store"}
@@ -147,7 +129,7 @@ def test_a_printed_plan_says_which_steps_have_a_mode():
         "steps.0: exact; steps.1: store; steps.2: exact; steps.3: store"
     )
     net = Plan({"net.layer1.0.a": "exact", "net.layer2.0.a": "store"}, 1, 1, 1, "exact")
-    assert "\nlayer1  1 exact\nlayer2  1 store\n" in str(net)
+    assert "\nnet.layer1  1 exact\nnet.layer2  1 store\n" in str(net)
     assert str(net).endswith("; inverting mode: exact")
     modes["stages.1.steps.2"] = "store"
     assert "steps.0: exact; steps.1 to steps.3: store" in str(Plan(modes, 2**20, 0.5, 2**21))
@@ -191,54 +173,29 @@ def test_a_plan_says_what_its_peak_includes():
 
 
 def test_times_come_from_the_clock(monkeypatch):
-    """One millisecond per image and step in mode ``store``; more in the other modes."""
-    monkeypatch.setattr(clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]))
-    planner = Planner(model_of(), SHAPE)
-    steps = planner.chain.steps
-    stored = sum(link.choices[0].cost for link in steps)
-    assert stored == pytest.approx(1e6 * SHAPE[0] * len(steps), rel=0.001)
-    assert planner.pure("store").cost > stored  # the head's
-    assert 1.2 < planner.pure("exact").cost / planner.pure("store").cost < 1.8
+    """They scale the nominal ones, so they change no plan."""
+    modes, costs = [], []
+    for seconds in (1e-3, 2e-3):
 
+        def time(step, inputs, device, seconds=seconds):
+            modes.append(step.memory)
+            return seconds * len(inputs[0][0])
 
-def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
-    """It was scaled from the sample to the batch: 12 % too much for revnet110 at batch 128."""
-    monkeypatch.setattr(
-        clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]) + 0.1
-    )
-    steps = Planner(model_of(), SHAPE).chain.steps
-    stored = sum(link.choices[0].cost for link in steps)
-    assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(steps), rel=0.001)
-
-
-def test_a_step_that_takes_long_is_timed_in_one_mode(monkeypatch):
-    """Timing each step of revnet104 in each mode took half of the planner's time."""
-    modes = []
-
-    def time(step, sample, device):
-        modes.append(step.memory)
-        return len(sample.state[0])  # seconds
-
-    monkeypatch.setattr(clock, "_time", time)
-    monkeypatch.setattr(clock, "_SAMPLE", 1)  # a few images do more work than this
-    planner = Planner(model_of(), SHAPE)
+        monkeypatch.setattr(clock, "_time", time)
+        planner = Planner(model_of(), SHAPE)
+        costs.append(planner.pure("store").cost)
+        budget = (planner.least + planner.pure("store").peak) // 2
+        assert planner.plan(budget).modes == shared_planner().plan(budget).modes
     assert {*modes} == {"store"}
-    stored = sum(link.choices[0].cost for link in planner.chain.steps)
-    assert stored == pytest.approx(1e9 * SHAPE[0] * len(planner.chain.steps), rel=0.001)
+    assert costs[1] == pytest.approx(2 * costs[0], rel=1e-6)
+    # a millisecond for each image and step, and for the head
+    assert costs[0] == pytest.approx(1e6 * SHAPE[0] * len(planner.chain.steps), rel=0.25)
 
 
 @pytest.mark.parametrize("factor", [1, 3])
 def test_the_other_inverting_mode_is_estimated(monkeypatch, factor):
-    """From one more counted step, with the measured time of the plan's mode."""
-
-    def timed(chain, *_):
-        links = [
-            replace(link, choices=tuple(replace(c, cost=factor * c.cost) for c in link.choices))
-            for link in chain.links
-        ]
-        return replace(chain, links=tuple(links))
-
-    monkeypatch.setattr("revzoo.profiling.plan.timed", timed)
+    """From one more counted step, with the measured speed."""
+    monkeypatch.setattr("revzoo.profiling.plan.speed", lambda *_: factor)
     model = model_of(units=(1, 1, 1))
     planned, other = (Planner(model, SHAPE, inverting=m) for m in ("exact", "invert"))
     assert planned.pures().keys() == {"store", "recompute", "exact", "invert"}
@@ -252,15 +209,6 @@ def test_the_other_inverting_mode_is_estimated(monkeypatch, factor):
 def test_without_a_step_to_invert_there_is_nothing_to_estimate_from():
     plain = Planner(model_of("resnet32", units=(1, 1, 1)), SHAPE, clock=False)
     assert plain.pures().keys() == {"store", "recompute"}
-
-
-def test_a_changed_model_needs_a_new_planner():
-    """Plans counted the model as it was."""
-    model = model_of(units=(1, 1, 1))
-    planner = Planner(model, SHAPE, clock=False)
-    model.double()
-    with pytest.raises(ValueError, match=r"have changed since Planner.* Make a new Planner"):
-        planner.plan("1GiB")
 
 
 def test_features_that_the_model_keeps_count():
@@ -315,7 +263,7 @@ def test_calls_that_differ_from_pass_to_pass_are_refused():
             self.passes += 1
             return self.steps[1](x) if self.passes == 2 else self.steps(x)
 
-    with pytest.raises(ValueError, match=r"call 1 is steps.steps.0.* in one pass, steps.steps.1"):
+    with pytest.raises(ValueError, match="does not call the same steps each time"):
         Planner(Skips(), (8, 8), clock=False)
 
 
@@ -412,7 +360,8 @@ class FixedBatch(revzoo.Invertible):
         return y1, y2 - self.shift * y1
 
 
-def test_a_step_that_cannot_be_timed_is_named():
+def test_a_step_that_cannot_be_timed_is_named(monkeypatch):
+    monkeypatch.setattr(clock, "_SAMPLE", 1)  # fewer images than the batch has
     net = revzoo.ReversibleSequence([FixedBatch()])
     with pytest.raises(ValueError, match=r"^steps.0 FixedBatch cannot be timed: .*clock=False"):
         plan_memory(net, (64, 8), budget="1GiB")

@@ -19,10 +19,16 @@ def stages_in(name: str, **options: int) -> list[str]:
     [
         ("revnet38", ["stages.0", "stages.1", "stages.2"]),
         ("revnet104", ["stages.0", "stages.1", "stages.2", "stages.3"]),
-        ("torchvision:resnet50", ["conv1", "layer1", "layer2", "layer3", "layer4", "fc"]),
-        ("torchvision:resnet101", ["layer1", "layer2", "layer3", "layer4"]),
-        ("torchvision:vit_b_16", ["conv_proj", "encoder.layers", "heads"]),
-        ("torchvision:densenet121", ["features.denseblock1", "features.transition1", "classifier"]),
+        (
+            "torchvision:resnet50",
+            ["net.conv1", "net.layer1", "net.layer2", "net.layer3", "net.layer4", "net.fc"],
+        ),
+        ("torchvision:resnet101", ["net.layer1", "net.layer2", "net.layer3", "net.layer4"]),
+        ("torchvision:vit_b_16", ["net.conv_proj", "net.encoder.layers", "net.heads"]),
+        (
+            "torchvision:densenet121",
+            ["net.features.denseblock1", "net.features.transition1", "net.classifier"],
+        ),
     ],
 )
 def test_a_stage_is_a_part_of_the_network_itself(name, stages):
@@ -39,10 +45,10 @@ def test_a_network_that_was_made_reversible_has_the_same_stages():
 
 def test_paths_of_steps():
     steps = [f"net.encoder.layers.layer_{i}.reversible" for i in range(12)]
-    assert {*stages_of(steps).values()} == {"encoder.layers"}
+    assert {*stages_of(steps).values()} == {"net.encoder.layers"}
     assert stages_of(["net.layer1.0.a", "net.layer2.0.a"]) == {
-        "net.layer1.0.a": "layer1",
-        "net.layer2.0.a": "layer2",
+        "net.layer1.0.a": "net.layer1",
+        "net.layer2.0.a": "net.layer2",
     }
     assert stages_of(["stages.0.a", "stages.1.a"])["stages.1.a"] == "stages.1"
     assert stages_of(["steps.0"]) == {"steps.0": "steps.0"}
@@ -54,7 +60,7 @@ def test_opened_parts_are_outside():
     assert stages_of(names) == {
         "net": OUTSIDE,
         "net.body": OUTSIDE,
-        "net.body.0": "body.0",
-        "net.body.1": "body.1",
-        "net.body.1.f": "body.1",
+        "net.body.0": "net.body.0",
+        "net.body.1": "net.body.1",
+        "net.body.1.f": "net.body.1",
     }

@@ -105,9 +105,9 @@ def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetw
 @contextmanager
 def memory_chart(path: Path) -> Iterator[Any]:
     """Yield matplotlib's axes for time against memory, and save the picture."""
-    from revzoo.profiling.figures import new_figure
+    from matplotlib.figure import Figure  # not pyplot, which would change the backend
 
-    figure = new_figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     yield axes
     axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))

@@ -110,7 +110,7 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
     from revzoo.core.modes import DEVICE_MODES
     from revzoo.core.set_memory import set_memory
     from revzoo.profiling.audit import audit
-    from revzoo.profiling.costs import forward_flops
+    from revzoo.profiling.count import forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))

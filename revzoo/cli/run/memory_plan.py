@@ -30,7 +30,7 @@ from revzoo.profiling.plan import (
     inverting_mode,
     state_bytes,
 )
-from revzoo.profiling.twins import meta_twin
+from revzoo.profiling.twins import copied
 from revzoo.profiling.units import in_one_unit
 from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.classifier import Classifier
@@ -156,7 +156,7 @@ def _summary(plan: Plan, planner: Planner) -> str:
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     """Bytes that a run keeps through its steps, besides the tensors of the model's own step."""
     # on meta: the state is counted, not allocated
-    model = meta_twin(module.model)
+    model = copied(module.model, lambda t: t.to("meta"))
     kept = state_bytes(build_optimizer(model, module.optim))
     gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     buffers = sum(buffer.nbytes for buffer in module.buffers())

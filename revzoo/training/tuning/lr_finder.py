@@ -26,7 +26,6 @@ from revzoo._checks import check_number
 from revzoo._files import replacing_table
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
-from revzoo.profiling.figures import new_figure
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 from revzoo.training.tuning.trial import Trial, trial_trainer
@@ -67,7 +66,9 @@ class LRCurve:
         """Write ``lr_finder.csv`` and ``lr_finder.png``."""
         with replacing_table(folder / CURVE_FILE) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
-        axes = (figure := new_figure(figsize=(6, 4), layout="constrained")).subplots()
+        from matplotlib.figure import Figure  # not pyplot, which would change the backend
+
+        axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
         axes.semilogx(self.rates, self.losses)
         if self.suggestion is not None:
             axes.axvline(self.suggestion, linestyle=":", label=f"suggested: {self.suggestion:.2g}")
