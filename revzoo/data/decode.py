@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
 
@@ -30,21 +31,11 @@ from revzoo.data.errors import DataError
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
-FORMATS = (*("JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"),)
+FORMATS = ["JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"]
 """Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
 
-MAX_ASPECT = 1000
-"""The longest form: resizing the shorter side of a line of pixels would fill the memory."""
-
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # by EXIF orientation; Pillow's exif_transpose also writes a new EXIF block, which may fail
+IN_SET = "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
+"""The remedy for a damaged image of a data set."""
 
 _BLOCK = 256  # images per task of a thread
 
@@ -96,38 +87,15 @@ def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
     """An image upright, in RGB (3 channels) or grey (1 channel).
 
     Raises:
-        DataError: a grey image of more than 8 bits, which Pillow would clip, or a form beyond
-            :data:`MAX_ASPECT`; it has this ``name``.
+        DataError: a grey image of more than 8 bits, which Pillow would clip; it has this ``name``.
     """
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
         fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
-    shorter, longer = sorted(image.size)
-    if longer > MAX_ASPECT * shorter:
-        fault = f"{image.width}x{image.height} pixels, but at most {MAX_ASPECT}:1 can be resized"
-        raise DataError(f"{name} has {fault}: crop it", f"{fault}: crop it")
-    pixels = image.convert("RGB" if channels == 3 else "L")
-    try:
-        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # Pillow's reader raises many types; a damaged block leaves the pixels whole
-        return pixels
-    return pixels if turn is None else pixels.transpose(turn)
-
-
-def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:
-    """:func:`open_image` for a data set with the option ``on_error``, which the error recommends.
-
-    Args:
-        path: of the file.
-        channels: of the result.
-        skipped: records unreadable files; None if the option is ``"raise"``.
-    """
-    if skipped is not None:
-        return open_image(path, channels)
-    remedy = (
-        "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
-    )
-    return open_image(path, channels, remedy=remedy)
+    pixels = image.convert("RGB" if channels == 3 else "L")  # a copy, also in this mode
+    with suppress(Exception):  # Pillow's reader raises many types; a damaged block is no EXIF
+        ImageOps.exif_transpose(pixels, in_place=True)
+    return pixels
 
 
 class SkippedFiles:
@@ -163,7 +131,7 @@ class SkippedFiles:
         """
         if not self._bad[row]:
             self._bad[row] = True
-            log.warning("skipped: %s", error)
+            log.warning("skipped: %s (%s)", self._paths[row], error.reason)
         rows = torch.arange(len(self._paths)) if among is None else among
         mates = rows[self._labels[rows] == self._labels[row]]
         if self._bad[mates].all():
@@ -197,11 +165,6 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
     return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
 
 
-def square_bytes(image: Image.Image, size: int, crop_pct: float) -> Tensor:
-    """The result of :func:`to_square` as a tensor, uint8 (C, size, size)."""
-    return v2f.pil_to_tensor(to_square(image, size, crop_pct))
-
-
 def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
     """Side in pixels of the first readable image; :func:`decode_all` compares the others with it.
 
@@ -211,7 +174,7 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
     for row, path in enumerate(paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            width, height = open_of_set(path, 3, skipped).size
+            width, height = open_image(path, 3, remedy=IN_SET).size
         except DataError as error:
             if skipped is None:
                 raise
@@ -255,7 +218,7 @@ def decode_all(
     kept = torch.ones(len(paths), dtype=torch.bool)
 
     def decode(row: int) -> None:
-        image = open_of_set(paths[row], channels, skipped)
+        image = open_image(paths[row], channels, remedy=IN_SET)
         if not resize and image.size != (size, size):
             raise DataError(
                 f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
@@ -277,8 +240,8 @@ def decode_all(
 
     pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
     try:
-        for _ in pool.map(decode_block, range(0, len(paths), _BLOCK)):
-            pass  # iterating raises the first error
+        # iterating raises the first error
+        list(pool.map(decode_block, range(0, len(paths), _BLOCK)))
     finally:
         pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest of the folder
     pixels = torch.from_numpy(images)

@@ -6,29 +6,27 @@ sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He 
 evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchvision.transforms import v2
+from torchvision.transforms.v2.functional import pil_to_tensor
 
 from revzoo.data.augment import Augment
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, open_of_set, square_bytes
+from revzoo.data.decode import IMAGENET_CROP_PCT, IN_SET, SkippedFiles, open_image, to_square
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
-from revzoo.data.images import Batch
+from revzoo.data.images import Batch, ImageSet
 from revzoo.data.order import hash_seed, seeded
-
-Transform = Callable[[Image.Image], Tensor]
 
 _SAMPLE = 1000  # evenly spaced images for the pixel statistics
 
 
-class FileImages(Dataset[Batch]):
+class FileImages(ImageSet):
     """Images in files.
 
     Args:
@@ -39,11 +37,9 @@ class FileImages(Dataset[Batch]):
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.
-        rows: the files that belong to this set; None for all.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
 
-    augments_itself = True
     in_memory = False
 
     def __init__(
@@ -56,41 +52,40 @@ class FileImages(Dataset[Batch]):
         augment: Augment,
         crop_pct: float = IMAGENET_CROP_PCT,
         training: bool = False,
-        rows: Tensor | None = None,
         skipped: SkippedFiles | None = None,
     ) -> None:
-        self._files, self._channels, self._size, self._augment = files, channels, size, augment
-        self._crop_pct = crop_pct
-        evaluated: Transform = partial(square_bytes, size=size, crop_pct=crop_pct)
-        self._transform = _training(size, augment, evaluated) if training else evaluated
-        self._training = training
+        self.labels, self.classes = torch.tensor(files.labels), classes
+        self.in_chans, self.image_size = channels, size
+        self._paths, self._rows = files.paths, torch.arange(len(files.paths))
+        self._crop_pct, self._training, self._skipped = crop_pct, training, skipped
         # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
-        self._rows = torch.arange(len(files.paths)) if rows is None else rows
-        self._skipped = skipped
-        self.labels = torch.tensor(files.labels)[self._rows]
-        self.classes = classes
+        # on Pillow images: only the crop becomes a tensor
+        self._augmented = v2.Compose(
+            [
+                v2.RandomResizedCrop(size, scale=(augment.crop_scale, 1.0), antialias=True)
+                if augment.padding(size)
+                else self._evaluated,
+                v2.RandomHorizontalFlip(0.5 * augment.flip),
+            ]
+        )
 
-    @property
-    def in_chans(self) -> int:
-        return self._channels
-
-    @property
-    def image_size(self) -> int:
-        return self._size
-
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _evaluated(self, image: Image.Image) -> Image.Image:
+        return to_square(image, self.image_size, self._crop_pct)
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
-        path = self._files.paths[int(self._rows[index])]
-        image = open_of_set(path, self._channels, self._skipped)
-        if not self._training or self._epoch_seed < 0:  # torch's own state decides the crop
-            return self._transform(image), self.labels[index]
-        # by image: the number of workers must not change the crops
-        with seeded(hash_seed(int(self._epoch_seed), index)):
-            return self._transform(image), self.labels[index]
+        path = self._paths[int(self._rows[index])]
+        image = open_image(path, self.in_chans, remedy=IN_SET)
+        seed = int(self._epoch_seed)
+        if not self._training:
+            image = self._evaluated(image)
+        elif seed < 0:  # torch's own state decides the crop
+            image = self._augmented(image)
+        else:  # by image: the number of workers must not change the crops
+            with seeded(hash_seed(seed, index)):
+                image = self._augmented(image)
+        return pil_to_tensor(image), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A whole batch, without the unreadable images that ``skipped`` tolerates.
@@ -123,26 +118,8 @@ class FileImages(Dataset[Batch]):
         evaluated = self.subset(torch.arange(0, len(self), step), training=False)
         return evaluated.__getitems__(range(len(evaluated)))[0]
 
-    def subset(self, indices: Tensor, *, training: bool) -> "FileImages":
-        return FileImages(
-            self._files,
-            classes=self.classes,
-            channels=self._channels,
-            size=self._size,
-            augment=self._augment,
-            crop_pct=self._crop_pct,
-            training=training,
-            rows=self._rows[indices],
-            skipped=self._skipped,
-        )
-
-
-def _training(size: int, augment: Augment, evaluated: Transform) -> Transform:
-    steps: list[Any] = [evaluated]
-    if augment.padding(size):
-        scale = (augment.crop_scale, 1.0)
-        # crop before the conversion, so that only the crop becomes a tensor
-        steps = [v2.RandomResizedCrop(size, scale=scale, antialias=True), v2.PILToTensor()]
-    if augment.flip:
-        steps.append(v2.RandomHorizontalFlip())
-    return v2.Compose(steps)
+    def subset(self, indices: Tensor, *, training: bool) -> Self:
+        part = copy(self)
+        part._rows, part.labels = self._rows[indices], self.labels[indices]
+        part._training = training
+        return part

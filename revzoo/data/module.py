@@ -125,11 +125,9 @@ class ImageData(pl.LightningDataModule, ABC):
         check_count("eval_batch_size", eval_batch_size)
         check_count("num_workers", num_workers or 0, least=0)
         check_number("val_fraction", val_fraction, high=1, open_low=True, open_high=True)
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.num_workers = num_workers
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
+        self.val_fraction, self.split_seed = val_fraction, split_seed
         self.augment = Augment.of(augment)
         self.poisson = False
         self._sets: dict[Split, ImageSet] = {}
@@ -178,11 +176,8 @@ class ImageData(pl.LightningDataModule, ABC):
         """
         if not hasattr(self, "classes"):
             return {}
-        return self._shape(len(self.classes), self.in_chans, self.image_size)
-
-    @staticmethod
-    def _shape(num_classes: int, in_chans: int, side: int) -> dict[str, int]:
-        return {"num_classes": num_classes, "in_chans": in_chans, "side": side}
+        sizes = {"in_chans": self.in_chans, "side": self.image_size}
+        return {"num_classes": self.num_classes, **sizes}
 
     @property
     def num_classes(self) -> int:
@@ -207,8 +202,8 @@ class ImageData(pl.LightningDataModule, ABC):
     @property
     def notes(self) -> list[str]:
         """How images are read and augmented, a line each for the opening of a run."""
-        chunk, augments_itself = self.augment.chunk, self._images("train").augments_itself
-        if chunk == 1 or augments_itself:
+        chunk = self.augment.chunk
+        if chunk == 1 or not self._images("train").in_memory:
             return []
         return [f"each {chunk} images share a crop and a flip: data.augment.chunk={chunk}"]
 
@@ -331,7 +326,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
-        if training and not (train is not None and train.augments_itself):
+        if training and (train is None or train.in_memory):
             images = self.augment(images)
         return self.normalisation(images)
 

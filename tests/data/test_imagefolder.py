@@ -157,8 +157,7 @@ def _damage(root: Path) -> list[str]:
     return [str(path) for path in bad]
 
 
-@pytest.mark.parametrize("cache_bytes", [2**20, 0])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("cache_bytes", "workers"), [(2**20, 0), (0, 0), (0, 2)])
 def test_bad_images_are_skipped_up_to_a_number(
     cache_bytes: int, workers: int, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,8 +261,9 @@ def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> N
         data.test_dataloader()
 
 
-@pytest.mark.parametrize(("split", "stage"), [("test", "test"), ("val", "validate")])
-@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+@pytest.mark.parametrize(
+    ("split", "stage", "cache_bytes"), [("test", "test", 2**30), ("val", "validate", 0)]
+)
 def test_a_checkpoints_state_replaces_the_training_images(
     make_folder: MakeFolder, split: str, stage: str, cache_bytes: int
 ) -> None:
