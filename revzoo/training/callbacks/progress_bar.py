@@ -1,6 +1,8 @@
-"""The progress of a run: a bar on a terminal, a log line every half minute elsewhere.
+"""The progress of a run: a bar on a terminal, a log line every half minute elsewhere, and a line
+per epoch.
 
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
+    epoch 3/30  loss 0.733, val 0.150  acc 0.931, val 0.979  298 img/s
 
 Why not Lightning's bars: they show batches a second, the time left in the epoch and every logged
 figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this bar.
@@ -153,6 +155,33 @@ class Progress(FollowsEpochs, ProgressBar):
         if done < 3 or not math.isfinite(left):  # the first steps are not typical: they warm up
             return []
         return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
+
+
+class EpochLog(pl.Callback):
+    """Logs the figures of every epoch at level INFO, from the first process only.
+
+    So the log file shows a run's curve without a viewer. The figures of a validation appear in the
+    line of its epoch only.
+    """
+
+    _validated_in: int | None = None  # the epoch
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated_in = None if trainer.sanity_checking else trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        figures = trainer.callback_metrics  # reduces over all processes, so each must call it
+        if not trainer.is_global_zero:
+            return
+        parts, validated = [], self._validated_in == trainer.current_epoch
+        for name in ("loss", "acc"):
+            # callback_metrics keeps an earlier validation's figures; the line must not repeat them
+            pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * validated
+            texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
+            parts.append(", ".join(texts))
+        if (rate := figures.get("footprint/images_per_second")) is not None:
+            parts.append(per_second(float(rate)))
+        log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))
 
 
 def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:

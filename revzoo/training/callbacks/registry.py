@@ -82,7 +82,7 @@ CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
         "learning_rate": learning_rate,
         "progress_bar": f"{HERE}.progress_bar:Progress",
         "footprint": f"{HERE}.footprint:Footprint",
-        "epoch_log": f"{HERE}.epoch_log:EpochLog",
+        "epoch_log": f"{HERE}.progress_bar:EpochLog",
         "drift": f"{HERE}.drift:DriftLogger",
         "ema": f"{HERE}.ema:AveragedWeights",
         "samples": f"{HERE}.pictures:Samples",
