@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -70,8 +69,6 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         DataError: the file is corrupt, or :func:`converted` refuses the image.
     """
     try:
-        if not Path(path).is_file() and Path(path).exists():  # opening a pipe would block
-            raise OSError("it is not a regular file")
         with Image.open(path, "r", formats()) as image:
             return converted(image, channels, path)
     except DataError:

@@ -59,8 +59,6 @@ def _rules(
         "in_chans": (lambda v: is_count(v) and v == channels, f"{in_chans or 'a number >= 1'}"),
         "image_size": (is_count, "a side in pixels"),
         "crop_pct": (lambda v: _is_above(v) and v <= 1, "a share above 0, up to 1"),
-        "order_seed": (lambda v: is_count(v, 0), "a whole number >= 0"),
-        "images": (_is_identity, "counts train and val, and a digest"),
     }
     for name, (is_valid, expected) in optional.items():
         value = state.get(name)
@@ -80,12 +78,6 @@ def _is_normalisation(value: Any, channels: int | None) -> bool:
 def _is_above(value: Any, low: float = 0) -> bool:
     """Whether ``value`` is a finite number above ``low``."""
     return is_number(value) and low < value < inf
-
-
-def _is_identity(value: Any) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != {*_COUNTS, "digest"}:
-        return False
-    return all(is_count(value[name], 0) for name in _COUNTS) and isinstance(value["digest"], str)
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:

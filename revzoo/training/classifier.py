@@ -129,22 +129,16 @@ class Classifier(pl.LightningModule):
             map_location: the device of the tensors.
             strict: whether the checkpoint must have exactly the tensors of the module.
             options: arguments of the constructor that replace the file's; ``model`` is required if
-                the run trained a module passed as an instance. ``weights_only=True`` is accepted
-                and has no effect.
+                the run trained a module passed as an instance. ``weights_only`` has no effect: the
+                file is always read as plain data.
 
         Raises:
             CheckpointError: the file is damaged, its hyperparameters are refused, or its tensors do
                 not fit the model or hold NaN or Inf.
             WeightsError: the folder has no best checkpoint.
-            ValueError: ``weights_only=False`` or ``hparams_file`` was passed, or one of ``options``
-                is wrong.
+            ValueError: one of ``options`` is wrong.
         """
-        unsafe = options.pop("weights_only", True) is False
-        if options.pop("hparams_file", None) is not None or unsafe:
-            raise ValueError(
-                "weights_only=False and hparams_file are refused: a checkpoint is read as plain "
-                "data only; remove them, and pass other options as model=... or optim=..."
-            )
+        options.pop("weights_only", None)
         if Path(checkpoint_path).is_dir():
             checkpoint_path = resolve_source(checkpoint_path)
         state = read_checkpoint(checkpoint_path, map_location=map_location)

@@ -131,14 +131,6 @@ def test_the_size_of_a_folder_is_the_side_of_a_square_image(tmp_path: Path) -> N
         common_size([_save(tmp_path / "b.png", _noise(6, 9))])
 
 
-@pytest.mark.timeout(20)
-def test_a_pipe_with_the_name_of_an_image_is_refused(tmp_path: Path) -> None:
-    """Opening a FIFO blocks in C until a writer comes; not even SIGTERM ends it."""
-    os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"cannot decode image .*a\.png .*not a regular file"):
-        open_image(str(tmp_path / "a.png"), 3)
-
-
 def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
     """A log file could not hold the error message."""
     path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")

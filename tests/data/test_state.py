@@ -44,8 +44,6 @@ def test_states_of_this_and_of_older_versions_are_accepted() -> None:
         *[("image_size", v) for v in ("big", 0)],
         *[("in_chans", v) for v in ("1", 3, torch.ones(2))],
         *[("crop_pct", v) for v in ("x", 0, 1.5)],
-        *[("order_seed", v) for v in (-1, torch.zeros(2))],
-        *[("images", v) for v in (3, {"train": 9}, {"train": -1, "val": 1, "digest": ""})],
     ],
 )
 def test_anything_else_is_refused_by_its_name(name: str, value: Any) -> None:

@@ -172,41 +172,6 @@ def test_events_wait_for_a_full_disk(
     assert sum("keeping its rec" in message for message in caplog.messages) == 1
 
 
-def test_a_record_that_is_cut_off_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = TensorBoard(tmp_path, RUN, None)
-    opened = Path.open
-
-    class Short:
-        """A file on a disk with three bytes left."""
-
-        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
-            self.file: Any = opened(path, *args, **kwargs)
-
-        def write(self, data: bytes) -> int:
-            return int(self.file.write(data[:3]))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def __enter__(self) -> Short:
-            return self
-
-        def __exit__(self, *args: Any) -> None:
-            self.file.close()
-
-    logger.log_metrics({"val/acc": 0.0}, 0)
-    logger.save()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", Short)
-        logger.log_metrics({"val/acc": 1.0}, 1)
-        logger.save()
-    logger.log_metrics({"val/acc": 2.0}, 2)
-    logger.save()
-    assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2]
-
-
 def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path, RUN, None)
     for step in range(3):

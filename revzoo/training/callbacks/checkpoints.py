@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -111,6 +110,11 @@ def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
         state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
 
 
+def direction(figure: str) -> str:
+    """``"min"`` for a loss, ``"max"`` for an accuracy."""
+    return "min" if figure.endswith("loss") else "max"
+
+
 class BestCheckpoint(ModelCheckpoint):
     """Saves ``best.ckpt`` at the best ``monitor``; ties go to the lower ``val/loss``.
 
@@ -120,14 +124,27 @@ class BestCheckpoint(ModelCheckpoint):
     If a checkpoint could not be written, its score does not count, so a later one can still be the
     best. Paths in the callback's state are relative: users may move a run's folder.
 
+    Args:
+        run_dir: the run's folder; the file is ``checkpoints/best.ckpt``.
+        monitor: a logged figure.
+        mode: ``"min"`` or ``"max"``; None as :func:`direction`.
+
     Attributes:
         figures: the validation figures of the best checkpoint; empty if it was saved without one.
     """
 
-    # class attributes: a constructor would have to repeat Lightning's arguments
-    figures: Mapping[str, float] = MappingProxyType({})
-    _least_loss: float | None = None  # of the best validation
-    _validated_at: int | None = None  # the step of the last validation
+    def __init__(self, run_dir: Path, *, monitor: str = "val/acc", mode: str | None = None) -> None:
+        super().__init__(
+            dirpath=run_dir / CHECKPOINTS,
+            filename=BEST.removesuffix(".ckpt"),
+            monitor=monitor,
+            mode=mode or direction(monitor),
+            auto_insert_metric_name=False,
+            enable_version_counter=False,  # each run has its own folder
+        )
+        self.figures: dict[str, float] = {}
+        self._least_loss: float | None = None  # of the best validation
+        self._validated_at: int | None = None  # the step of the last validation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -16,7 +16,8 @@ import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 
-from revzoo.training.callbacks.checkpoints import TIE_BREAKER
+from revzoo._checks import check_count
+from revzoo.training.callbacks.checkpoints import TIE_BREAKER, direction
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +26,19 @@ class EarlyStopping(callbacks.EarlyStopping):
     """Lightning's callback, with its class name, which is the key of its state in checkpoints.
 
     The trainer's ``min_epochs`` and ``min_steps`` still apply.
+
+    Args:
+        monitor: a logged figure.
+        mode: ``"min"`` or ``"max"``; None for the least loss or the highest accuracy.
+        patience: number of validations without a better figure after which the run stops.
     """
 
-    _ended = False  # whether the loaded run had stopped early
+    def __init__(
+        self, *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
+    ) -> None:
+        check_count("patience", patience)
+        super().__init__(monitor=monitor, mode=mode or direction(monitor), patience=patience)
+        self._ended = False  # whether the loaded run had stopped early
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -83,16 +83,7 @@ def test_zero_minutes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path: Path) -> None:
-    def best(folder: Path) -> BestCheckpoint:
-        return BestCheckpoint(
-            dirpath=folder,
-            filename="best",
-            monitor="val/acc",
-            mode="max",
-            enable_version_counter=False,
-        )
-
-    callback = best(tmp_path / "a")
+    callback = BestCheckpoint(tmp_path / "a")
     runner = trainer(
         tmp_path, callbacks=[callback], plugins=[PlainCheckpointIO()], enable_checkpointing=True
     )
@@ -100,7 +91,7 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     state = callback.state_dict()
     assert str(tmp_path) not in repr(state)
     (tmp_path / "a").rename(tmp_path / "b")
-    moved = best(tmp_path / "b")
+    moved = BestCheckpoint(tmp_path / "b")
     moved.load_state_dict(state)
     assert moved.best_model_score == callback.best_model_score
     assert read_checkpoint(moved.best_model_path)["global_step"] > 0
