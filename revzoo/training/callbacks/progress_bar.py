@@ -151,7 +151,8 @@ class Progress(FollowsEpochs, ProgressBar):
 
     def _left(self, trainer: pl.Trainer) -> list[str]:
         """The time until the run ends, if it can be estimated."""
-        done, left = batches_of_run(trainer) - self._batches, batches_left(trainer)
+        seen = batches_of_run(trainer)
+        done, left = seen - self._batches, batches_in_all(trainer) - seen
         if done < 3 or not math.isfinite(left):  # the first steps are not typical: they warm up
             return []
         return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
@@ -199,35 +200,23 @@ def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[i
 
 def epoch_of(trainer: pl.Trainer) -> str:
     """The number of the epoch, counted from 1, and of all epochs: ``3/30``."""
-    number, total = trainer.current_epoch + 1, trainer.max_epochs or -1
-    per_epoch = trainer.num_training_batches
-    if trainer.max_steps > 0 and per_epoch:
-        # 0 if an epoch never ends
-        by_steps = math.ceil(batches_until(trainer, trainer.max_steps) / per_epoch)
-        # whichever limit comes first
-        total = min(total, by_steps) if total > 0 else by_steps
-    return f"{number}/{total}" if total > 0 else str(number)
+    number, per_epoch = trainer.current_epoch + 1, trainer.num_training_batches
+    total = batches_in_all(trainer) / per_epoch if per_epoch else math.inf
+    # 0 if an epoch never ends
+    return f"{number}/{math.ceil(total)}" if 0 < total < math.inf else str(number)
 
 
-def batches_left(trainer: pl.Trainer) -> float:
-    """Training batches until the run ends; infinity if unknown."""
-    # max_epochs and max_steps may both be set; -1 stands for no limit
-    ends = [math.inf]
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
-        whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
-        ends.append(whole - batches_of_epoch(trainer))
-    if trainer.max_steps > 0:
-        ends.append(batches_until(trainer, trainer.max_steps) - batches_of_run(trainer))
-    return min(ends)
-
-
-def batches_until(trainer: pl.Trainer, step: int) -> int:
-    """Training batches of the first ``step`` optimiser steps; an epoch's last step may sum less."""
+def batches_in_all(trainer: pl.Trainer) -> float:
+    """Training batches of the whole run; infinity if unknown."""
     per_epoch, group = trainer.num_training_batches, trainer.accumulate_grad_batches
     if not 0 < per_epoch < math.inf:
-        return step * group
-    epochs, steps = divmod(step, math.ceil(per_epoch / group))
-    return epochs * int(per_epoch) + steps * group
+        return trainer.max_steps * group if trainer.max_steps > 0 else math.inf
+    steps = trainer.estimated_stepping_batches
+    if not math.isfinite(steps):
+        return math.inf
+    # the last step of an epoch may sum fewer batches
+    epochs, more = divmod(int(steps), math.ceil(per_epoch / group))
+    return epochs * per_epoch + more * group
 
 
 def per_second(images: float) -> str:
@@ -236,13 +225,8 @@ def per_second(images: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as ``4:12``, ``1:04:12`` or ``2 d 1:04:12``."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if whole < 3600:
-        return f"{minutes}:{whole % 60:02}"
-    text = f"{hours}:{minutes:02}:{whole % 60:02}"
-    return f"{days} d {text}" if days else text
+    """Seconds as ``4:12``, ``1:04:12`` or ``49:04:12``."""
+    return str(tqdm.format_interval(round(seconds))).removeprefix("0")
 
 
 def _figures(module: pl.LightningModule) -> list[str]:

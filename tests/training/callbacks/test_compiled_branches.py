@@ -145,13 +145,6 @@ def test_stages_of_any_mode_have_the_eager_gradients(
         torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-6, atol=1e-9)
 
 
-def test_two_such_callbacks_are_refused(tmp_path: Path) -> None:
-    before = torch.compiler.config.recompile_limit
-    with pytest.raises(ValueError, match="more than one CompiledBranches"):
-        trained(tmp_path, dict(TINY), CompiledBranches(), CompiledBranches())
-    assert torch.compiler.config.recompile_limit == before
-
-
 def test_models_without_branches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"backend=inductr.*did you mean 'inductor'"):
         CompiledBranches(backend="inductr")
