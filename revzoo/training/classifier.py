@@ -174,8 +174,14 @@ class Classifier(pl.LightningModule):
         except WeightsError as error:
             raise CheckpointError(str(error)) from None
         module.load_state_dict(state["state_dict"], strict=strict)
-        states = data_states(state)
-        module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
+        data = saved_data(state)
+        channels = getattr(module.model, "in_chans", None)
+        if data is not None:
+            try:
+                check_state(data, num_classes=class_count(module.model), in_chans=channels)
+            except DataError as error:
+                raise CheckpointError(f"{where} cannot be used: {error}") from None
+        module.learn_from(data)
         return module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -444,10 +450,14 @@ def class_count(model: nn.Module) -> int:
     return count
 
 
-def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of data modules in a checkpoint; Lightning's keys are the names of the classes."""
-    needed = {"classes", "normalisation"}
-    return [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the data module in a checkpoint; None unless there is exactly one.
+
+    Two would leave open which one trained.
+    """
+    needed = {"classes", "normalisation"}  # Lightning's key is the name of the class
+    found = [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+    return found[0] if len(found) == 1 else None
 
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
@@ -460,16 +470,6 @@ def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, 
         "crop_pct": crop_of(data_state),
         "input_size": (network.in_chans, size, size),
     }
-
-
-def _is_valid(data_state: Mapping[str, Any], module: Classifier) -> bool:
-    """Whether the state of a data module is valid and fits the model."""
-    channels = getattr(module.model, "in_chans", None)
-    try:
-        check_state(data_state, num_classes=class_count(module.model), in_chans=channels)
-    except DataError:
-        return False
-    return True
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

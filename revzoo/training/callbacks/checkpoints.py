@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
@@ -54,26 +54,24 @@ class LastCheckpoint(Checkpoint):
         self.minutes = minutes
         self._saved_at = self._step_began = time.monotonic()  # a clock that never jumps
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # the first batch of an optimiser step
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step_began = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if can_resume_here(trainer) and (stop_requested(trainer) or self._is_due(trainer)):
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         # is_last_chance: a validation, which cannot be interrupted and resumed, may take long
         last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
         if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
@@ -85,7 +83,7 @@ class LastCheckpoint(Checkpoint):
         due = due or (gathers and now - self._step_began > PATIENCE)
         return trainer.strategy.broadcast(due)  # the clock of process 0 decides
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def _save(self, trainer: Trainer) -> None:
         # a dry run leaves no files
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -97,14 +95,14 @@ class LastCheckpoint(Checkpoint):
             note_failed_save(trainer, self.path)
 
 
-def was_saved(trainer: pl.Trainer, path: Path) -> bool:
+def was_saved(trainer: Trainer, path: Path) -> bool:
     """Whether the last save to ``path`` succeeded; the same answer in all processes."""
     # a user's trainer may have another plugin
     saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
     return trainer.strategy.broadcast(saved)  # only process 0 writes
 
 
-def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
+def note_failed_save(trainer: Trainer, path: Path) -> None:
     """Note in the run's summary that a checkpoint could not be written."""
     for state in callbacks_of(trainer, RunState):
         state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
@@ -146,29 +144,29 @@ class BestCheckpoint(ModelCheckpoint):
         self._least_loss: float | None = None  # of the best validation
         self._validated_at: int | None = None  # the step of the last validation
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._lacks_figures(trainer) and trainer.is_global_zero:
             log.info("no validation, and so no %s: %s has the weights to use", BEST, LAST)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = trainer.global_step
         with self._reverted_if_unsaved(trainer):
             super().on_validation_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._lacks_figures(trainer):
             return  # Lightning would warn that it does not find the monitor
         # Lightning saves here if `monitor` is a figure of training
         with self._reverted_if_unsaved(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
-    def _lacks_figures(self, trainer: pl.Trainer) -> bool:
+    def _lacks_figures(self, trainer: Trainer) -> bool:
         """Whether the run does not validate, and so never computes the monitor."""
         return str(self.monitor).startswith("val/") and not trainer.enable_validation
 
     @contextmanager
-    def _reverted_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _reverted_if_unsaved(self, trainer: Trainer) -> Iterator[None]:
         """Restore this callback's state if a new best checkpoint could not be written."""
         before = self.state_dict()
         yield
@@ -179,7 +177,7 @@ class BestCheckpoint(ModelCheckpoint):
             self.load_state_dict(before)
             note_failed_save(trainer, Path(path))
 
-    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         # if the monitor is a figure of training, the last validation may be old
         is_new = self._validated_at == trainer.global_step
         loss = trainer.callback_metrics.get(TIE_BREAKER)
@@ -223,13 +221,13 @@ class BestCheckpoint(ModelCheckpoint):
         return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118
 
 
-def best_figures(trainer: pl.Trainer) -> dict[str, float]:
+def best_figures(trainer: Trainer) -> dict[str, float]:
     """The validation figures of the best checkpoint; empty if it was saved without a validation."""
     best = _saved_best(trainer)
     return {} if best is None else dict(best.figures)
 
 
-def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
+def best_checkpoint_path(trainer: Trainer) -> Path | None:
     """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
     best = _saved_best(trainer)
     if best is None:
@@ -242,7 +240,7 @@ def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     return None
 
 
-def check_validated(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
+def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
     """Refuse the end of a run with validations of which none is finite.
 
     Args:
@@ -264,7 +262,7 @@ def check_validated(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
                 )
 
 
-def check_saved(trainer: pl.Trainer) -> None:
+def check_saved(trainer: Trainer) -> None:
     """Refuse the end of a run that should save checkpoints and has none of its weights.
 
     Raises:
@@ -285,7 +283,7 @@ def check_saved(trainer: pl.Trainer) -> None:
         raise UnwritableCheckpointError(f"the run ends without a checkpoint: {reason}")
 
 
-def _saved_best(trainer: pl.Trainer) -> BestCheckpoint | None:
+def _saved_best(trainer: Trainer) -> BestCheckpoint | None:
     """The callback, if it has saved a checkpoint."""
     callbacks = callbacks_of(trainer, BestCheckpoint)
     return next((callback for callback in callbacks if callback.best_model_path), None)

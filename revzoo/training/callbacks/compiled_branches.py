@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.compiler.config
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import check_choice
@@ -63,7 +63,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
 
     Example:
         >>> from revzoo.training.callbacks.compiled_branches import CompiledBranches
-        >>> callback = CompiledBranches(backend="aot_eager")  # pl.Trainer(callbacks=[callback])
+        >>> callback = CompiledBranches(backend="aot_eager")  # Trainer(callbacks=[callback])
     """
 
     def __init__(self, *, backend: str = "inductor") -> None:
@@ -73,7 +73,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         self.backend = backend
         self._restore = ExitStack()  # torch's settings, and the user's earlier compile() calls
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Mark the parts; torch compiles each at its first call.
 
         Raises:
@@ -108,7 +108,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         self._restore.callback(setattr, settings, name, getattr(settings, name))
         setattr(settings, name, value)
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
+    def undo(self, pl_module: LightningModule) -> None:
         self._restore.close()
 
 

@@ -12,8 +12,7 @@ import logging
 import math
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning import callbacks
+from pytorch_lightning import LightningModule, Trainer, callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 
 from revzoo._checks import check_count
@@ -40,7 +39,7 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().__init__(monitor=monitor, mode=mode or direction(monitor), patience=patience)
         self._ended = False  # whether the loaded run had stopped early
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._ended = False  # Lightning loads the checkpoint after this
 
@@ -48,24 +47,24 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().load_state_dict(state_dict)
         self._ended = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._counts(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._counts(trainer):
             super().on_validation_end(trainer, pl_module)
 
-    def _counts(self, trainer: pl.Trainer) -> bool:
+    def _counts(self, trainer: Trainer) -> bool:
         """Whether the monitor means something; a loss that is watched itself ends the run."""
         if self.monitor == TIE_BREAKER or not self.monitor.startswith("val/"):
             return True
         return math.isfinite(trainer.callback_metrics.get(TIE_BREAKER, 0.0))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:
             log.info("early stopping: %s", self.stopping_reason_message)
 
     # here, because load_state_dict gets no trainer
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self._ended

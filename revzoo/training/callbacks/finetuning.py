@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, is_number, number_of
@@ -79,7 +79,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     def check_model(self, network: nn.Module) -> None:
         self.first_trained(network, epoch=0)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
 
         Raises:
@@ -108,17 +108,17 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         network.requires_grad_(True)
         self._applies = True
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         epoch = trainer.current_epoch
         if trainer.is_global_zero and (epoch == 0 or epoch in map(self._at, self.unfreeze)):
             first = self.first_trained(_network(pl_module), epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
+    def undo(self, pl_module: LightningModule) -> None:
         if self._applies:
             self._applies = False
             # the stem is the first part, so this unfreezes the whole network
@@ -177,7 +177,7 @@ def _freeze_before(first: str, network: nn.Module) -> None:
         part.train(trained)
 
 
-def _network(pl_module: pl.LightningModule) -> nn.Module:
+def _network(pl_module: LightningModule) -> nn.Module:
     network = pl_module.model
     assert isinstance(network, nn.Module)
     return network

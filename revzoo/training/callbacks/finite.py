@@ -17,8 +17,8 @@ import logging
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -34,18 +34,18 @@ EVALUATED = ("val/loss", "test/loss")
 READ_EVERY = 50  # steps
 
 
-class FiniteLoss(pl.Callback):
+class FiniteLoss(Callback):
     """Raises ``FloatingPointError`` if the training loss or a weight is NaN or infinite."""
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None  # to be checked after its backward pass
         self._failure = FirstFailure()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss, self._failure = None, FirstFailure()
 
     def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Check the loss, or record it on the device.
 
@@ -59,7 +59,7 @@ class FiniteLoss(pl.Callback):
         else:
             self._check(trainer, pl_module, loss)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the loss of a network in mode ``exact``; for a repeated step, the last loss.
 
         Raises:
@@ -71,7 +71,7 @@ class FiniteLoss(pl.Callback):
             again = pl_module.retry.loss
             self._check(trainer, pl_module, loss if again is None else again)
 
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def _check(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         step, epoch = trainer.global_step, trainer.current_epoch
         finite = torch.isfinite(loss.detach())
         if trainer.world_size > 1:  # if only one process raised, the others would wait for it
@@ -85,7 +85,7 @@ class FiniteLoss(pl.Callback):
                 self._failure.check(pl_module)
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Do not save a state that has diverged.
 
@@ -100,7 +100,7 @@ class FiniteLoss(pl.Callback):
             step, epoch = trainer.global_step, trainer.current_epoch
             raise divergence_error(pl_module, step, epoch, what=f"the parameter {name}")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if the epoch's mean training loss is above :data:`DIVERGED` times ln(classes)."""
         # callback_metrics reduces over all processes, so each must call it
         figure = trainer.callback_metrics.get("train/loss")
@@ -121,10 +121,10 @@ class FiniteLoss(pl.Callback):
                     log.warning("%s", note)
                 state.notes["loss"] = note
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._failure.check(pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
         figures = trainer.callback_metrics
         for name in EVALUATED:
@@ -157,7 +157,7 @@ class FirstFailure:
         # on the device, without a branch on the host; later failures follow from the first
         self._first = torch.where(~finite & (self._first[0] < 0), now, self._first)
 
-    def check(self, module: pl.LightningModule) -> None:
+    def check(self, module: LightningModule) -> None:
         """Wait for the device, and raise a FloatingPointError if a loss was not finite."""
         step, epoch = (-1, -1) if self._first is None else self._first.tolist()
         if step >= 0:
@@ -165,7 +165,7 @@ class FirstFailure:
 
 
 def divergence_error(
-    module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
+    module: LightningModule, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
     """The error of a run that has diverged, with the step, the epoch and the remedy.
 
@@ -187,6 +187,6 @@ def divergence_error(
     )
 
 
-def _rate(module: pl.LightningModule) -> str:
+def _rate(module: LightningModule) -> str:
     lr = getattr(getattr(module, "optim", None), "lr", None)
     return f" (now {lr:g})" if lr is not None else ""

@@ -16,8 +16,8 @@ import logging
 import time
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
@@ -28,7 +28,7 @@ from revzoo.training.process_memory import peak_bytes
 log = logging.getLogger(__name__)
 
 
-def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
+def activation_bytes(pl_module: LightningModule, images: Any) -> int | None:
     """Peak bytes of the activations of a training step on ``images``; None if counting fails.
 
     Counting runs the model on fake tensors. It fails if the model reads values, for instance.
@@ -62,7 +62,7 @@ class Footprint(FollowsEpochs):
         self._activations: int | None = None
         self._counted = False
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.images = 0
         self.seconds = 0.0
         if pl_module.device.type == "cuda":
@@ -71,7 +71,7 @@ class Footprint(FollowsEpochs):
         self._resume(pl_module)
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._counted:
             # counting does not train
@@ -82,19 +82,19 @@ class Footprint(FollowsEpochs):
             self._resume(pl_module)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.images += len(batch[0]) * trainer.world_size
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause(pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # the sanity check runs before the first epoch, whose clock is not running yet
         if not trainer.sanity_checking:
             self._resume(pl_module)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pause(pl_module)
         figures = {"footprint/epoch_seconds": self.seconds}
         if self.seconds > 0:
@@ -108,10 +108,10 @@ class Footprint(FollowsEpochs):
             # float32, Lightning's default, is exact only up to 16 MiB
             pl_module.log(name, torch.tensor(value, dtype=torch.float64), rank_zero_only=True)
 
-    def _resume(self, pl_module: pl.LightningModule) -> None:
+    def _resume(self, pl_module: LightningModule) -> None:
         self._since = _now(pl_module.device)
 
-    def _pause(self, pl_module: pl.LightningModule) -> None:
+    def _pause(self, pl_module: LightningModule) -> None:
         if self._since is not None:
             self.seconds += _now(pl_module.device) - self._since
             self._since = None

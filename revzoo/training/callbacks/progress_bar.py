@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar
 from tqdm import tqdm
 
@@ -63,20 +63,20 @@ class Progress(FollowsEpochs, ProgressBar):
         # above the bar
         tqdm.write(" ".join(map(str, args)))
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._shown = time.perf_counter()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_begun, self._images = time.perf_counter(), 0
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
         self._images += len(batch[0]) * trainer.world_size
         # in a log file, the line of the epoch follows its last batch
@@ -92,12 +92,12 @@ class Progress(FollowsEpochs, ProgressBar):
                 [per_second(rate), *figures, *self._left(trainer)],
             )
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # only for the rate: the time left includes validations
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
         fitting = is_fitting(trainer)
         head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
@@ -105,13 +105,13 @@ class Progress(FollowsEpochs, ProgressBar):
         totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
         self._evaluated(head, i, (totals or trainer.num_val_batches)[loader])
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
         if not is_fitting(trainer):
             self._close()
 
     def on_test_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
         self._evaluated("test", i, trainer.num_test_batches[loader])
 
@@ -149,7 +149,7 @@ class Progress(FollowsEpochs, ProgressBar):
     # Lightning passes arguments to these hooks, which they ignore
     on_train_end = on_test_end = teardown = on_exception = _close
 
-    def _left(self, trainer: pl.Trainer) -> list[str]:
+    def _left(self, trainer: Trainer) -> list[str]:
         """The time until the run ends, if it can be estimated."""
         seen = batches_of_run(trainer)
         done, left = seen - self._batches, batches_in_all(trainer) - seen
@@ -158,7 +158,7 @@ class Progress(FollowsEpochs, ProgressBar):
         return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
 
 
-class EpochLog(pl.Callback):
+class EpochLog(Callback):
     """Logs the figures of every epoch at level INFO, from the first process only.
 
     So the log file shows a run's curve without a viewer. The figures of a validation appear in the
@@ -167,10 +167,10 @@ class EpochLog(pl.Callback):
 
     _validated_in: int | None = None  # the epoch
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_in = None if trainer.sanity_checking else trainer.current_epoch
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         figures = trainer.callback_metrics  # reduces over all processes, so each must call it
         if not trainer.is_global_zero:
             return
@@ -198,7 +198,7 @@ def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[i
     return max(0, min(room, LONGEST)), text
 
 
-def epoch_of(trainer: pl.Trainer) -> str:
+def epoch_of(trainer: Trainer) -> str:
     """The number of the epoch, counted from 1, and of all epochs: ``3/30``."""
     number, per_epoch = trainer.current_epoch + 1, trainer.num_training_batches
     total = batches_in_all(trainer) / per_epoch if per_epoch else math.inf
@@ -206,7 +206,7 @@ def epoch_of(trainer: pl.Trainer) -> str:
     return f"{number}/{math.ceil(total)}" if 0 < total < math.inf else str(number)
 
 
-def batches_in_all(trainer: pl.Trainer) -> float:
+def batches_in_all(trainer: Trainer) -> float:
     """Training batches of the whole run; infinity if unknown."""
     per_epoch, group = trainer.num_training_batches, trainer.accumulate_grad_batches
     if not 0 < per_epoch < math.inf:
@@ -229,7 +229,7 @@ def clock(seconds: float) -> str:
     return str(tqdm.format_interval(round(seconds))).removeprefix("0")
 
 
-def _figures(module: pl.LightningModule) -> list[str]:
+def _figures(module: LightningModule) -> list[str]:
     """Loss and accuracy of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
     metrics = getattr(module, "metrics_of", None)
     figures = so_far(metrics("train")) if metrics else {}

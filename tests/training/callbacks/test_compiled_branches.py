@@ -124,9 +124,7 @@ def test_a_stored_model_is_one_part_and_stored_stages_are_parts() -> None:
     assert branches == [m.branch for m in model.stages[0].modules() if hasattr(m, "branch")]
 
 
-@pytest.mark.parametrize(
-    "modes", [("store",) * 3, ("invert", "store", "store"), ("invert", "recompute", "store")]
-)
+@pytest.mark.parametrize("modes", [("invert", "store", "store"), ("invert", "recompute", "store")])
 def test_stages_of_any_mode_have_the_eager_gradients(
     tmp_path: Path, modes: tuple[str, ...]
 ) -> None:
