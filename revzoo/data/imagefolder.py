@@ -19,7 +19,6 @@ from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet, TensorImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
-from revzoo.data.state import crop_of
 
 _GIB = 2**30
 
@@ -126,7 +125,7 @@ class ImageFolder(ImageData):
         split, files = next(iter(self._listing().splits.items()))
         size = self._target_size or common_size(files.paths, self._skipped.get(split))
         # a checkpoint's crop wins: evaluation must prepare images as training did
-        crop_pct = crop_of(self._restored or {})
+        crop_pct = (self._restored or {}).get("crop_pct")
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct

@@ -7,18 +7,17 @@ from math import inf
 from typing import Any
 
 from revzoo._checks import is_count, is_number, shortened
-from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 
 _COUNTS = {"train": "to train", "val": "to validate"}
-BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
+BYTE_MAX = 255  # of pixels in image files, the default
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
     """Validate the state of a data module, from an untrusted file, before use.
 
     Args:
-        state: the state; those of earlier versions lack most fields.
+        state: the state; that of published weights lacks some fields.
         num_classes: of the model; None if unknown.
         in_chans: channels of the model's images; None accepts the channels in ``state``.
 
@@ -91,13 +90,6 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     return {name: [value * scale for value in values[name]] for name in ("mean", "std")}
 
 
-def crop_of(state: Mapping[str, Any]) -> float | None:
-    """``crop_pct`` (see ``decode.to_square``) for evaluation; None in older states."""
-    if "in_memory" in state:  # checkpoints from before crop_pct
-        return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
-    return state.get("crop_pct")
-
-
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     """Refuse data whose class names, by label, differ from training's.
 
@@ -127,7 +119,7 @@ def check_same_images(
     """Refuse to resume a training with other images.
 
     Args:
-        trained: the state of training's data; older ones lack the key "images".
+        trained: the state of training's data; that of published weights lacks the key "images".
         found: ``ImageData.identity`` of this data.
         remedy: what to do if the change is wanted.
 

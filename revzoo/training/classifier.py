@@ -23,7 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
-from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.data.state import check_state, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
@@ -462,12 +462,11 @@ def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
     """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
-    # earlier checkpoints lack the size
     size = data_state.get("image_size") or network.image_size
     return {
         "classes": tuple(data_state["classes"]),
         **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
-        "crop_pct": crop_of(data_state),
+        "crop_pct": data_state.get("crop_pct"),
         "input_size": (network.in_chans, size, size),
     }
 

@@ -331,17 +331,6 @@ def test_the_size_comes_from_the_checkpoint_by_default(tmp_path: Path) -> None:
         assert data.image_size == expected
 
 
-def test_checkpoints_from_before_the_crop_was_named_are_cut_as_they_were(tmp_path: Path) -> None:
-    root = image_folder(tmp_path / "a", side=12)
-    for cache_bytes, in_memory in ((0, False), (2**30, True)):
-        whole = _ready(root, image_size=8, cache_bytes=cache_bytes)
-        state = {**whole.state_dict(), "in_memory": in_memory}
-        del state["crop_pct"]
-        data = ImageFolder(root, image_size=8, num_workers=0)
-        data.load_state_dict(state)
-        assert torch.equal(_test_pixels(data), _test_pixels(whole))
-
-
 def test_a_checkpoint_with_other_classes_is_refused(make_folder: MakeFolder) -> None:
     state = _ready(root := make_folder({"train": _TWO})).state_dict()
     shutil.rmtree(root / "train")

@@ -201,10 +201,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(self._with_paths(state_dict, self._absolute))
-        self._least_loss = state_dict.get("least_loss")
-        # a checkpoint of an earlier version lacks it; an edited one may hold anything
-        saved = state_dict.get("best_figures", {}).items()
-        self.figures = {name: value for name, value in saved if isinstance(value, float)}
+        self._least_loss, self.figures = state_dict["least_loss"], dict(state_dict["best_figures"])
 
     def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
         paths = ("best_model_path", "kth_best_model_path", "last_model_path")

@@ -135,10 +135,15 @@ class Progress(FollowsEpochs, ProgressBar):
             return
         if self._bar is None:
             # tqdm draws a new bar at once, as "0it" if the format is empty
-            self._bar = tqdm(bar_format=" ", file=sys.stdout, leave=False, dynamic_ncols=True)
+            self._bar = tqdm(bar_format=" ", file=sys.stdout, leave=False)
         self._bar.total, self._bar.n = total if math.isfinite(total) else None, done
-        width, text = fitted(head, count, words, shutil.get_terminal_size().columns - 1)
-        self._bar.bar_format = f"{head} {{bar:{width}}} {text}" if width else f"{head} {text}"
+        columns, shown = shutil.get_terminal_size().columns - 1, [count, *words]
+        # on a narrow terminal, the first words go first
+        while len(shown) > 1 and len("  ".join([head, *shown])) + SHORTEST > columns:
+            del shown[1]
+        text = "  ".join(shown)
+        self._bar.ncols = min(columns, len(f"{head}  {text}") + LONGEST)
+        self._bar.bar_format = f"{head} {{bar}} {text}"
         self._bar.refresh()
 
     def _close(self, *args: Any, **kwargs: Any) -> None:
@@ -183,19 +188,6 @@ class EpochLog(Callback):
         if (rate := figures.get("footprint/images_per_second")) is not None:
             parts.append(per_second(float(rate)))
         log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))
-
-
-def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:
-    """The columns of the bar, and the text after it: as many of ``words`` as fit.
-
-    On a narrow terminal, the first words go first.
-    """
-    for start in range(len(words) + 1):
-        text = "  ".join([count, *words[start:]])
-        room = columns - len(head) - len(text) - 2
-        if room >= SHORTEST or start == len(words):
-            break
-    return max(0, min(room, LONGEST)), text
 
 
 def epoch_of(trainer: Trainer) -> str:

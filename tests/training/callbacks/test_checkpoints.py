@@ -176,11 +176,6 @@ def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
     assert fit(3).figures == expected
     fit(2)
     assert fit(3, tmp_path / "last.ckpt").figures == expected  # a resumed run still knows them
-    state = read_checkpoint(tmp_path / "last.ckpt")
-    (saved,) = (s for key, s in state["callbacks"].items() if "best_figures" in s)
-    (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
-    best.load_state_dict({k: v for k, v in saved.items() if k != "best_figures"})
-    assert best.figures == {}  # of an earlier version
 
 
 def test_without_a_finite_validation_there_is_no_best_checkpoint(tmp_path: Path) -> None:
