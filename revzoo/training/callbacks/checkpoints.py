@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -120,7 +119,7 @@ class BestCheckpoint(ModelCheckpoint):
     as the first class. Without a validation there is no ``best.ckpt``.
 
     If a checkpoint could not be written, its score does not count, so a later one can still be the
-    best. Paths in the callback's state are relative: users may move a run's folder.
+    best.
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/best.ckpt``.
@@ -170,12 +169,11 @@ class BestCheckpoint(ModelCheckpoint):
         """Restore this callback's state if a new best checkpoint could not be written."""
         before = self.state_dict()
         yield
-        path = self._absolute(self.state_dict()["best_model_path"])
+        path = Path(self.best_model_path)
         # by identity: a new best may have an equal score
-        changed = self.state_dict()["best_model_score"] is not before["best_model_score"]
-        if changed and path and not was_saved(trainer, Path(path)):
+        if self.best_model_score is not before["score"] and not was_saved(trainer, path):
             self.load_state_dict(before)
-            note_failed_save(trainer, Path(path))
+            note_failed_save(trainer, path)
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         # if the monitor is a figure of training, the last validation may be old
@@ -196,26 +194,20 @@ class BestCheckpoint(ModelCheckpoint):
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._with_paths(super().state_dict(), self._relative)
-        return {**state, "least_loss": self._least_loss, "best_figures": dict(self.figures)}
+        """Without paths: there is one file, and users may move a run's folder."""
+        return {
+            "score": self.best_model_score,
+            "least_loss": self._least_loss,
+            "figures": dict(self.figures),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(self._with_paths(state_dict, self._absolute))
-        self._least_loss, self.figures = state_dict["least_loss"], dict(state_dict["best_figures"])
-
-    def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
-        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
-        models = {change(path): score for path, score in state["best_k_models"].items()}
-        changed = {name: change(state[name]) for name in paths}
-        return {**state, **changed, "best_k_models": models, "dirpath": change(state["dirpath"])}
-
-    def _relative(self, path: str) -> str:
-        # an empty path means that there is no checkpoint, and stays empty
-        return path and os.path.relpath(path, self.dirpath)
-
-    def _absolute(self, path: str) -> str:
+        score = state_dict["score"]
         assert self.dirpath is not None
-        return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118
+        path = "" if score is None else str(Path(self.dirpath) / BEST)
+        self.best_model_path = self.kth_best_model_path = path
+        self.best_model_score, self.best_k_models = score, {path: score} if path else {}
+        self._least_loss, self.figures = state_dict["least_loss"], dict(state_dict["figures"])
 
 
 def best_figures(trainer: Trainer) -> dict[str, float]:

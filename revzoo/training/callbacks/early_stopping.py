@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 from pytorch_lightning import LightningModule, Trainer, callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
@@ -37,15 +36,11 @@ class EarlyStopping(callbacks.EarlyStopping):
     ) -> None:
         check_count("patience", patience)
         super().__init__(monitor=monitor, mode=mode or direction(monitor), patience=patience)
-        self._ended = False  # whether the loaded run had stopped early
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._ended = False  # Lightning loads the checkpoint after this
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._ended = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+        if stage == "fit":  # Lightning loads the checkpoint after this
+            self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._counts(trainer):
@@ -62,9 +57,13 @@ class EarlyStopping(callbacks.EarlyStopping):
         return math.isfinite(trainer.callback_metrics.get(TIE_BREAKER, 0.0))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:
+        if self._has_stopped and trainer.is_global_zero:
             log.info("early stopping: %s", self.stopping_reason_message)
 
     # here, because load_state_dict gets no trainer
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self._ended
+        trainer.should_stop = trainer.should_stop or self._has_stopped
+
+    @property
+    def _has_stopped(self) -> bool:
+        return self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
