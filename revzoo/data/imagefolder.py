@@ -140,9 +140,9 @@ class ImageFolder(ImageData):
             for note in self._tree.left_out:
                 log.warning("%s", note)
             if self.on_error == "skip":
-                options = {"classes": self._tree.classes, "at_most": self.max_errors}
+                classes, most = self._tree.classes, self.max_errors
                 self._skipped = {
-                    split: SkippedFiles(files.paths, files.labels, **options)
+                    split: SkippedFiles(files.paths, files.labels, classes=classes, at_most=most)
                     for split, files in self._tree.splits.items()
                 }
         return self._tree

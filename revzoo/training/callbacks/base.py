@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from typing import Any
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import nn
@@ -47,6 +49,38 @@ class FollowsEpochs(Callback, ABC):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin_epoch(trainer, pl_module)
+
+
+class TimesEpochs(FollowsEpochs):
+    """Counts the images and the seconds of an epoch, without its validations.
+
+    If a run resumes inside an epoch, it counts the part after the resume.
+    """
+
+    images = 0  # of all processes
+    _began = _paused = 0.0
+
+    def now(self, pl_module: LightningModule) -> float:
+        """Seconds on the clock."""
+        return time.perf_counter()
+
+    def seconds(self, pl_module: LightningModule) -> float:
+        """Seconds of the epoch so far."""
+        return self.now(pl_module) - self._began
+
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.images, self._began = 0, self.now(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.images += len(batch[0]) * trainer.world_size
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = self.now(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began += self.now(pl_module) - self._paused
 
 
 class RestoresAfterFit(Callback, ABC):

@@ -25,7 +25,7 @@ from pytorch_lightning.callbacks import ProgressBar
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
-from revzoo.training.callbacks.base import FollowsEpochs
+from revzoo.training.callbacks.base import TimesEpochs
 from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
 
@@ -35,7 +35,7 @@ LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
 REDRAW_SECONDS = 0.2  # least time between two drawings; more often costs time without use
 
 
-class Progress(FollowsEpochs, ProgressBar):
+class Progress(TimesEpochs, ProgressBar):
     """Draws the bar on a terminal, or logs a line every ``log_seconds``.
 
     Args:
@@ -50,8 +50,8 @@ class Progress(FollowsEpochs, ProgressBar):
         self.refresh_rate, self.log_seconds = refresh_rate, log_seconds
         self._enabled = True
         self._bar: tqdm[Any] | None = None
-        self._shown = self._begun = self._epoch_begun = 0.0
-        self._batches = self._images = 0
+        self._shown = self._begun = 0.0
+        self._batches = 0  # before this session
 
     def disable(self) -> None:
         self._enabled = False
@@ -72,18 +72,15 @@ class Progress(FollowsEpochs, ProgressBar):
         self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
-    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch_begun, self._images = time.perf_counter(), 0
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
-        self._images += len(batch[0]) * trainer.world_size
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, i)
         # in a log file, the line of the epoch follows its last batch
         ended = batches_of_epoch(trainer) >= self.total_train_batches
         if self._due(i + 1) and (sys.stdout.isatty() or not ended):
             # a mean over the epoch: single steps vary
-            rate = self._images / (time.perf_counter() - self._epoch_begun)
+            rate = self.images / self.seconds(pl_module)
             figures = _figures(pl_module)
             self._show(
                 f"epoch {epoch_of(trainer)}",
@@ -91,10 +88,6 @@ class Progress(FollowsEpochs, ProgressBar):
                 self.total_train_batches,
                 [per_second(rate), *figures, *self._left(trainer)],
             )
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # only for the rate: the time left includes validations
-        self._paused = time.perf_counter()
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
@@ -106,7 +99,7 @@ class Progress(FollowsEpochs, ProgressBar):
         self._evaluated(head, i, (totals or trainer.num_val_batches)[loader])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
+        super().on_validation_end(trainer, pl_module)
         if not is_fitting(trainer):
             self._close()
 

@@ -90,8 +90,8 @@ class OptimSpec:
             )
         if self.decay_all and self.name == "muon":
             raise ValueError(
-                f"optim.decay_all={self.decay_all} with optim.name=muon: expected false, since muon "
-                "decays hidden weights only"
+                "optim.decay_all=True with optim.name=muon: expected false, since muon decays "
+                "hidden weights only"
             )
         if self.sgd_lr is not None:
             check_number("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
