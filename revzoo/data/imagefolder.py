@@ -125,14 +125,14 @@ class ImageFolder(ImageData):
         split, files = next(iter(self._listing().splits.items()))
         size = self._target_size or common_size(files.paths, self._skipped.get(split))
         # a checkpoint's crop wins: evaluation must prepare images as training did
-        crop_pct = (self._restored or {}).get("crop_pct")
+        crop_pct = self._restored.get("crop_pct")
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct
 
     @property
     def _target_size(self) -> int | None:
-        return self._wanted_size or (self._restored or {}).get("image_size")
+        return self._wanted_size or self._restored.get("image_size")
 
     def _listing(self) -> Tree:
         if self._tree is None:

@@ -93,6 +93,8 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
+        identity: number of images to train with, to validate with, and their :meth:`digest`; also
+            after ``setup("fit")``.
         poisson: whether training batches are drawn independently, for private training; set it
             before the loader is made.
 
@@ -108,7 +110,7 @@ class ImageData(pl.LightningDataModule, ABC):
     image_size: int
     normalisation: Normalisation
     _measured: Normalisation
-    _identity: dict[str, Any]
+    identity: dict[str, Any]
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class ImageData(pl.LightningDataModule, ABC):
         # The state of a run. Evaluation after training needs it, so it lasts until the next
         # training begins.
         self._order_seed: int | None = None
-        self._restored: dict[str, Any] | None = None  # from a checkpoint
+        self._restored: dict[str, Any] = {}  # from a checkpoint; empty without one
         self._run_is_over = False
 
     @abstractmethod
@@ -154,11 +156,6 @@ class ImageData(pl.LightningDataModule, ABC):
         """
         labels = (self._images(split).labels.numpy().tobytes() for split in ("train", "val"))
         return hashlib.sha256(b"".join(labels)).hexdigest()
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Images to train with, to validate with, and their :meth:`digest`, after setup."""
-        return self._identity
 
     def preparation(self) -> tuple[int | None, float]:
         """The arguments of ``decode.to_square``, which brings images to one size.
@@ -261,7 +258,7 @@ class ImageData(pl.LightningDataModule, ABC):
             source, val = hold_back(source, self.val_fraction, self.split_seed)
         self._sets = {**self._sets, "train": source, "val": val}
         # now, not when a checkpoint is saved: the files may change in between
-        self._identity = {"train": len(source), "val": len(val), "digest": self.digest()}
+        self.identity = {"train": len(source), "val": len(val), "digest": self.digest()}
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
@@ -274,10 +271,9 @@ class ImageData(pl.LightningDataModule, ABC):
         self._run_is_over = True
 
     def _forget_run(self) -> None:
-        if self._restored is not None and "train" in self._sets:
+        if self._restored and "train" in self._sets:
             self.normalisation = self._measured
-        self._restored = self._order_seed = None
-        self._run_is_over = False
+        self._restored, self._order_seed, self._run_is_over = {}, None, False
 
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
@@ -367,7 +363,7 @@ class ImageData(pl.LightningDataModule, ABC):
             "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,
             # after an evaluation alone: that of the training
-            "images": getattr(self, "_identity", (self._restored or {}).get("images")),
+            "images": getattr(self, "identity", self._restored.get("images")),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

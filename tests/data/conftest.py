@@ -13,9 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision import datasets
 
 MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks for lost workers, and waits for workers that end, up to 5 s."""
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
 
 
 @pytest.fixture
