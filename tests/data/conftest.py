@@ -20,11 +20,13 @@ from torchvision import datasets
 MakeFolder = Callable[..., Path]
 
 
-@pytest.fixture(autouse=True)
-def impatient_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="package")
+def impatient_loaders() -> Iterator[None]:
     """torch looks for lost workers, and waits for workers that end, up to 5 s."""
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+        patch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
+        yield
 
 
 @pytest.fixture

@@ -121,12 +121,16 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     def undo(self, pl_module: LightningModule) -> None:
         if self._applies:
             self._applies = False
-            # the stem is the first part, so this unfreezes the whole network
-            _freeze_before("stem", _network(pl_module))
+            for part in parts(_network(pl_module)):
+                part.train(True)
 
     def freeze(self, network: nn.Module, *, epoch: float) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
-        _freeze_before(self.first_trained(network, epoch=epoch), network)
+        first, trained = self.first_trained(network, epoch=epoch), False
+        for part in parts(network):
+            # from `first` on, all parts train
+            trained = trained or part.name == first
+            part.train(trained)
 
     def _at(self, start: float) -> float:
         """The epoch of an entry; a fraction stays one while the number of epochs is not known."""
@@ -166,15 +170,6 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
                 "callback, or name a later epoch or part"
             )
         return plan
-
-
-def _freeze_before(first: str, network: nn.Module) -> None:
-    """Freeze the parts before ``first``, unfreeze it and all later parts."""
-    trained = False
-    for part in parts(network):
-        # from `first` on, all parts train
-        trained = trained or part.name == first
-        part.train(trained)
 
 
 def _network(pl_module: LightningModule) -> nn.Module:

@@ -196,12 +196,14 @@ def batches_in_all(trainer: Trainer) -> float:
     per_epoch, group = trainer.num_training_batches, trainer.accumulate_grad_batches
     if not 0 < per_epoch < math.inf:
         return trainer.max_steps * group if trainer.max_steps > 0 else math.inf
-    steps = trainer.estimated_stepping_batches
-    if not math.isfinite(steps):
-        return math.inf
-    # the last step of an epoch may sum fewer batches
-    epochs, more = divmod(int(steps), math.ceil(per_epoch / group))
-    return epochs * per_epoch + more * group
+    limits = [math.inf]
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limits.append(trainer.max_epochs * per_epoch)
+    if trainer.max_steps > 0:
+        # the last step of an epoch may sum fewer batches
+        epochs, more = divmod(trainer.max_steps, math.ceil(per_epoch / group))
+        limits.append(epochs * per_epoch + more * group)
+    return min(limits)
 
 
 def per_second(images: float) -> str:
