@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 
-import numpy as np
 import torch
-from lightning_fabric.utilities.data import suggested_max_num_workers
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
@@ -35,8 +32,6 @@ FORMATS = ["JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AV
 
 IN_SET = "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
 """The remedy for a damaged image of a data set."""
-
-_BLOCK = 256  # images per task of a thread
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +158,7 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
 
 
 def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
-    """Side in pixels of the first readable image; :func:`decode_all` compares the others with it.
+    """Side in pixels of the first readable image; the set compares the others with it.
 
     Raises:
         DataError: it is not square, or it is corrupt and ``skipped`` is None.
@@ -185,62 +180,3 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
             )
         return width
     raise DataError(f"none of the {len(paths)} images can be read, such as {paths[0]}")
-
-
-def decode_all(
-    paths: Sequence[str],
-    *,
-    channels: int,
-    size: int,
-    resize: bool,
-    skipped: SkippedFiles | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode a folder into one tensor.
-
-    Args:
-        paths: the files, in the order of the result.
-        channels: 3 or 1.
-        size: side in pixels.
-        resize: resize other sizes to ``size``; if False, they raise.
-        skipped: records unreadable files; None to raise at the first.
-
-    Returns:
-        Images uint8 (N, channels, size, size), and the positions of their files in ``paths``.
-
-    Raises:
-        DataError: a file is corrupt, or has another size and ``resize`` is False.
-    """
-    # filled in place: stacking a list of images would take twice the memory
-    images = np.empty((len(paths), channels, size, size), dtype=np.uint8)
-    kept = torch.ones(len(paths), dtype=torch.bool)
-
-    def decode(row: int) -> None:
-        image = open_image(paths[row], channels, remedy=IN_SET)
-        if not resize and image.size != (size, size):
-            raise DataError(
-                f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
-                f"{paths[0]} {size}x{size}: set data.image_size to resize them all"
-            )
-        # NumPy: torchvision's conversion costs more than decoding a small image
-        pixels = np.asarray(to_square(image, size)).reshape(size, size, channels)
-        images[row] = pixels.transpose(2, 0, 1)
-
-    def decode_block(start: int) -> None:
-        for row in range(start, min(start + _BLOCK, len(paths))):
-            try:
-                decode(row)
-            except DataError as error:
-                if skipped is None:
-                    raise
-                kept[row] = False
-                skipped.add(row, error)
-
-    pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
-    try:
-        # iterating raises the first error
-        list(pool.map(decode_block, range(0, len(paths), _BLOCK)))
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest of the folder
-    pixels = torch.from_numpy(images)
-    # indexing copies the set, so only if a file was skipped
-    return pixels if kept.all() else pixels[kept], kept.nonzero().flatten()

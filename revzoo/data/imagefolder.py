@@ -10,14 +10,12 @@ import logging
 from pathlib import Path
 from typing import Unpack
 
-import torch
-
 from revzoo._checks import check_choice, check_count, number_of
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Tree, fingerprint, no_training, scan, split_folders
-from revzoo.data.images import ImageSet, TensorImages
+from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
 
 _GIB = 2**30
@@ -96,30 +94,25 @@ class ImageFolder(ImageData):
                 raise no_training(self.root)
             return None
         size, crop_pct = self.preparation()
-        files, skipped = tree.splits[split], self._skipped.get(split)
-        if crop_pct == 1 and self._fits(size):
-            resize = self._target_size is not None
-            images, rows = decode_all(
-                files.paths, channels=self._wanted_chans, size=size, resize=resize, skipped=skipped
-            )
-            labels = torch.tensor(files.labels)[rows]  # `rows` lacks the skipped files
-            return TensorImages(images, labels, classes=tree.classes)
-        if self._target_size is None:
+        fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
+        if not (fits or resize):
             raise DataError(
                 f"the images of {self.root.absolute()} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
-        return FileImages(
-            files,
+        images = FileImages(
+            tree.splits[split],
             classes=tree.classes,
             channels=self._wanted_chans,
             size=size,
             augment=self.augment,
             crop_pct=crop_pct,
             training=split == "train",
-            skipped=skipped,
+            resize=resize,
+            skipped=self._skipped.get(split),
         )
+        return images.loaded() if fits else images
 
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))

@@ -7,8 +7,10 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
-from revzoo.data import DataError
-from revzoo.data.decode import common_size, decode_all, open_image, to_square
+from revzoo.data import Augment, DataError
+from revzoo.data.decode import common_size, open_image, to_square
+from revzoo.data.file_images import FileImages
+from revzoo.data.folders import Files
 
 
 def _noise(height: int, width: int) -> np.ndarray:
@@ -20,25 +22,33 @@ def _save(path: Path, pixels: np.ndarray) -> str:
     return str(path)
 
 
+def loaded(paths: list[str], *, channels: int = 3, size: int, resize: bool = False) -> torch.Tensor:
+    """Images in memory, uint8 (N, C, size, size)."""
+    options = {"augment": Augment(), "crop_pct": 1.0, "classes": ["a"]}
+    files = Files(paths, list(range(len(paths))))
+    images = FileImages(files, channels=channels, size=size, resize=resize, **options).loaded()  # type: ignore[arg-type]
+    assert images.labels.tolist() == files.labels
+    return images.sample()
+
+
 def test_pixels_arrive_unchanged_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.data.decode._BLOCK", 3)  # several tasks, the last one short
+    monkeypatch.setattr("revzoo.data.file_images._BLOCK", 3)  # several tasks, the last one short
     pixels = [np.roll(_noise(8, 8), n, axis=0) for n in range(10)]
     paths = [_save(tmp_path / f"{n}.png", image) for n, image in enumerate(pixels)]
-    images, rows = decode_all(paths, channels=3, size=8, resize=False)
-    assert rows.tolist() == list(range(10))
+    images = loaded(paths, size=8)
     assert torch.equal(images, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
 
 
 def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
     rgb = _save(tmp_path / "rgb.png", _noise(8, 8))
     grey = _save(tmp_path / "grey.png", _noise(8, 8)[..., 0])
-    one, _ = decode_all([rgb, grey], channels=1, size=8, resize=False)
+    one = loaded([rgb, grey], channels=1, size=8)
     assert torch.equal(one[1, 0], torch.from_numpy(_noise(8, 8)[..., 0]))
     luma = torch.from_numpy(np.array(Image.fromarray(_noise(8, 8)).convert("L")))
     assert torch.equal(one[0, 0], luma)
-    three, _ = decode_all([rgb, grey], channels=3, size=8, resize=False)
+    three = loaded([rgb, grey], size=8)
     assert torch.equal(three[1], one[1].expand(3, 8, 8))
 
 
@@ -90,7 +100,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> N
     content = {"truncated": whole[: len(whole) // 2], "text": b"no image", "empty": b""}
     bad.write_bytes(content[damage])
     with pytest.raises(DataError, match=f"cannot decode image {bad} .*: replace or remove it"):
-        decode_all([good, str(bad), good], channels=3, size=64, resize=False)
+        loaded([good, str(bad), good], size=64)
 
 
 def test_a_png_broken_after_its_first_data_chunk_is_named(tmp_path: Path) -> None:
@@ -121,8 +131,8 @@ def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
     paths = [_save(tmp_path / "a.png", _noise(8, 8)), _save(tmp_path / "b.png", _noise(6, 9))]
     message = r"b\.png has 9x6 pixels, .*a\.png 8x8: set data\.image_size"
     with pytest.raises(DataError, match=message):
-        decode_all(paths, channels=3, size=8, resize=False)
-    assert decode_all(paths, channels=3, size=8, resize=True)[0].shape == (2, 3, 8, 8)
+        loaded(paths, size=8)
+    assert loaded(paths, size=8, resize=True).shape == (2, 3, 8, 8)
 
 
 def test_the_size_of_a_folder_is_the_side_of_a_square_image(tmp_path: Path) -> None:
