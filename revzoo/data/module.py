@@ -39,7 +39,7 @@ from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import batch_seed, seeded
-from revzoo.data.split import hold_back
+from revzoo.data.split import stratified_split
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
@@ -255,7 +255,15 @@ class ImageData(pl.LightningDataModule, ABC):
         self.normalisation = self._measured = Normalisation.measure(source.sample())
         val = self._read_once("val")
         if val is None:
-            source, val = hold_back(source, self.val_fraction, self.split_seed)
+            rest, held = stratified_split(source.labels, self.val_fraction, self.split_seed)
+            if len(held) == 0:
+                raise DataError(
+                    f"val_fraction={self.val_fraction} of {len(source)} training images in "
+                    f"{len(source.classes)} classes leaves no validation image: raise "
+                    "data.val_fraction"
+                )
+            val = source.subset(held, training=False)
+            source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
         # now, not when a checkpoint is saved: the files may change in between
         self.identity = {"train": len(source), "val": len(val), "digest": self.digest()}

@@ -171,16 +171,14 @@ class Classifier(pl.LightningModule):
         module.on_load_checkpoint(state)  # Lightning's loader would call it
         try:
             check_module(module, state["state_dict"], where, strict=strict)
+            if (data := saved_data(state)) is not None:
+                channels = getattr(module.model, "in_chans", None)
+                check_state(data, num_classes=class_count(module.model), in_chans=channels)
         except WeightsError as error:
             raise CheckpointError(str(error)) from None
+        except DataError as error:
+            raise CheckpointError(f"{where} cannot be used: {error}") from None
         module.load_state_dict(state["state_dict"], strict=strict)
-        data = saved_data(state)
-        channels = getattr(module.model, "in_chans", None)
-        if data is not None:
-            try:
-                check_state(data, num_classes=class_count(module.model), in_chans=channels)
-            except DataError as error:
-                raise CheckpointError(f"{where} cannot be used: {error}") from None
         module.learn_from(data)
         return module
 
