@@ -8,7 +8,7 @@ import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from revzoo.data import Augment, DataError
-from revzoo.data.decode import common_size, open_image, to_square
+from revzoo.data.decode import open_image, to_square
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files
 
@@ -22,11 +22,11 @@ def _save(path: Path, pixels: np.ndarray) -> str:
     return str(path)
 
 
-def loaded(paths: list[str], *, channels: int = 3, size: int, resize: bool = False) -> torch.Tensor:
+def loaded(paths: list[str], *, channels: int = 3, size: int) -> torch.Tensor:
     """Images in memory, uint8 (N, C, size, size)."""
     options = {"augment": Augment(), "crop_pct": 1.0, "classes": ["a"]}
     files = Files(paths, list(range(len(paths))))
-    images = FileImages(files, channels=channels, size=size, resize=resize, **options).loaded()  # type: ignore[arg-type]
+    images = FileImages(files, channels=channels, size=size, **options).loaded()  # type: ignore[arg-type]
     assert images.labels.tolist() == files.labels
     return images.sample()
 
@@ -125,20 +125,6 @@ def test_more_than_8_bits_are_refused_not_clipped(tmp_path: Path) -> None:
     path = _save(tmp_path / "deep.png", np.full((4, 4), 40000, dtype=np.uint16))
     with pytest.raises(DataError, match=r"deep\.png has more than 8 bits per channel"):
         open_image(path, 1)
-
-
-def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
-    paths = [_save(tmp_path / "a.png", _noise(8, 8)), _save(tmp_path / "b.png", _noise(6, 9))]
-    message = r"b\.png has 9x6 pixels, .*a\.png 8x8: set data\.image_size"
-    with pytest.raises(DataError, match=message):
-        loaded(paths, size=8)
-    assert loaded(paths, size=8, resize=True).shape == (2, 3, 8, 8)
-
-
-def test_the_size_of_a_folder_is_the_side_of_a_square_image(tmp_path: Path) -> None:
-    assert common_size([_save(tmp_path / "a.png", _noise(8, 8))]) == 8
-    with pytest.raises(DataError, match=r"b\.png has 9x6 pixels: .* set data\.image_size"):
-        common_size([_save(tmp_path / "b.png", _noise(6, 9))])
 
 
 def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:

@@ -92,6 +92,9 @@ def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (4, 3, 8, 8)
     assert torch.equal(images[:, 1, 0, 0].long(), labels * 20)
+    shutil.copytree(root / "train", root / "test")  # all splits count
+    data = _ready(root, image_size=8, cache_bytes=size)
+    assert isinstance(data.train_dataloader().dataset, FileImages)
 
 
 def test_one_image_of_another_size_needs_a_decision(make_folder: MakeFolder) -> None:
@@ -111,12 +114,6 @@ def test_training_files_are_augmented_also_beside_a_val_folder(make_folder: Make
     train, val = data.train_dataloader().dataset, data.val_dataloader().dataset
     assert len({train[0][0].numpy().tobytes() for _ in range(5)}) > 1
     assert len({val[0][0].numpy().tobytes() for _ in range(5)}) == 1
-
-
-def test_all_splits_count_for_the_memory_limit(make_folder: MakeFolder) -> None:
-    root = make_folder({"train": _TWO, "test": _TWO})
-    data = _ready(root, image_size=8, cache_bytes=40 * 3 * 8 * 8)
-    assert isinstance(data.train_dataloader().dataset, FileImages)
 
 
 def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
@@ -254,8 +251,9 @@ def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
 
 
 def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> None:
-    data = _ready(make_folder({"train": _TWO}))
+    data = _ready(root := make_folder({"train": _TWO}))
     assert not data.has("test")
+    assert ImageFolder(root).has("train")
     data.setup("test")
     with pytest.raises(DataError, match=r"no folder .*/test: put test images there"):
         data.test_dataloader()
@@ -356,10 +354,6 @@ def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFold
     data.load_state_dict(whole.state_dict())
     data.setup("validate")
     assert _colours(data.val_dataloader()) == _colours(whole.val_dataloader())
-
-
-def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> None:
-    assert ImageFolder(make_folder({"train": _TWO, "test": _TWO})).has("test")
 
 
 @pytest.mark.parametrize(
