@@ -61,10 +61,19 @@ class CIFAR10(ImageData):
             return
         if not self.download:
             raise DataError(self._advice(bad_file, "data.download is false"))
-        failure = self._fetch()
-        if failure is not None:
-            # not chained: the traceback of a socket adds nothing to the message
-            raise DataError(self._advice(bad_file, f"downloading failed ({failure})"))
+        source, archive = self.source, self.root / self.source.filename
+        try:
+            with socket_timeout(_TIMEOUT):
+                download_url(source.url, self.root, source.filename, source.tgz_md5)
+            with tarfile.open(archive) as tar:  # torchvision 0.29 unpacks without a filter
+                tar.extractall(self.root, filter="data")
+        except _ERRORS as error:
+            # keep a good archive: unpacking may have failed for lack of space
+            if not check_integrity(archive, source.tgz_md5):
+                archive.unlink(missing_ok=True)
+            reason = f"downloading failed ({type(error).__name__}: {error})"
+            # the traceback of a socket adds nothing to the message
+            raise DataError(self._advice(bad_file, reason)) from None
 
     def read(self, split: Split) -> TensorImages | None:
         if split == "val":
@@ -77,22 +86,6 @@ class CIFAR10(ImageData):
         # contiguous once; indexing a channels-last view would gather strided pixels in every batch
         images = torch.from_numpy(cifar.data).permute(0, 3, 1, 2).contiguous()
         return TensorImages(images, torch.tensor(cifar.targets), classes=list(cifar.classes))
-
-    def _fetch(self) -> str | None:
-        """Download and unpack; returns the reason of a failure."""
-        source = self.source
-        archive = self.root / source.filename
-        try:
-            with socket_timeout(_TIMEOUT):
-                download_url(source.url, self.root, source.filename, source.tgz_md5)
-            with tarfile.open(archive) as tar:  # torchvision 0.29 unpacks without a filter
-                tar.extractall(self.root, filter="data")
-        except _ERRORS as error:
-            # keep a good archive: unpacking may have failed for lack of space
-            if not check_integrity(archive, source.tgz_md5):
-                archive.unlink(missing_ok=True)
-            return f"{type(error).__name__}: {error}"
-        return None
 
     def _bad_file(self) -> Path | None:
         """The first file of the unpacked set that is missing or damaged."""

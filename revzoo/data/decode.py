@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
-import numpy as np
 import torch
-from lightning_fabric.utilities.data import suggested_max_num_workers
-from PIL import ExifTags, Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
 
@@ -30,23 +27,11 @@ from revzoo.data.errors import DataError
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
-FORMATS = (*("JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"),)
+FORMATS = ["JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AVIF", "JPEG2000"]
 """Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
 
-MAX_ASPECT = 1000
-"""The longest form: resizing the shorter side of a line of pixels would fill the memory."""
-
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}  # by EXIF orientation; Pillow's exif_transpose also writes a new EXIF block, which may fail
-
-_BLOCK = 256  # images per task of a thread
+IN_SET = "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
+"""The remedy for a damaged image of a data set."""
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +64,6 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         DataError: the file is corrupt, or :func:`converted` refuses the image.
     """
     try:
-        if not Path(path).is_file() and Path(path).exists():  # opening a pipe would block
-            raise OSError("it is not a regular file")
         with Image.open(path, "r", formats()) as image:
             return converted(image, channels, path)
     except DataError:
@@ -96,38 +79,15 @@ def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
     """An image upright, in RGB (3 channels) or grey (1 channel).
 
     Raises:
-        DataError: a grey image of more than 8 bits, which Pillow would clip, or a form beyond
-            :data:`MAX_ASPECT`; it has this ``name``.
+        DataError: a grey image of more than 8 bits, which Pillow would clip; it has this ``name``.
     """
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
         fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
-    shorter, longer = sorted(image.size)
-    if longer > MAX_ASPECT * shorter:
-        fault = f"{image.width}x{image.height} pixels, but at most {MAX_ASPECT}:1 can be resized"
-        raise DataError(f"{name} has {fault}: crop it", f"{fault}: crop it")
-    pixels = image.convert("RGB" if channels == 3 else "L")
-    try:
-        turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # Pillow's reader raises many types; a damaged block leaves the pixels whole
-        return pixels
-    return pixels if turn is None else pixels.transpose(turn)
-
-
-def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:
-    """:func:`open_image` for a data set with the option ``on_error``, which the error recommends.
-
-    Args:
-        path: of the file.
-        channels: of the result.
-        skipped: records unreadable files; None if the option is ``"raise"``.
-    """
-    if skipped is not None:
-        return open_image(path, channels)
-    remedy = (
-        "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
-    )
-    return open_image(path, channels, remedy=remedy)
+    pixels = image.convert("RGB" if channels == 3 else "L")  # a copy, also in this mode
+    with suppress(Exception):  # Pillow's reader raises many types; a damaged block is no EXIF
+        ImageOps.exif_transpose(pixels, in_place=True)
+    return pixels
 
 
 class SkippedFiles:
@@ -163,7 +123,7 @@ class SkippedFiles:
         """
         if not self._bad[row]:
             self._bad[row] = True
-            log.warning("skipped: %s", error)
+            log.warning("skipped: %s (%s)", self._paths[row], error.reason)
         rows = torch.arange(len(self._paths)) if among is None else among
         mates = rows[self._labels[rows] == self._labels[row]]
         if self._bad[mates].all():
@@ -197,13 +157,8 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
     return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
 
 
-def square_bytes(image: Image.Image, size: int, crop_pct: float) -> Tensor:
-    """The result of :func:`to_square` as a tensor, uint8 (C, size, size)."""
-    return v2f.pil_to_tensor(to_square(image, size, crop_pct))
-
-
 def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
-    """Side in pixels of the first readable image; :func:`decode_all` compares the others with it.
+    """Side in pixels of the first readable image; the set compares the others with it.
 
     Raises:
         DataError: it is not square, or it is corrupt and ``skipped`` is None.
@@ -211,7 +166,7 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
     for row, path in enumerate(paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            width, height = open_of_set(path, 3, skipped).size
+            width, height = open_image(path, 3, remedy=IN_SET).size
         except DataError as error:
             if skipped is None:
                 raise
@@ -225,62 +180,3 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
             )
         return width
     raise DataError(f"none of the {len(paths)} images can be read, such as {paths[0]}")
-
-
-def decode_all(
-    paths: Sequence[str],
-    *,
-    channels: int,
-    size: int,
-    resize: bool,
-    skipped: SkippedFiles | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Decode a folder into one tensor.
-
-    Args:
-        paths: the files, in the order of the result.
-        channels: 3 or 1.
-        size: side in pixels.
-        resize: resize other sizes to ``size``; if False, they raise.
-        skipped: records unreadable files; None to raise at the first.
-
-    Returns:
-        Images uint8 (N, channels, size, size), and the positions of their files in ``paths``.
-
-    Raises:
-        DataError: a file is corrupt, or has another size and ``resize`` is False.
-    """
-    # filled in place: stacking a list of images would take twice the memory
-    images = np.empty((len(paths), channels, size, size), dtype=np.uint8)
-    kept = torch.ones(len(paths), dtype=torch.bool)
-
-    def decode(row: int) -> None:
-        image = open_of_set(paths[row], channels, skipped)
-        if not resize and image.size != (size, size):
-            raise DataError(
-                f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
-                f"{paths[0]} {size}x{size}: set data.image_size to resize them all"
-            )
-        # NumPy: torchvision's conversion costs more than decoding a small image
-        pixels = np.asarray(to_square(image, size)).reshape(size, size, channels)
-        images[row] = pixels.transpose(2, 0, 1)
-
-    def decode_block(start: int) -> None:
-        for row in range(start, min(start + _BLOCK, len(paths))):
-            try:
-                decode(row)
-            except DataError as error:
-                if skipped is None:
-                    raise
-                kept[row] = False
-                skipped.add(row, error)
-
-    pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
-    try:
-        for _ in pool.map(decode_block, range(0, len(paths), _BLOCK)):
-            pass  # iterating raises the first error
-    finally:
-        pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest of the folder
-    pixels = torch.from_numpy(images)
-    # indexing copies the set, so only if a file was skipped
-    return pixels if kept.all() else pixels[kept], kept.nonzero().flatten()

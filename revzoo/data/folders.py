@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -75,15 +76,13 @@ def split_folders(root: Path) -> dict[Split, Path]:
     """
     found: dict[Split, Path] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        split = split_of(folder.name)
-        if split is None or not folder.is_dir():
+        if (split := split_of(folder.name)) is None or not folder.is_dir():
             continue
-        if split in found:
+        if (other := found.setdefault(split, folder)) is not folder:
             raise DataError(
-                f"{found[split].name} and {folder.name} in {root.absolute()} are two folders of "
+                f"{other.name} and {folder.name} in {root.absolute()} are two folders of "
                 f"one split, {split}: merge them, or move one away"
             )
-        found[split] = folder
     return {split: found[split] for split in NAMES if split in found}
 
 
@@ -121,9 +120,8 @@ def fingerprint(tree: Tree) -> str:
     of them take minutes on a network's disk. The test split does not change a training.
     """
     digest = hashlib.sha256()
-    for split in ("train", "val"):
-        if split not in tree.splits:
-            continue
+    splits: tuple[Split, ...] = ("train", "val")
+    for split in (split for split in splits if split in tree.splits):
         paths, start = tree.splits[split].paths, len(str(tree.folders[split]))
         # relative: the data may move
         names = (split, *(path[start:] for path in paths))
@@ -171,16 +169,11 @@ def _is_hidden(name: str) -> bool:
 
 def _check_same_classes(folder: Path, first: Path, classes: list[str]) -> None:
     names = _class_names(folder)
-    missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
-    if missing or extra:
+    differences = ((first, {*classes} - {*names}), (folder, {*names} - {*classes}))
+    if found := [f"only in {f.name}: {shortened(sorted(only))}" for f, only in differences if only]:
         raise DataError(
             f"{folder.absolute()} and {first.absolute()} have different classes; "
-            + "; ".join(
-                f"only in {where.name}: {shortened(names)}"
-                for where, names in ((first, missing), (folder, extra))
-                if names
-            )
-            + ". Give every split the same class folders"
+            f"{'; '.join(found)}. Give every split the same class folders"
         )
 
 
@@ -212,21 +205,16 @@ def left_out(folder: Path, unread: Counter[str]) -> list[str]:
 
 
 def _list_images(folder: Path, classes: list[str], unread: Counter[str]) -> Files:
-    by_class = [list(images_below(folder / name, unread)) for name in classes]
-    empty = [
-        str(folder.absolute() / name)
-        for name, paths in zip(classes, by_class, strict=True)
-        if not paths
-    ]
-    if empty:
-        files = (path.name for name in empty for path in sorted(Path(name).iterdir()))
+    by_class = {name: list(images_below(folder / name, unread)) for name in classes}
+    if empty := [folder.absolute() / name for name, paths in by_class.items() if not paths]:
+        files = (path.name for place in empty for path in sorted(place.iterdir()))
         _refuse_volumes(shortened(empty), files)
         raise DataError(
             f"no images in {shortened(empty)}: put images there ({', '.join(suffixes())}) or "
             "remove the folder from every split"
         )
-    labels = [label for label, paths in enumerate(by_class) for _ in paths]
-    return Files([path for paths in by_class for path in paths], labels)
+    labels = [label for label, paths in enumerate(by_class.values()) for _ in paths]
+    return Files(list(chain(*by_class.values())), labels)
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,13 @@ import logging
 from pathlib import Path
 from typing import Unpack
 
-import torch
-
 from revzoo._checks import check_choice, check_count, number_of
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
-from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
-from revzoo.data.images import ImageSet, TensorImages
+from revzoo.data.folders import Tree, fingerprint, no_training, scan, split_folders
+from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
-from revzoo.data.state import crop_of
 
 _GIB = 2**30
 
@@ -65,14 +62,12 @@ class ImageFolder(ImageData):
         check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_count("max_errors", max_errors)
-        self.root = Path(root).expanduser()
+        self.root, self.cache_bytes = Path(root).expanduser(), cache_bytes
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         self._counted = 0  # skipped files at the last warning
-        self.cache_bytes = cache_bytes
         # the base class sets image_size and in_chans once the images are known
-        self._wanted_size = image_size
-        self._wanted_chans = in_chans
+        self._wanted_size, self._wanted_chans = image_size, in_chans
         self._tree: Tree | None = None
 
     @property
@@ -82,7 +77,8 @@ class ImageFolder(ImageData):
     @property
     def shape(self) -> dict[str, int]:
         side, _ = self.preparation()
-        return self._shape(len(self._listing().classes), self._wanted_chans, side)
+        sizes = {"in_chans": self._wanted_chans, "side": side}
+        return {"num_classes": len(self._listing().classes), **sizes}
 
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)
@@ -98,15 +94,14 @@ class ImageFolder(ImageData):
                 raise no_training(self.root)
             return None
         size, crop_pct = self.preparation()
-        if crop_pct == 1 and self._fits(size):
-            return self._decode(tree.splits[split], size, skipped=self._skipped.get(split))
-        if self._target_size is None:
+        fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
+        if not (fits or resize):
             raise DataError(
                 f"the images of {self.root.absolute()} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
-        return FileImages(
+        images = FileImages(
             tree.splits[split],
             classes=tree.classes,
             channels=self._wanted_chans,
@@ -114,21 +109,23 @@ class ImageFolder(ImageData):
             augment=self.augment,
             crop_pct=crop_pct,
             training=split == "train",
+            resize=resize,
             skipped=self._skipped.get(split),
         )
+        return images.loaded() if fits else images
 
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))
         size = self._target_size or common_size(files.paths, self._skipped.get(split))
         # a checkpoint's crop wins: evaluation must prepare images as training did
-        crop_pct = crop_of(self._restored or {})
+        crop_pct = self._restored.get("crop_pct")
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct
 
     @property
     def _target_size(self) -> int | None:
-        return self._wanted_size or (self._restored or {}).get("image_size")
+        return self._wanted_size or self._restored.get("image_size")
 
     def _listing(self) -> Tree:
         if self._tree is None:
@@ -136,13 +133,9 @@ class ImageFolder(ImageData):
             for note in self._tree.left_out:
                 log.warning("%s", note)
             if self.on_error == "skip":
+                classes, most = self._tree.classes, self.max_errors
                 self._skipped = {
-                    split: SkippedFiles(
-                        files.paths,
-                        files.labels,
-                        classes=self._tree.classes,
-                        at_most=self.max_errors,
-                    )
+                    split: SkippedFiles(files.paths, files.labels, classes=classes, at_most=most)
                     for split, files in self._tree.splits.items()
                 }
         return self._tree
@@ -155,8 +148,7 @@ class ImageFolder(ImageData):
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
         # each has its own warning
-        count = len(self.skipped_files)
-        if count > self._counted:
+        if (count := len(self.skipped_files)) > self._counted:
             self._counted = count
             log.warning("skipped %s in all", number_of(count, "image"))
 
@@ -164,17 +156,6 @@ class ImageFolder(ImageData):
         # all splits, loaded or not: one stage must not change the preparation of others
         images = sum(len(files.paths) for files in self._listing().splits.values())
         return images * self._wanted_chans * size * size <= self.cache_bytes
-
-    def _decode(self, files: Files, size: int, *, skipped: SkippedFiles | None) -> TensorImages:
-        images, rows = decode_all(
-            files.paths,
-            channels=self._wanted_chans,
-            size=size,
-            resize=self._target_size is not None,
-            skipped=skipped,
-        )
-        labels = torch.tensor(files.labels)[rows]  # `rows` lacks the skipped files
-        return TensorImages(images, labels, classes=self._listing().classes)
 
     def digest(self) -> str:
         return fingerprint(self._listing())

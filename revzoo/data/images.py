@@ -9,7 +9,8 @@ Shapes: N images in all, B in a batch, C channels, S pixels a side.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from copy import copy
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,99 +27,78 @@ def as_is(batch: _T) -> _T:
     return batch
 
 
-class ImageSet(Protocol):
-    """The interface of a set of images, in memory or in files.
+class ImageSet(Dataset[Batch]):
+    """A set of images: :class:`TensorImages`, or ``FileImages`` in ``file_images.py``.
 
     Attributes:
         labels: int64 (N,).
         classes: names, by label.
         in_chans: C.
         image_size: S, in pixels.
-        augments_itself: True if reading a training image augments it.
-        in_memory: True if reading a batch is one indexing operation.
+        in_memory: True if reading a batch is one indexing operation. Other sets augment training
+            images themselves, when they read them.
     """
 
     labels: Tensor
     classes: list[str]
-    augments_itself: bool
+    in_chans: int
+    image_size: int
     in_memory: bool
 
-    @property
-    def in_chans(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels)
 
-    @property
-    def image_size(self) -> int: ...
+    def __getitem__(self, index: int) -> Batch:
+        """One image (C, S, S) and its label ()."""
+        raise NotImplementedError
 
-    def __len__(self) -> int: ...
-
-    def __getitems__(self, indices: Sequence[int]) -> Batch: ...
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A whole batch at once."""
+        raise NotImplementedError
 
     def begin_epoch(self, seed: int) -> None:
-        """Seed the augmentation of an epoch, if the set ``augments_itself``."""
-        ...
+        """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:
         """Images uint8 (n, C, S, S), not augmented, to measure pixel statistics on."""
-        ...
+        raise NotImplementedError
 
-    def subset(self, indices: Tensor, *, training: bool) -> "ImageSet":
+    def subset(self, indices: Tensor, *, training: bool) -> Self:
         """The images at ``indices``, prepared for training or for evaluation."""
-        ...
+        raise NotImplementedError
 
 
-class TensorImages(Dataset[Batch]):
-    """Images held in memory as bytes.
+class TensorImages(ImageSet):
+    """Images held in memory as bytes; the data module augments whole batches.
 
     Args:
         images: uint8 (N, C, S, S).
         labels: int64 (N,).
         classes: names, by label.
-        indices: the images that belong to this set; None for all. Subsets share the pixels.
     """
 
-    augments_itself = False
     in_memory = True
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, *, classes: list[str], indices: Tensor | None = None
-    ) -> None:
+    def __init__(self, images: Tensor, labels: Tensor, *, classes: list[str]) -> None:
         assert images.dtype == torch.uint8
         assert images.dim() == 4
         assert len(images) == len(labels)
-        self._images = images
-        self._all_labels = labels
-        self._indices = torch.arange(len(images)) if indices is None else indices
-        self.labels = labels[self._indices]
-        self.classes = classes
-
-    @property
-    def in_chans(self) -> int:
-        return self._images.shape[1]
-
-    @property
-    def image_size(self) -> int:
-        return self._images.shape[-1]
-
-    def __len__(self) -> int:
-        return len(self._indices)
+        self._images, self._rows = images, torch.arange(len(images))
+        self.labels, self.classes = labels, classes
+        _, self.in_chans, _, self.image_size = images.shape
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (C, S, S) and its label ()."""
-        return self._images[self._indices[index]], self.labels[index]
+        return self._images[self._rows[index]], self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch at once."""
         wanted = torch.as_tensor(indices)
-        return self._images[self._indices[wanted]], self.labels[wanted]
-
-    def begin_epoch(self, seed: int) -> None:
-        """Do nothing: the data module augments whole batches."""
+        return self._images[self._rows[wanted]], self.labels[wanted]
 
     def sample(self) -> Tensor:
         # indexing would copy the whole set
-        return self._images[self._indices] if len(self) < len(self._images) else self._images
+        return self._images[self._rows] if len(self) < len(self._images) else self._images
 
-    def subset(self, indices: Tensor, *, training: bool) -> "TensorImages":
-        return TensorImages(
-            self._images, self._all_labels, classes=self.classes, indices=self._indices[indices]
-        )
+    def subset(self, indices: Tensor, *, training: bool) -> Self:
+        part = copy(self)  # shares the pixels
+        part._rows, part.labels = self._rows[indices], self.labels[indices]
+        return part

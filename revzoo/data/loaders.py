@@ -19,7 +19,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
@@ -40,7 +40,7 @@ def train_loader(
     seed: int,
     trainer: pl.Trainer | None,
     poisson: bool = False,
-) -> TrainLoader:
+) -> Loader:
     """The loader for this process's share of the training images, in a new order every epoch.
 
     Args:
@@ -60,7 +60,7 @@ def train_loader(
     sampler = kind(len(images), batch_size=batch_size, seed=seed, processes=processes, rank=rank)
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
     overfits = trainer is not None and any_trainer.overfit_batches
-    loader = TrainLoader(
+    loader = Loader(
         **_options(images, batch_size, workers, trainer),
         sampler=None if overfits else sampler,  # overfitting needs the same batches in every epoch
         drop_last=True,
@@ -92,9 +92,9 @@ def check_batch_size(batch_size: int, images: int, processes: int) -> None:
 
 def eval_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, trainer: pl.Trainer | None
-) -> DataLoader[Batch]:
+) -> Loader:
     """The loader for all images, in their order."""
-    return RestartingLoader(**_options(images, batch_size, workers, trainer))
+    return Loader(**_options(images, batch_size, workers, trainer))
 
 
 def _options(
@@ -108,7 +108,7 @@ def _options(
     # more than one a core: workers may wait for a network disk
     workers = at_most(4 * cores(), "data.num_workers", workers)
     return {
-        "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
+        "dataset": images,
         "batch_size": batch_size,
         "num_workers": workers,
         "persistent_workers": workers > 0,  # starting them again would delay every epoch
@@ -118,25 +118,28 @@ def _options(
     }
 
 
-class RestartingLoader(DataLoader[Batch]):
-    """A loader that restarts its workers after one was killed.
+class Loader(DataLoader[Batch]):
+    """A loader that can begin inside a pass, and restarts its workers after one was killed.
 
-    The pass continues with the first missing batch, so the order stays the same.
+    Either way the order stays the same. It draws and loads nothing until the first batch is asked
+    for: Lightning makes the iterator before it sets the epoch.
+
+    Attributes:
+        first_batch: returns the index of the batch to begin with; None for 0.
 
     Raises:
         DataError: a worker is killed again after :data:`RESTARTS` restarts without a batch.
     """
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._batches_from(0)
+    dataset: ImageSet
+    first_batch: Callable[[], int] | None = None
 
-    def _batches_from(self, done: int) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        done, restarts = 0 if self.first_batch is None else self.first_batch(), 0
         epoch = getattr(self.sampler, "epoch", 0)
-        restarts = 0
         while True:
             try:
-                # the sampler repeats the whole order; _start skips the delivered batches
-                for batch in self._start(done):
+                for batch in self._batches_from(done):
                     yield batch
                     done, restarts = done + 1, 0
                 return
@@ -153,7 +156,7 @@ class RestartingLoader(DataLoader[Batch]):
                 )
             log.warning("%s: restarting the workers at batch %d", reason, done)
             self._iterator = None  # torch would reuse it with persistent workers
-            if hasattr(self.sampler, "epoch"):
+            if isinstance(self.sampler, DistributedSampler):
                 self.sampler.epoch = epoch  # the aborted pass may have advanced it
 
     def _lost_worker(self, error: Exception) -> bool:
@@ -164,9 +167,13 @@ class RestartingLoader(DataLoader[Batch]):
             return str(error).startswith("DataLoader worker (pid")
         return isinstance(error, ConnectionError | EOFError | FileNotFoundError)  # its pipes
 
-    def _start(self, first: int) -> Iterator[Batch]:
-        """The batches from number ``first`` on."""
-        return islice(self._without_sigchld(), first, None)
+    def _batches_from(self, first: int) -> Iterator[Batch]:
+        if not isinstance(self.sampler, EpochSampler):
+            return islice(self._without_sigchld(), first, None)
+        # the sampler skips them, so their images are not read
+        self.sampler.start = first
+        self.dataset.begin_epoch(self.sampler.epoch_seed)
+        return self._without_sigchld()
 
     def _without_sigchld(self) -> Iterator[Batch]:
         """The batches, without torch's handler of SIGCHLD.
@@ -180,32 +187,6 @@ class RestartingLoader(DataLoader[Batch]):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return batches
-
-
-class TrainLoader(RestartingLoader):
-    """A loader that can begin in the middle of an epoch.
-
-    It draws and loads nothing until the first batch is asked for: Lightning makes the iterator
-    before it sets the epoch.
-
-    Attributes:
-        first_batch: returns the index of the batch to begin with; None for 0.
-    """
-
-    dataset: ImageSet  # type: ignore[assignment]
-    first_batch: Callable[[], int] | None = None
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._batches_from(self.first_batch() if self.first_batch is not None else 0)
-
-    def _start(self, first: int) -> Iterator[Batch]:
-        if not isinstance(self.sampler, EpochSampler):
-            return super()._start(first)
-        # the sampler skips them, so their images are not read
-        self.sampler.start = first
-        if self.dataset.augments_itself:
-            self.dataset.begin_epoch(self.sampler.epoch_seed)
-        return self._without_sigchld()
 
     @property
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from

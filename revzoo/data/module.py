@@ -39,7 +39,7 @@ from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import batch_seed, seeded
-from revzoo.data.split import hold_back
+from revzoo.data.split import stratified_split
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
@@ -93,6 +93,8 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
+        identity: number of images to train with, to validate with, and their :meth:`digest`; also
+            after ``setup("fit")``.
         poisson: whether training batches are drawn independently, for private training; set it
             before the loader is made.
 
@@ -108,7 +110,7 @@ class ImageData(pl.LightningDataModule, ABC):
     image_size: int
     normalisation: Normalisation
     _measured: Normalisation
-    _identity: dict[str, Any]
+    identity: dict[str, Any]
 
     def __init__(
         self,
@@ -125,11 +127,9 @@ class ImageData(pl.LightningDataModule, ABC):
         check_count("eval_batch_size", eval_batch_size)
         check_count("num_workers", num_workers or 0, least=0)
         check_number("val_fraction", val_fraction, high=1, open_low=True, open_high=True)
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.num_workers = num_workers
-        self.val_fraction = val_fraction
-        self.split_seed = split_seed
+        self.val_fraction, self.split_seed = val_fraction, split_seed
         self.augment = Augment.of(augment)
         self.poisson = False
         self._sets: dict[Split, ImageSet] = {}
@@ -138,7 +138,7 @@ class ImageData(pl.LightningDataModule, ABC):
         # The state of a run. Evaluation after training needs it, so it lasts until the next
         # training begins.
         self._order_seed: int | None = None
-        self._restored: dict[str, Any] | None = None  # from a checkpoint
+        self._restored: dict[str, Any] = {}  # from a checkpoint; empty without one
         self._run_is_over = False
 
     @abstractmethod
@@ -157,11 +157,6 @@ class ImageData(pl.LightningDataModule, ABC):
         labels = (self._images(split).labels.numpy().tobytes() for split in ("train", "val"))
         return hashlib.sha256(b"".join(labels)).hexdigest()
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Images to train with, to validate with, and their :meth:`digest`, after setup."""
-        return self._identity
-
     def preparation(self) -> tuple[int | None, float]:
         """The arguments of ``decode.to_square``, which brings images to one size.
 
@@ -178,11 +173,8 @@ class ImageData(pl.LightningDataModule, ABC):
         """
         if not hasattr(self, "classes"):
             return {}
-        return self._shape(len(self.classes), self.in_chans, self.image_size)
-
-    @staticmethod
-    def _shape(num_classes: int, in_chans: int, side: int) -> dict[str, int]:
-        return {"num_classes": num_classes, "in_chans": in_chans, "side": side}
+        sizes = {"in_chans": self.in_chans, "side": self.image_size}
+        return {"num_classes": self.num_classes, **sizes}
 
     @property
     def num_classes(self) -> int:
@@ -207,8 +199,8 @@ class ImageData(pl.LightningDataModule, ABC):
     @property
     def notes(self) -> list[str]:
         """How images are read and augmented, a line each for the opening of a run."""
-        chunk, augments_itself = self.augment.chunk, self._images("train").augments_itself
-        if chunk == 1 or augments_itself:
+        chunk = self.augment.chunk
+        if chunk == 1 or not self._images("train").in_memory:
             return []
         return [f"each {chunk} images share a crop and a flip: data.augment.chunk={chunk}"]
 
@@ -263,10 +255,18 @@ class ImageData(pl.LightningDataModule, ABC):
         self.normalisation = self._measured = Normalisation.measure(source.sample())
         val = self._read_once("val")
         if val is None:
-            source, val = hold_back(source, self.val_fraction, self.split_seed)
+            rest, held = stratified_split(source.labels, self.val_fraction, self.split_seed)
+            if len(held) == 0:
+                raise DataError(
+                    f"val_fraction={self.val_fraction} of {len(source)} training images in "
+                    f"{len(source.classes)} classes leaves no validation image: raise "
+                    "data.val_fraction"
+                )
+            val = source.subset(held, training=False)
+            source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
         # now, not when a checkpoint is saved: the files may change in between
-        self._identity = {"train": len(source), "val": len(val), "digest": self.digest()}
+        self.identity = {"train": len(source), "val": len(val), "digest": self.digest()}
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
@@ -279,10 +279,9 @@ class ImageData(pl.LightningDataModule, ABC):
         self._run_is_over = True
 
     def _forget_run(self) -> None:
-        if self._restored is not None and "train" in self._sets:
+        if self._restored and "train" in self._sets:
             self.normalisation = self._measured
-        self._restored = self._order_seed = None
-        self._run_is_over = False
+        self._restored, self._order_seed, self._run_is_over = {}, None, False
 
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
@@ -331,7 +330,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
-        if training and not (train is not None and train.augments_itself):
+        if training and (train is None or train.in_memory):
             images = self.augment(images)
         return self.normalisation(images)
 
@@ -372,7 +371,7 @@ class ImageData(pl.LightningDataModule, ABC):
             "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,
             # after an evaluation alone: that of the training
-            "images": getattr(self, "_identity", (self._restored or {}).get("images")),
+            "images": getattr(self, "identity", self._restored.get("images")),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

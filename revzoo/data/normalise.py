@@ -30,8 +30,11 @@ class Normalisation:
     def measure(cls, images: Tensor) -> "Normalisation":
         """Population mean and standard deviation of each channel of uint8 images (N, C, H, W)."""
         values = torch.arange(256, dtype=torch.float64)
-        share = _histogram(images)
-        share /= share.sum(dim=1, keepdim=True)
+        counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
+        for chunk in torch.split(images, _CHUNK):
+            for channel, count in enumerate(counts):
+                count += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+        share = counts / counts.sum(dim=1, keepdim=True)
         mean = share @ values
         # E[x^2] - E[x]^2 in float64; rounding can make it slightly negative
         std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
@@ -53,12 +56,3 @@ class Normalisation:
     def state_dict(self) -> dict[str, list[float]]:
         """Plain lists, so that a checkpoint loads with ``weights_only=True``."""
         return {"mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
-
-
-def _histogram(images: Tensor) -> Tensor:
-    """Counts of the byte values per channel, float64 (C, 256)."""
-    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
-    for chunk in torch.split(images, _CHUNK):
-        for channel in range(images.shape[1]):
-            counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
-    return counts

@@ -87,24 +87,16 @@ class PoissonSampler(EpochSampler):
     Such batches amplify differential privacy; their sizes vary. All processes draw the same batch
     and divide it. An epoch has as many batches as an epoch that shows each image once.
 
-    Args:
-        count: images in all.
-        batch_size: average number of images in a batch of one process.
-        seed, processes, rank: as in ``EpochSampler``.
-
-    Attributes:
-        rate: probability that an image is in a batch.
+    ``batch_size`` is the average number of images in a batch of one process.
     """
 
-    def __init__(
-        self, count: int, *, batch_size: int, seed: int, processes: int = 1, rank: int = 0
-    ) -> None:
-        super().__init__(count, batch_size=batch_size, seed=seed, processes=processes, rank=rank)
-        self.batches = count // (batch_size * processes)
-        self.rate = batch_size * processes / count
+    @property
+    def rate(self) -> float:
+        """The probability that an image is in a batch."""
+        return self.batch_size * self.num_replicas / len(self.dataset)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return self.batches
+        return len(self.dataset) // (self.batch_size * self.num_replicas)  # type: ignore[arg-type]
 
     def batch(self, epoch: int, index: int) -> list[int]:
         """This process's share of a batch; it may be empty."""
@@ -116,7 +108,7 @@ class PoissonSampler(EpochSampler):
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         start, self.start = self.start, 0
-        for index in range(start, self.batches):
+        for index in range(start, len(self)):
             # layers and losses need an image; gradient clipping gives this one zero weight
             yield self.batch(self.epoch, index) or [0]
         self.epoch += 1

@@ -7,24 +7,6 @@ runs with different seeds, and resumed runs, hold back the same images.
 import torch
 from torch import Tensor
 
-from revzoo.data.errors import DataError
-from revzoo.data.images import ImageSet
-
-
-def hold_back(source: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Split training images into the images to train on and a share held back for validation.
-
-    Raises:
-        DataError: the share is less than one image.
-    """
-    rest, held_back = stratified_split(source.labels, fraction, seed)
-    if len(held_back) == 0:
-        raise DataError(
-            f"val_fraction={fraction} of {len(source)} training images in "
-            f"{len(source.classes)} classes leaves no validation image: raise data.val_fraction"
-        )
-    return source.subset(rest, training=True), source.subset(held_back, training=False)
-
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split the indices of a set so that both parts have the class frequencies of the whole.
@@ -60,4 +42,4 @@ def _quotas(counts: Tensor, fraction: float) -> list[int]:
     remainders = torch.where(can_spare, exact - quotas, -1.0)
     winners = torch.argsort(remainders, descending=True, stable=True)[:missing]
     quotas[winners] += can_spare[winners].long()
-    return [int(quota) for quota in quotas]
+    return quotas.tolist()

@@ -2,76 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from revzoo._checks import is_count, is_number, shortened
-from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 
 _COUNTS = {"train": "to train", "val": "to validate"}
-BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
+BYTE_MAX = 255  # of pixels in image files, the default
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
-    """Validate a state before use; see :func:`faults_of` for the arguments.
+    """Validate the state of a data module, from an untrusted file, before use.
+
+    Args:
+        state: the state; that of published weights lacks some fields.
+        num_classes: of the model; None if unknown.
+        in_chans: channels of the model's images; None accepts the channels in ``state``.
 
     Raises:
-        DataError: lists all invalid fields.
+        DataError: lists all invalid fields with their values and the expected values.
     """
-    if faults := faults_of(state, num_classes=num_classes, in_chans=in_chans):
+    if isinstance(state, Mapping):
+        faults = [
+            f"{name} is {state.get(name)!r:.80}, expected {expected}"
+            for name, valid, expected in _rules(state, num_classes, in_chans)
+            if not valid
+        ]
+    else:
+        faults = [f"it is {state!r:.80}, expected a mapping"]
+    if faults:
         raise DataError(
             f"the checkpoint's state of its data is not valid: {'; '.join(faults)}. Use a "
             "checkpoint that a run has saved"
         )
 
 
-def faults_of(
-    state: Any, *, num_classes: int | None = None, in_chans: int | None = None
-) -> list[str]:
-    """The invalid fields of a state: their names, values and the expected values.
-
-    Args:
-        state: the state of a data module, from an untrusted file.
-        num_classes: of the model; None if unknown.
-        in_chans: channels of the model's images; None accepts the channels in ``state``.
-    """
-    if not isinstance(state, Mapping):
-        return [f"it is {state!r:.80}, expected a mapping"]
-    return [
-        f"{name} is {state.get(name)!r:.80}, expected {expected}"
-        for name, valid, expected in _rules(state, num_classes, in_chans)
-        if not valid
-    ]
-
-
 def _rules(
     state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
 ) -> Iterator[tuple[str, bool, str]]:
-    """Name, whether its value is valid, expected value; older states lack most names."""
+    """Name, whether its value is valid, expected value."""
     classes: Any = state.get("classes")
     is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     complete = is_list and 0 < len(classes) == (num_classes or len(classes))
     count = f", not {len(classes)}" if is_list else ""
     yield "classes", complete, f"a list of {num_classes or 'some'} names, by label{count}"
     yield "pixel_max", _is_above(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
-    stored: Any = state.get("in_chans")
-    same = is_count(stored) and stored == (in_chans or stored)
-    yield "in_chans", stored is None or same, f"{in_chans or 'a whole number >= 1'}"
-    channels = stored if same else in_chans
+    stored = state.get("in_chans")
+    channels = in_chans or (stored if is_count(stored) else None)
     valid = _is_normalisation(state.get("normalisation"), channels)
     each = channels or "the"
     yield "normalisation", valid, f"mean and std, finite and std above 0, of {each} channels"
-    size: Any = state.get("image_size")
-    yield "image_size", size is None or is_count(size), "a side in pixels"
-    crop: Any = state.get("crop_pct")
-    share = crop is None or (_is_above(crop) and crop <= 1)
-    yield "crop_pct", share, "a share above 0, up to 1"
-    seed = state.get("order_seed")
-    yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
-    images: Any = state.get("images")
-    yield "images", images is None or _is_identity(images), "counts train and val, and a digest"
+    optional: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "in_chans": (lambda v: is_count(v) and v == channels, f"{in_chans or 'a number >= 1'}"),
+        "image_size": (is_count, "a side in pixels"),
+        "crop_pct": (lambda v: _is_above(v) and v <= 1, "a share above 0, up to 1"),
+    }
+    for name, (is_valid, expected) in optional.items():
+        value = state.get(name)
+        yield name, value is None or is_valid(value), expected
 
 
 def _is_normalisation(value: Any, channels: int | None) -> bool:
@@ -89,12 +79,6 @@ def _is_above(value: Any, low: float = 0) -> bool:
     return is_number(value) and low < value < inf
 
 
-def _is_identity(value: Any) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != {*_COUNTS, "digest"}:
-        return False
-    return all(is_count(value[name], 0) for name in _COUNTS) and isinstance(value["digest"], str)
-
-
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
     """``mean`` and ``std`` per channel, for pixels from 0 to ``pixel_max``.
 
@@ -104,13 +88,6 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     scale = pixel_max / state.get("pixel_max", BYTE_MAX)
     values = state["normalisation"]
     return {name: [value * scale for value in values[name]] for name in ("mean", "std")}
-
-
-def crop_of(state: Mapping[str, Any]) -> float | None:
-    """``crop_pct`` (see ``decode.to_square``) for evaluation; None in older states."""
-    if "in_memory" in state:  # checkpoints from before crop_pct
-        return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
-    return state.get("crop_pct")
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
@@ -142,7 +119,7 @@ def check_same_images(
     """Refuse to resume a training with other images.
 
     Args:
-        trained: the state of training's data; older ones lack the key "images".
+        trained: the state of training's data; that of published weights lacks the key "images".
         found: ``ImageData.identity`` of this data.
         remedy: what to do if the change is wanted.
 

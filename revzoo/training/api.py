@@ -3,10 +3,10 @@
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.compiled_branches import CompiledBranches
 from revzoo.training.callbacks.drift import DriftLogger
-from revzoo.training.callbacks.epoch_log import EpochLog
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.pictures import ConfusionMatrix, Reconstructions, Samples
+from revzoo.training.callbacks.progress_bar import EpochLog
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule

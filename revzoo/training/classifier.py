@@ -23,15 +23,14 @@ from torchmetrics import Metric, MetricCollection
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
-from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.data.state import check_state, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.models.weights_file import check_module
-from revzoo.training.callbacks.epoch_figures import EpochFigures
+from revzoo.training.callbacks.every_run import EpochFigures, LastStep
 from revzoo.training.callbacks.finite import FiniteLoss
-from revzoo.training.callbacks.last_step import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights
@@ -130,22 +129,16 @@ class Classifier(pl.LightningModule):
             map_location: the device of the tensors.
             strict: whether the checkpoint must have exactly the tensors of the module.
             options: arguments of the constructor that replace the file's; ``model`` is required if
-                the run trained a module passed as an instance. ``weights_only=True`` is accepted
-                and has no effect.
+                the run trained a module passed as an instance. ``weights_only`` has no effect: the
+                file is always read as plain data.
 
         Raises:
             CheckpointError: the file is damaged, its hyperparameters are refused, or its tensors do
                 not fit the model or hold NaN or Inf.
             WeightsError: the folder has no best checkpoint.
-            ValueError: ``weights_only=False`` or ``hparams_file`` was passed, or one of ``options``
-                is wrong.
+            ValueError: one of ``options`` is wrong.
         """
-        unsafe = options.pop("weights_only", True) is False
-        if options.pop("hparams_file", None) is not None or unsafe:
-            raise ValueError(
-                "weights_only=False and hparams_file are refused: a checkpoint is read as plain "
-                "data only; remove them, and pass other options as model=... or optim=..."
-            )
+        options.pop("weights_only", None)
         if Path(checkpoint_path).is_dir():
             checkpoint_path = resolve_source(checkpoint_path)
         state = read_checkpoint(checkpoint_path, map_location=map_location)
@@ -178,11 +171,15 @@ class Classifier(pl.LightningModule):
         module.on_load_checkpoint(state)  # Lightning's loader would call it
         try:
             check_module(module, state["state_dict"], where, strict=strict)
+            if (data := saved_data(state)) is not None:
+                channels = getattr(module.model, "in_chans", None)
+                check_state(data, num_classes=class_count(module.model), in_chans=channels)
         except WeightsError as error:
             raise CheckpointError(str(error)) from None
+        except DataError as error:
+            raise CheckpointError(f"{where} cannot be used: {error}") from None
         module.load_state_dict(state["state_dict"], strict=strict)
-        states = data_states(state)
-        module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
+        module.learn_from(data)
         return module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -451,32 +448,25 @@ def class_count(model: nn.Module) -> int:
     return count
 
 
-def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of data modules in a checkpoint; Lightning's keys are the names of the classes."""
-    needed = {"classes", "normalisation"}
-    return [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of the data module in a checkpoint; None unless there is exactly one.
+
+    Two would leave open which one trained.
+    """
+    needed = {"classes", "normalisation"}  # Lightning's key is the name of the class
+    found = [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+    return found[0] if len(found) == 1 else None
 
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
     """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
-    # earlier checkpoints lack the size
     size = data_state.get("image_size") or network.image_size
     return {
         "classes": tuple(data_state["classes"]),
         **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
-        "crop_pct": crop_of(data_state),
+        "crop_pct": data_state.get("crop_pct"),
         "input_size": (network.in_chans, size, size),
     }
-
-
-def _is_valid(data_state: Mapping[str, Any], module: Classifier) -> bool:
-    """Whether the state of a data module is valid and fits the model."""
-    channels = getattr(module.model, "in_chans", None)
-    try:
-        check_state(data_state, num_classes=class_count(module.model), in_chans=channels)
-    except DataError:
-        return False
-    return True
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ the next figure raises. This one keeps the records and tries again with the next
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -27,9 +26,8 @@ class EventFile:
     """Appends events to a new file in ``folder``; torch's writers call it."""
 
     def __init__(self, folder: Path) -> None:
-        # TensorBoard reads the files of a folder in the order of their names
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._path = folder / name
+        self._folder = folder
+        self._path = self._new_path()
         self._records = RecordWriter(self)
         self._pending: list[bytes] = []
         self._flushed = time.monotonic()
@@ -37,7 +35,12 @@ class EventFile:
         self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def get_logdir(self) -> str:
-        return str(self._path.parent)
+        return str(self._folder)
+
+    def _new_path(self) -> Path:
+        # TensorBoard reads the files of a folder in the order of their names
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        return self._folder / name
 
     def add_event(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
@@ -52,28 +55,20 @@ class EventFile:
         """Append the new records; after an error of the disk, keep them for the next call."""
         self._flushed = time.monotonic()
         try:
-            self._append(b"".join(self._pending))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab") as file:
+                file.write(b"".join(self._pending))
         except OSError as error:
             # one message, not one for each record of a full disk
             if not self._failed:
                 log.error("cannot write %s (%s): keeping its records, retrying", self._path, error)
             self._failed = True
+            # the old file may end with half a record, where readers stop
+            self._path = self._new_path()
         else:
             self._pending, self._failed = [], False
 
     close = flush
-
-    def _append(self, data: bytes) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("ab", buffering=0) as file:
-            size = file.tell()
-            try:
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                # readers stop at half a record
-                file.truncate(size)
-                raise
 
 
 class _Files(FileWriter):

@@ -116,51 +116,14 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
         ValueError: a tensor is not (C, H, W), or holds neither bytes nor floats in [0, 1].
     """
     if isinstance(image, Tensor):
-        if image.dim() != 3:
-            raise ValueError(
-                f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
-                "batch give a list: list(images)"
-            )
-        if not image.numel():
-            raise ValueError(f"image is a tensor of shape {tuple(image.shape)}: expected pixels")
-        # v2.RGB repeats the single channel of a grey image
-        taken = (1, channels) if channels == 3 else (channels,)
-        if image.shape[0] not in taken:
-            remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in taken)
-            raise ValueError(
-                f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W) with "
-                f"{channels} channels{remedy}"
-            )
-        if image.dtype != torch.uint8 and not image.is_floating_point():
-            raise ValueError(
-                f"image is a tensor of {image.dtype}: expected bytes or floats in [0, 1]; if its "
-                "values are 0 to 255, give image.to(torch.uint8)"
-            )
-        if not image.is_floating_point():
-            return image
-        low, high = float(image.min()), float(image.max())
-        # NaN fails the comparison, too
-        if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
-            raise ValueError(
-                f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
-                "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
-            )
-        return image.clamp(0, 1)
+        return _checked(image, channels)
     if channels not in (1, 3):
         raise ValueError(
             f"the network takes images of {channels} channels: expected a tensor ({channels}, H, "
             "W), since files and Pillow images become RGB or grey"
         )
     if isinstance(image, Image.Image):
-        if not all(image.size):
-            raise ValueError(f"image has {image.width} x {image.height} pixels: expected some")
-        try:
-            return converted(image, channels, "image")
-        except ValueError:  # LAB, say
-            raise ValueError(
-                f"image has Pillow mode {image.mode}: expected one that Pillow converts to "
-                f"{'RGB' if channels == 3 else 'grey'}"
-            ) from None
+        return converted(image, channels, "image")
     if not isinstance(image, str | Path):
         raise TypeError(
             f"image is a {type(image).__name__}: expected a file, a Pillow image or a tensor "
@@ -170,6 +133,37 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
         folder = "; it is a folder: give a list of its images" if Path(image).is_dir() else ""
         raise DataError(f"there is no image {image}{folder}")
     return open_image(str(image), channels)
+
+
+def _checked(image: Tensor, channels: int) -> Tensor:
+    """``image``, floats clamped to [0, 1]; raises as :func:`opened_image`."""
+    # v2.RGB repeats the single channel of a grey image
+    taken = (1, channels) if channels == 3 else (channels,)
+    fault = ""
+    if image.dim() != 3:
+        fault = "expected (C, H, W); for a batch give a list: list(images)"
+    elif image.shape[0] not in taken:
+        remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in taken)
+        fault = f"expected (C, H, W) with {channels} channels{remedy}"
+    elif not image.numel():
+        fault = "expected pixels"
+    if fault:
+        raise ValueError(f"image is a tensor of shape {tuple(image.shape)}: {fault}")
+    if image.dtype == torch.uint8:
+        return image
+    if not image.is_floating_point():
+        raise ValueError(
+            f"image is a tensor of {image.dtype}: expected bytes or floats in [0, 1]; if its "
+            "values are 0 to 255, give image.to(torch.uint8)"
+        )
+    low, high = float(image.min()), float(image.max())
+    # NaN fails the comparison, too
+    if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
+        raise ValueError(
+            f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
+            "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
+        )
+    return image.clamp(0, 1)
 
 
 def _distinct(classes: Sequence[str]) -> list[str]:

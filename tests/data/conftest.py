@@ -13,9 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchvision import datasets
 
 MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True, scope="package")
+def impatient_loaders() -> Iterator[None]:
+    """torch looks for lost workers, and waits for workers that end, up to 5 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+        patch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
+        yield
 
 
 @pytest.fixture

@@ -73,8 +73,7 @@ def test_offline_there_is_one_error_without_a_chain(
     with pytest.raises(DataError, match=r"downloading failed .*Network is unreachable") as caught:
         CIFAR10(tmp_path / "new").prepare_data()
     assert str(tmp_path / "new" / "cifar-10-batches-py") in str(caught.value)
-    assert caught.value.__cause__ is None
-    assert caught.value.__context__ is None
+    assert caught.value.__suppress_context__
     assert "\n" not in str(caught.value)
 
 

@@ -7,8 +7,10 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
-from revzoo.data import DataError
-from revzoo.data.decode import common_size, decode_all, open_image, to_square
+from revzoo.data import Augment, DataError
+from revzoo.data.decode import open_image, to_square
+from revzoo.data.file_images import FileImages
+from revzoo.data.folders import Files
 
 
 def _noise(height: int, width: int) -> np.ndarray:
@@ -20,30 +22,40 @@ def _save(path: Path, pixels: np.ndarray) -> str:
     return str(path)
 
 
+def loaded(paths: list[str], *, channels: int = 3, size: int) -> torch.Tensor:
+    """Images in memory, uint8 (N, C, size, size)."""
+    options = {"augment": Augment(), "crop_pct": 1.0, "classes": ["a"]}
+    files = Files(paths, list(range(len(paths))))
+    images = FileImages(files, channels=channels, size=size, **options).loaded()  # type: ignore[arg-type]
+    assert images.labels.tolist() == files.labels
+    return images.sample()
+
+
 def test_pixels_arrive_unchanged_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.data.decode._BLOCK", 3)  # several tasks, the last one short
+    monkeypatch.setattr("revzoo.data.file_images._BLOCK", 3)  # several tasks, the last one short
     pixels = [np.roll(_noise(8, 8), n, axis=0) for n in range(10)]
     paths = [_save(tmp_path / f"{n}.png", image) for n, image in enumerate(pixels)]
-    images, rows = decode_all(paths, channels=3, size=8, resize=False)
-    assert rows.tolist() == list(range(10))
+    images = loaded(paths, size=8)
     assert torch.equal(images, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
 
 
 def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
     rgb = _save(tmp_path / "rgb.png", _noise(8, 8))
     grey = _save(tmp_path / "grey.png", _noise(8, 8)[..., 0])
-    one, _ = decode_all([rgb, grey], channels=1, size=8, resize=False)
+    one = loaded([rgb, grey], channels=1, size=8)
     assert torch.equal(one[1, 0], torch.from_numpy(_noise(8, 8)[..., 0]))
     luma = torch.from_numpy(np.array(Image.fromarray(_noise(8, 8)).convert("L")))
     assert torch.equal(one[0, 0], luma)
-    three, _ = decode_all([rgb, grey], channels=3, size=8, resize=False)
+    three = loaded([rgb, grey], size=8)
     assert torch.equal(three[1], one[1].expand(3, 8, 8))
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("suffix", "orientation"),
+    [("jpg", 1), ("jpg", 3), ("jpg", 6), ("jpg", 7), ("png", 8), ("webp", 6), ("tif", 6)],
+)
 def test_images_are_turned_upright(tmp_path: Path, suffix: str, orientation: int) -> None:
     """The EXIF orientation was ignored: photographs of a telephone lay on their side."""
     path = tmp_path / f"a.{suffix}"
@@ -77,8 +89,10 @@ def test_shorter_side_is_resized_and_the_middle_kept() -> None:
     assert np.asarray(square)[2:, 1:4].min() == 255
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg"])
-@pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [("png", "truncated"), ("jpg", "truncated"), ("png", "text"), ("jpg", "empty")],
+)
 def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
     good = _save(tmp_path / f"good.{suffix}", _noise(64, 64))
     bad = tmp_path / f"bad.{suffix}"
@@ -86,25 +100,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> N
     content = {"truncated": whole[: len(whole) // 2], "text": b"no image", "empty": b""}
     bad.write_bytes(content[damage])
     with pytest.raises(DataError, match=f"cannot decode image {bad} .*: replace or remove it"):
-        decode_all([good, str(bad), good], channels=3, size=64, resize=False)
-
-
-@pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
-@pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "ppm", "tif", "webp"])
-def test_damage_anywhere_is_a_data_error_or_unnoticed(tmp_path: Path, suffix: str) -> None:
-    whole = Path(_save(tmp_path / f"good.{suffix}", _noise(16, 16))).read_bytes()
-    rng = np.random.default_rng(0)
-    bad = tmp_path / f"bad.{suffix}"
-    noticed = 0
-    for position in [*range(64), *rng.integers(0, len(whole), 100)]:
-        damaged = bytearray(whole)
-        damaged[position] ^= 1 << int(rng.integers(8))
-        bad.write_bytes(damaged)
-        try:
-            open_image(str(bad), 3)
-        except DataError as error:
-            noticed += str(bad) in str(error)
-    assert noticed > 0
+        loaded([good, str(bad), good], size=64)
 
 
 def test_a_png_broken_after_its_first_data_chunk_is_named(tmp_path: Path) -> None:
@@ -125,39 +121,10 @@ def test_an_image_too_large_for_pillow_is_named(
         open_image(path, 3)
 
 
-def test_a_line_of_pixels_is_named(tmp_path: Path) -> None:
-    """Resizing its shorter side ended in a MemoryError."""
-    path = _save(tmp_path / "line.png", _noise(1, 8001))
-    with pytest.raises(DataError, match=r"line\.png has 8001x1 pixels"):
-        open_image(path, 3)
-
-
 def test_more_than_8_bits_are_refused_not_clipped(tmp_path: Path) -> None:
     path = _save(tmp_path / "deep.png", np.full((4, 4), 40000, dtype=np.uint16))
     with pytest.raises(DataError, match=r"deep\.png has more than 8 bits per channel"):
         open_image(path, 1)
-
-
-def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
-    paths = [_save(tmp_path / "a.png", _noise(8, 8)), _save(tmp_path / "b.png", _noise(6, 9))]
-    message = r"b\.png has 9x6 pixels, .*a\.png 8x8: set data\.image_size"
-    with pytest.raises(DataError, match=message):
-        decode_all(paths, channels=3, size=8, resize=False)
-    assert decode_all(paths, channels=3, size=8, resize=True)[0].shape == (2, 3, 8, 8)
-
-
-def test_the_size_of_a_folder_is_the_side_of_a_square_image(tmp_path: Path) -> None:
-    assert common_size([_save(tmp_path / "a.png", _noise(8, 8))]) == 8
-    with pytest.raises(DataError, match=r"b\.png has 9x6 pixels: .* set data\.image_size"):
-        common_size([_save(tmp_path / "b.png", _noise(6, 9))])
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_with_the_name_of_an_image_is_refused(tmp_path: Path) -> None:
-    """Opening a FIFO blocks in C until a writer comes; not even SIGTERM ends it."""
-    os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(DataError, match=r"cannot decode image .*a\.png .*not a regular file"):
-        open_image(str(tmp_path / "a.png"), 3)
 
 
 def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
@@ -169,7 +136,7 @@ def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
-@pytest.mark.parametrize("suffix", ["png", "jpg", "gif"])
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
 def test_mutated_images_are_read_or_refused_by_name(tmp_path: Path, suffix: str) -> None:
     """Pillow's errors for some damaged images did not name the file."""
     whole = Path(_save(tmp_path / f"good.{suffix}", _noise(8, 8))).read_bytes()

@@ -58,10 +58,9 @@ def test_no_class_folders(tmp_path: Path) -> None:
         scan(tmp_path)
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_one_class_is_not_a_choice(make_folder: MakeFolder, split: str) -> None:
-    root = make_folder({split: {"cat": 2}})
-    with pytest.raises(DataError, match=rf"only one class folder, cat, in .*/{split}: .* at least"):
+def test_one_class_is_not_a_choice(make_folder: MakeFolder) -> None:
+    root = make_folder({"test": {"cat": 2}})
+    with pytest.raises(DataError, match=r"only one class folder, cat, in .*/test: .* at least"):
         scan(root)
 
 
@@ -79,16 +78,9 @@ def test_volumes_are_named(make_folder: MakeFolder) -> None:
         scan(root)
 
 
-@pytest.mark.parametrize("split", ["val", "test"])
-def test_splits_must_agree_on_their_classes(make_folder: MakeFolder, split: str) -> None:
-    root = make_folder({"train": {"ant": 1, "cat": 1}, split: {"cat": 1, "dog": 1}})
-    with pytest.raises(DataError, match=f"only in train: ant; only in {split}: dog"):
-        scan(root)
-
-
-def test_a_split_with_missing_classes_is_refused_with_their_names(make_folder: MakeFolder) -> None:
-    root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
-    with pytest.raises(DataError, match=r"different classes; only in train: ant\. Give"):
+def test_splits_must_agree_on_their_classes(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": {"ant": 1, "cat": 1}, "val": {"cat": 1, "dog": 1}})
+    with pytest.raises(DataError, match="only in train: ant; only in val: dog"):
         scan(root)
 
 
@@ -122,7 +114,7 @@ def test_what_is_left_out_is_said(make_folder: MakeFolder) -> None:
     assert files.endswith(": 2 .heic, 1 others")
 
 
-@pytest.mark.parametrize("suffix", ["gif", "jfif", "avif", "JPE", "jp2"])
+@pytest.mark.parametrize("suffix", ["gif", "avif", "JPE"])
 def test_formats_are_read_by_whatever_suffix_they_have(
     suffix: str, make_folder: MakeFolder
 ) -> None:

@@ -92,6 +92,9 @@ def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
     images, labels = next(iter(data.train_dataloader()))
     assert images.shape == (4, 3, 8, 8)
     assert torch.equal(images[:, 1, 0, 0].long(), labels * 20)
+    shutil.copytree(root / "train", root / "test")  # all splits count
+    data = _ready(root, image_size=8, cache_bytes=size)
+    assert isinstance(data.train_dataloader().dataset, FileImages)
 
 
 def test_one_image_of_another_size_needs_a_decision(make_folder: MakeFolder) -> None:
@@ -111,12 +114,6 @@ def test_training_files_are_augmented_also_beside_a_val_folder(make_folder: Make
     train, val = data.train_dataloader().dataset, data.val_dataloader().dataset
     assert len({train[0][0].numpy().tobytes() for _ in range(5)}) > 1
     assert len({val[0][0].numpy().tobytes() for _ in range(5)}) == 1
-
-
-def test_all_splits_count_for_the_memory_limit(make_folder: MakeFolder) -> None:
-    root = make_folder({"train": _TWO, "test": _TWO})
-    data = _ready(root, image_size=8, cache_bytes=40 * 3 * 8 * 8)
-    assert isinstance(data.train_dataloader().dataset, FileImages)
 
 
 def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
@@ -157,8 +154,7 @@ def _damage(root: Path) -> list[str]:
     return [str(path) for path in bad]
 
 
-@pytest.mark.parametrize("cache_bytes", [2**20, 0])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("cache_bytes", "workers"), [(2**20, 0), (0, 0), (0, 2)])
 def test_bad_images_are_skipped_up_to_a_number(
     cache_bytes: int, workers: int, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,15 +251,17 @@ def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
 
 
 def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> None:
-    data = _ready(make_folder({"train": _TWO}))
+    data = _ready(root := make_folder({"train": _TWO}))
     assert not data.has("test")
+    assert ImageFolder(root).has("train")
     data.setup("test")
     with pytest.raises(DataError, match=r"no folder .*/test: put test images there"):
         data.test_dataloader()
 
 
-@pytest.mark.parametrize(("split", "stage"), [("test", "test"), ("val", "validate")])
-@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+@pytest.mark.parametrize(
+    ("split", "stage", "cache_bytes"), [("test", "test", 2**30), ("val", "validate", 0)]
+)
 def test_a_checkpoints_state_replaces_the_training_images(
     make_folder: MakeFolder, split: str, stage: str, cache_bytes: int
 ) -> None:
@@ -331,17 +329,6 @@ def test_the_size_comes_from_the_checkpoint_by_default(tmp_path: Path) -> None:
         assert data.image_size == expected
 
 
-def test_checkpoints_from_before_the_crop_was_named_are_cut_as_they_were(tmp_path: Path) -> None:
-    root = image_folder(tmp_path / "a", side=12)
-    for cache_bytes, in_memory in ((0, False), (2**30, True)):
-        whole = _ready(root, image_size=8, cache_bytes=cache_bytes)
-        state = {**whole.state_dict(), "in_memory": in_memory}
-        del state["crop_pct"]
-        data = ImageFolder(root, image_size=8, num_workers=0)
-        data.load_state_dict(state)
-        assert torch.equal(_test_pixels(data), _test_pixels(whole))
-
-
 def test_a_checkpoint_with_other_classes_is_refused(make_folder: MakeFolder) -> None:
     state = _ready(root := make_folder({"train": _TWO})).state_dict()
     shutil.rmtree(root / "train")
@@ -367,10 +354,6 @@ def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFold
     data.load_state_dict(whole.state_dict())
     data.setup("validate")
     assert _colours(data.val_dataloader()) == _colours(whole.val_dataloader())
-
-
-def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> None:
-    assert ImageFolder(make_folder({"train": _TWO, "test": _TWO})).has("test")
 
 
 @pytest.mark.parametrize(

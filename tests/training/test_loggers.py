@@ -147,9 +147,12 @@ def test_two_folders_of_one_name_have_two_records(
     assert seen[0] == seen[2] != seen[1]
 
 
-def test_figures_of_other_callbacks_come_after_val_too() -> None:
-    charts = dict(loggers._charts({"private/epsilon": 1.0, "gradients/norm": 2.0, "val/acc": 3.0}))
-    assert charts == {"watch/private_epsilon": 1.0, "watch/gradients_norm": 2.0, "val/acc": 3.0}
+def test_figures_of_other_callbacks_come_after_val_too(tmp_path: Path) -> None:
+    logger = TensorBoard(tmp_path, RUN, None)
+    logger.log_metrics({"private/epsilon": 1.0, "gradients/norm": 2.0, "val/acc": 3.0}, 0)
+    logger.save()
+    tags = events(tmp_path).Tags()["scalars"]
+    assert {*tags} == {"watch/private_epsilon", "watch/gradients_norm", "val/acc"}
 
 
 def full(*args: Any, **kwargs: Any) -> Any:
@@ -170,41 +173,6 @@ def test_events_wait_for_a_full_disk(
     logger.finalize("success")
     assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2, 3]
     assert sum("keeping its rec" in message for message in caplog.messages) == 1
-
-
-def test_a_record_that_is_cut_off_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = TensorBoard(tmp_path, RUN, None)
-    opened = Path.open
-
-    class Short:
-        """A file on a disk with three bytes left."""
-
-        def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
-            self.file: Any = opened(path, *args, **kwargs)
-
-        def write(self, data: bytes) -> int:
-            return int(self.file.write(data[:3]))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def __enter__(self) -> Short:
-            return self
-
-        def __exit__(self, *args: Any) -> None:
-            self.file.close()
-
-    logger.log_metrics({"val/acc": 0.0}, 0)
-    logger.save()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", Short)
-        logger.log_metrics({"val/acc": 1.0}, 1)
-        logger.save()
-    logger.log_metrics({"val/acc": 2.0}, 2)
-    logger.save()
-    assert [event.value for event in events(tmp_path).Scalars("val/acc")] == [0, 1, 2]
 
 
 def test_a_removed_folder_is_made_again(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import itertools
 import logging
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -54,7 +54,7 @@ class BatchNormMomentum(RestoresAfterFit):
         self._original: dict[str, float] = {}  # restored after training
         self._targets: dict[_BatchNorm, float] = {}  # the momentum after the warm-up
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the momenta here, not in ``setup``: Lightning inserts SyncBatchNorms after it."""
         compiled = _inside_compiled(pl_module)
         self._original, self._targets = {}, {}
@@ -70,7 +70,7 @@ class BatchNormMomentum(RestoresAfterFit):
                 "callbacks.batch_norm.momentum=0.1 for runs of a few hundred steps"
             )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.recalibrate or trainer.global_step:  # a resumed run has its statistics
             return
         # Lightning types it as any collection of loaders
@@ -88,7 +88,7 @@ class BatchNormMomentum(RestoresAfterFit):
             )
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # Lightning has counted this batch already
         least = 9 / (10 + (batches_of_run(trainer) - 1))
@@ -97,7 +97,7 @@ class BatchNormMomentum(RestoresAfterFit):
         if least <= min(self._targets.values(), default=1):
             self._targets = {}  # the warm-up is over
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
+    def undo(self, pl_module: LightningModule) -> None:
         for name, momentum in self._original.items():
             norm = pl_module.get_submodule(name)
             assert isinstance(norm, _BatchNorm), "as in on_fit_start"

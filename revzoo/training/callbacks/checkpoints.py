@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
@@ -55,26 +53,24 @@ class LastCheckpoint(Checkpoint):
         self.minutes = minutes
         self._saved_at = self._step_began = time.monotonic()  # a clock that never jumps
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         # the first batch of an optimiser step
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step_began = time.monotonic()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if can_resume_here(trainer) and (stop_requested(trainer) or self._is_due(trainer)):
             self._save(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._save(trainer)
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
+    def _is_due(self, trainer: Trainer) -> bool:
         # is_last_chance: a validation, which cannot be interrupted and resumed, may take long
         last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
         if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
@@ -86,7 +82,7 @@ class LastCheckpoint(Checkpoint):
         due = due or (gathers and now - self._step_began > PATIENCE)
         return trainer.strategy.broadcast(due)  # the clock of process 0 decides
 
-    def _save(self, trainer: pl.Trainer) -> None:
+    def _save(self, trainer: Trainer) -> None:
         # a dry run leaves no files
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
@@ -98,17 +94,22 @@ class LastCheckpoint(Checkpoint):
             note_failed_save(trainer, self.path)
 
 
-def was_saved(trainer: pl.Trainer, path: Path) -> bool:
+def was_saved(trainer: Trainer, path: Path) -> bool:
     """Whether the last save to ``path`` succeeded; the same answer in all processes."""
     # a user's trainer may have another plugin
     saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
     return trainer.strategy.broadcast(saved)  # only process 0 writes
 
 
-def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
+def note_failed_save(trainer: Trainer, path: Path) -> None:
     """Note in the run's summary that a checkpoint could not be written."""
     for state in callbacks_of(trainer, RunState):
         state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
+
+
+def direction(figure: str) -> str:
+    """``"min"`` for a loss, ``"max"`` for an accuracy."""
+    return "min" if figure.endswith("loss") else "max"
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -118,51 +119,63 @@ class BestCheckpoint(ModelCheckpoint):
     as the first class. Without a validation there is no ``best.ckpt``.
 
     If a checkpoint could not be written, its score does not count, so a later one can still be the
-    best. Paths in the callback's state are relative: users may move a run's folder.
+    best.
+
+    Args:
+        run_dir: the run's folder; the file is ``checkpoints/best.ckpt``.
+        monitor: a logged figure.
+        mode: ``"min"`` or ``"max"``; None as :func:`direction`.
 
     Attributes:
         figures: the validation figures of the best checkpoint; empty if it was saved without one.
     """
 
-    # class attributes: a constructor would have to repeat Lightning's arguments
-    figures: Mapping[str, float] = MappingProxyType({})
-    _least_loss: float | None = None  # of the best validation
-    _validated_at: int | None = None  # the step of the last validation
+    def __init__(self, run_dir: Path, *, monitor: str = "val/acc", mode: str | None = None) -> None:
+        super().__init__(
+            dirpath=run_dir / CHECKPOINTS,
+            filename=BEST.removesuffix(".ckpt"),
+            monitor=monitor,
+            mode=mode or direction(monitor),
+            auto_insert_metric_name=False,
+            enable_version_counter=False,  # each run has its own folder
+        )
+        self.figures: dict[str, float] = {}
+        self._least_loss: float | None = None  # of the best validation
+        self._validated_at: int | None = None  # the step of the last validation
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if self._lacks_figures(trainer) and trainer.is_global_zero:
             log.info("no validation, and so no %s: %s has the weights to use", BEST, LAST)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validated_at = trainer.global_step
         with self._reverted_if_unsaved(trainer):
             super().on_validation_end(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._lacks_figures(trainer):
             return  # Lightning would warn that it does not find the monitor
         # Lightning saves here if `monitor` is a figure of training
         with self._reverted_if_unsaved(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
-    def _lacks_figures(self, trainer: pl.Trainer) -> bool:
+    def _lacks_figures(self, trainer: Trainer) -> bool:
         """Whether the run does not validate, and so never computes the monitor."""
         return str(self.monitor).startswith("val/") and not trainer.enable_validation
 
     @contextmanager
-    def _reverted_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _reverted_if_unsaved(self, trainer: Trainer) -> Iterator[None]:
         """Restore this callback's state if a new best checkpoint could not be written."""
         before = self.state_dict()
         yield
-        path = self._absolute(self.state_dict()["best_model_path"])
+        path = Path(self.best_model_path)
         # by identity: a new best may have an equal score
-        changed = self.state_dict()["best_model_score"] is not before["best_model_score"]
-        if changed and path and not was_saved(trainer, Path(path)):
+        if self.best_model_score is not before["score"] and not was_saved(trainer, path):
             self.load_state_dict(before)
-            note_failed_save(trainer, Path(path))
+            note_failed_save(trainer, path)
 
-    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
         # if the monitor is a figure of training, the last validation may be old
         is_new = self._validated_at == trainer.global_step
         loss = trainer.callback_metrics.get(TIE_BREAKER)
@@ -181,38 +194,29 @@ class BestCheckpoint(ModelCheckpoint):
         return better
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._with_paths(super().state_dict(), self._relative)
-        return {**state, "least_loss": self._least_loss, "best_figures": dict(self.figures)}
+        """Without paths: there is one file, and users may move a run's folder."""
+        return {
+            "score": self.best_model_score,
+            "least_loss": self._least_loss,
+            "figures": dict(self.figures),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(self._with_paths(state_dict, self._absolute))
-        self._least_loss = state_dict.get("least_loss")
-        # a checkpoint of an earlier version lacks it; an edited one may hold anything
-        saved = state_dict.get("best_figures", {}).items()
-        self.figures = {name: value for name, value in saved if isinstance(value, float)}
-
-    def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
-        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
-        models = {change(path): score for path, score in state["best_k_models"].items()}
-        changed = {name: change(state[name]) for name in paths}
-        return {**state, **changed, "best_k_models": models, "dirpath": change(state["dirpath"])}
-
-    def _relative(self, path: str) -> str:
-        # an empty path means that there is no checkpoint, and stays empty
-        return path and os.path.relpath(path, self.dirpath)
-
-    def _absolute(self, path: str) -> str:
+        score = state_dict["score"]
         assert self.dirpath is not None
-        return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118
+        path = "" if score is None else str(Path(self.dirpath) / BEST)
+        self.best_model_path = self.kth_best_model_path = path
+        self.best_model_score, self.best_k_models = score, {path: score} if path else {}
+        self._least_loss, self.figures = state_dict["least_loss"], dict(state_dict["figures"])
 
 
-def best_figures(trainer: pl.Trainer) -> dict[str, float]:
+def best_figures(trainer: Trainer) -> dict[str, float]:
     """The validation figures of the best checkpoint; empty if it was saved without a validation."""
     best = _saved_best(trainer)
     return {} if best is None else dict(best.figures)
 
 
-def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
+def best_checkpoint_path(trainer: Trainer) -> Path | None:
     """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
     best = _saved_best(trainer)
     if best is None:
@@ -225,7 +229,7 @@ def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     return None
 
 
-def check_validated(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
+def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
     """Refuse the end of a run with validations of which none is finite.
 
     Args:
@@ -247,7 +251,7 @@ def check_validated(trainer: pl.Trainer, figures: Mapping[str, float]) -> None:
                 )
 
 
-def check_saved(trainer: pl.Trainer) -> None:
+def check_saved(trainer: Trainer) -> None:
     """Refuse the end of a run that should save checkpoints and has none of its weights.
 
     Raises:
@@ -268,7 +272,7 @@ def check_saved(trainer: pl.Trainer) -> None:
         raise UnwritableCheckpointError(f"the run ends without a checkpoint: {reason}")
 
 
-def _saved_best(trainer: pl.Trainer) -> BestCheckpoint | None:
+def _saved_best(trainer: Trainer) -> BestCheckpoint | None:
     """The callback, if it has saved a checkpoint."""
     callbacks = callbacks_of(trainer, BestCheckpoint)
     return next((callback for callback in callbacks if callback.best_model_path), None)

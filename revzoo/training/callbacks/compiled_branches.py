@@ -19,13 +19,14 @@ storing part whose memory mode changes later still stores.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
 import torch._dynamo.config
 import torch._functorch.config
 import torch.compiler.config
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import check_choice
@@ -62,7 +63,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
 
     Example:
         >>> from revzoo.training.callbacks.compiled_branches import CompiledBranches
-        >>> callback = CompiledBranches(backend="aot_eager")  # pl.Trainer(callbacks=[callback])
+        >>> callback = CompiledBranches(backend="aot_eager")  # Trainer(callbacks=[callback])
     """
 
     def __init__(self, *, backend: str = "inductor") -> None:
@@ -70,23 +71,16 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
-        # each compiled part, with the user's earlier compile() settings
-        self._compiled: list[tuple[nn.Module, Any]] = []
-        self._replaced: list[tuple[Any, str, Any]] = []  # torch's settings, restored by `undo`
+        self._restore = ExitStack()  # torch's settings, and the user's earlier compile() calls
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Mark the parts; torch compiles each at its first call.
 
         Raises:
-            ValueError: the module has no residual function, or the trainer has two such callbacks.
+            ValueError: the module has no residual function.
         """
         if stage != "fit":
             return
-        if sum(isinstance(c, CompiledBranches) for c in getattr(trainer, "callbacks", ())) > 1:
-            raise ValueError(
-                "the trainer has more than one CompiledBranches: expected one, since each would "
-                "restore torch's settings as it found them"
-            )
         # of the children: Lightning calls training_step, never the module itself
         parts = [part for child in pl_module.children() for part in compiled_parts(child)]
         if not parts:
@@ -98,8 +92,9 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
             self._replace(torch._functorch.config, name, False)
         self._replace(torch._dynamo.config, SKIPS_HOOKS, False)
         self._replace(integer_kernels, "backend", self.backend)
-        self._compiled = [(part, part._compiled_call_impl) for part in parts]
         for part in parts:
+            # torch 2.15 has no public way to undo module.compile()
+            self._restore.callback(setattr, part, "_compiled_call_impl", part._compiled_call_impl)
             # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose
             # a different graph, which keeps other tensors.
             part.compile(backend=self.backend, dynamic=False)
@@ -110,16 +105,11 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
             raise ValueError(_nothing_to_compile(network))
 
     def _replace(self, settings: Any, name: str, value: Any) -> None:
-        self._replaced.append((settings, name, getattr(settings, name)))
+        self._restore.callback(setattr, settings, name, getattr(settings, name))
         setattr(settings, name, value)
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
-        for part, before in self._compiled:
-            # torch 2.15 has no public way to undo module.compile()
-            part._compiled_call_impl = before
-        for settings, name, value in self._replaced:
-            setattr(settings, name, value)
-        self._compiled, self._replaced = [], []
+    def undo(self, pl_module: LightningModule) -> None:
+        self._restore.close()
 
 
 def _nothing_to_compile(module: nn.Module) -> str:

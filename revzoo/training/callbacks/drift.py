@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from revzoo._checks import check_count
@@ -10,7 +10,7 @@ from revzoo.core.guard.drift import drift
 from revzoo.training.callbacks.base import is_nth_step
 
 
-class DriftLogger(pl.Callback):
+class DriftLogger(Callback):
     """Logs the relative drift of every replayed step: a curve over depth.
 
     The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
@@ -30,7 +30,7 @@ class DriftLogger(pl.Callback):
         self.every_n_steps = every_n_steps
 
     def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Log the drift of the last backward pass."""
         if not is_nth_step(trainer, self.every_n_steps):

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning import callbacks
+from pytorch_lightning import LightningModule, Trainer, callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 
-from revzoo.training.callbacks.checkpoints import TIE_BREAKER
+from revzoo._checks import check_count
+from revzoo.training.callbacks.checkpoints import TIE_BREAKER, direction
 
 log = logging.getLogger(__name__)
 
@@ -25,36 +24,46 @@ class EarlyStopping(callbacks.EarlyStopping):
     """Lightning's callback, with its class name, which is the key of its state in checkpoints.
 
     The trainer's ``min_epochs`` and ``min_steps`` still apply.
+
+    Args:
+        monitor: a logged figure.
+        mode: ``"min"`` or ``"max"``; None for the least loss or the highest accuracy.
+        patience: number of validations without a better figure after which the run stops.
     """
 
-    _ended = False  # whether the loaded run had stopped early
+    def __init__(
+        self, *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
+    ) -> None:
+        check_count("patience", patience)
+        super().__init__(monitor=monitor, mode=mode or direction(monitor), patience=patience)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._ended = False  # Lightning loads the checkpoint after this
+        if stage == "fit":  # Lightning loads the checkpoint after this
+            self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._ended = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._counts(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._counts(trainer):
             super().on_validation_end(trainer, pl_module)
 
-    def _counts(self, trainer: pl.Trainer) -> bool:
+    def _counts(self, trainer: Trainer) -> bool:
         """Whether the monitor means something; a loss that is watched itself ends the run."""
         if self.monitor == TIE_BREAKER or not self.monitor.startswith("val/"):
             return True
         return math.isfinite(trainer.callback_metrics.get(TIE_BREAKER, 0.0))
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._has_stopped and trainer.is_global_zero:
             log.info("early stopping: %s", self.stopping_reason_message)
 
     # here, because load_state_dict gets no trainer
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self._ended
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or self._has_stopped
+
+    @property
+    def _has_stopped(self) -> bool:
+        return self.stopping_reason != EarlyStoppingReason.NOT_STOPPED

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor
 
 from revzoo._checks import check_number
@@ -53,22 +53,22 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
         warm = (1 + t) / (10 + t) if self.warmup else torch.ones_like(t, dtype=torch.float32)
         return warm.clamp(max=self.decay)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # Lightning loads the checkpoint after this
             self.forget_steps()  # point 4
             self._in_place = False
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self._in_place = True
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # point 6: such a run skips on_train_end
         if not self._in_place:
             self.copy_average(pl_module)
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
+    def undo(self, pl_module: LightningModule) -> None:
         # point 5: an exception inside a validation finds the average in the module
         if self._in_place:  # after training, both copies are the average
             self.exchange(pl_module)
@@ -76,12 +76,12 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
         self._in_place = False
 
     def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if is_fitting(trainer):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
-    def exchange(self, pl_module: pl.LightningModule) -> None:
+    def exchange(self, pl_module: LightningModule) -> None:
         super().exchange(pl_module)
         self._in_place = not self._in_place
 

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, is_number, number_of
@@ -79,7 +79,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
     def check_model(self, network: nn.Module) -> None:
         self.first_trained(network, epoch=0)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
 
         Raises:
@@ -108,25 +108,29 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         network.requires_grad_(True)
         self._applies = True
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         epoch = trainer.current_epoch
         if trainer.is_global_zero and (epoch == 0 or epoch in map(self._at, self.unfreeze)):
             first = self.first_trained(_network(pl_module), epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
-    def undo(self, pl_module: pl.LightningModule) -> None:
+    def undo(self, pl_module: LightningModule) -> None:
         if self._applies:
             self._applies = False
-            # the stem is the first part, so this unfreezes the whole network
-            _freeze_before("stem", _network(pl_module))
+            for part in parts(_network(pl_module)):
+                part.train(True)
 
     def freeze(self, network: nn.Module, *, epoch: float) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
-        _freeze_before(self.first_trained(network, epoch=epoch), network)
+        first, trained = self.first_trained(network, epoch=epoch), False
+        for part in parts(network):
+            # from `first` on, all parts train
+            trained = trained or part.name == first
+            part.train(trained)
 
     def _at(self, start: float) -> float:
         """The epoch of an entry; a fraction stays one while the number of epochs is not known."""
@@ -168,16 +172,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         return plan
 
 
-def _freeze_before(first: str, network: nn.Module) -> None:
-    """Freeze the parts before ``first``, unfreeze it and all later parts."""
-    trained = False
-    for part in parts(network):
-        # from `first` on, all parts train
-        trained = trained or part.name == first
-        part.train(trained)
-
-
-def _network(pl_module: pl.LightningModule) -> nn.Module:
+def _network(pl_module: LightningModule) -> nn.Module:
     network = pl_module.model
     assert isinstance(network, nn.Module)
     return network

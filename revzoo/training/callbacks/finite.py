@@ -3,8 +3,8 @@
 On the CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream
 beyond its range makes the loss NaN, and :mod:`revzoo.training.step_retry` then repeats the step on
 a coarser grid. On a GPU such a check would wait for the device. There, the device records the first
-step whose loss is not finite and copies the record to the host asynchronously. The host reads it
-a few steps later, and always before it saves a checkpoint.
+step whose loss is not finite. The host reads the record every :data:`READ_EVERY` steps, and always
+before it saves a checkpoint.
 
 A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
 uniform guessing. Random weights start near ln(classes); label smoothing, mixup and a few bad steps
@@ -17,8 +17,8 @@ import logging
 import math
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -31,20 +31,21 @@ log = logging.getLogger(__name__)
 
 DIVERGED = 10  # times ln(classes); see above
 EVALUATED = ("val/loss", "test/loss")
+READ_EVERY = 50  # steps
 
 
-class FiniteLoss(pl.Callback):
+class FiniteLoss(Callback):
     """Raises ``FloatingPointError`` if the training loss or a weight is NaN or infinite."""
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None  # to be checked after its backward pass
         self._failure = FirstFailure()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss, self._failure = None, FirstFailure()
 
     def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
         """Check the loss, or record it on the device.
 
@@ -58,7 +59,7 @@ class FiniteLoss(pl.Callback):
         else:
             self._check(trainer, pl_module, loss)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Check the loss of a network in mode ``exact``; for a repeated step, the last loss.
 
         Raises:
@@ -70,7 +71,7 @@ class FiniteLoss(pl.Callback):
             again = pl_module.retry.loss
             self._check(trainer, pl_module, loss if again is None else again)
 
-    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def _check(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         step, epoch = trainer.global_step, trainer.current_epoch
         finite = torch.isfinite(loss.detach())
         if trainer.world_size > 1:  # if only one process raised, the others would wait for it
@@ -80,17 +81,18 @@ class FiniteLoss(pl.Callback):
                 raise divergence_error(pl_module, step, epoch)
         else:
             self._failure.add(finite, step, epoch)
-            _raise_for(pl_module, self._failure.poll(step))
+            if step % READ_EVERY == 0:
+                self._failure.check(pl_module)
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Do not save a state that has diverged.
 
         Raises:
             FloatingPointError: a loss was not finite, or a parameter is not.
         """
-        _raise_for(pl_module, self._failure.read())
+        self._failure.check(pl_module)
         # one stack, so that we wait for a GPU once, not for each parameter
         checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
         if checks and not bool(torch.stack(checks).all()):
@@ -98,7 +100,7 @@ class FiniteLoss(pl.Callback):
             step, epoch = trainer.global_step, trainer.current_epoch
             raise divergence_error(pl_module, step, epoch, what=f"the parameter {name}")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if the epoch's mean training loss is above :data:`DIVERGED` times ln(classes)."""
         # callback_metrics reduces over all processes, so each must call it
         figure = trainer.callback_metrics.get("train/loss")
@@ -119,10 +121,10 @@ class FiniteLoss(pl.Callback):
                     log.warning("%s", note)
                 state.notes["loss"] = note
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _raise_for(pl_module, self._failure.read())
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._failure.check(pl_module)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
         figures = trainer.callback_metrics
         for name in EVALUATED:
@@ -144,8 +146,6 @@ class FirstFailure:
 
     def __init__(self) -> None:
         self._first: Tensor | None = None  # step and epoch; -1 if all were finite
-        self._copy: Tensor | None = None  # of _first, on the host
-        self._copied: torch.cuda.Event | None = None
 
     def add(self, finite: Tensor, step: int, epoch: int) -> None:
         """Record a step, without waiting for the device."""
@@ -155,47 +155,17 @@ class FirstFailure:
         now = torch.full_like(self._first, step)
         now[1].fill_(epoch)
         # on the device, without a branch on the host; later failures follow from the first
-        is_first = ~finite & (self._first[0] < 0)
-        self._first = torch.where(is_first, now, self._first)
+        self._first = torch.where(~finite & (self._first[0] < 0), now, self._first)
 
-    def poll(self, step: int) -> tuple[int, int] | None:
-        """As :meth:`read`, a few steps late: on a GPU it never waits, elsewhere every 50 steps."""
-        if self._first is None:
-            return None
-        if self._first.device.type != "cuda":
-            # other devices have no events, so reading waits
-            return self.read() if step % 50 == 0 else None
-        failure = None
-        if self._copied is not None:
-            # the host never waits: it looks again at the next step
-            if not self._copied.query():  # type: ignore[no-untyped-call]
-                return None
-            failure = _step_and_epoch(self._copy)
-        # at most one copy is under way, however far the host is ahead
-        self._copy = self._first.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
-        return failure
-
-    def read(self) -> tuple[int, int] | None:
-        """Wait for the device; the step and the epoch of the failure, or None."""
-        return _step_and_epoch(self._first)
-
-
-def _step_and_epoch(record: Tensor | None) -> tuple[int, int] | None:
-    if record is None:
-        return None
-    step, epoch = record.tolist()
-    return (step, epoch) if step >= 0 else None
-
-
-def _raise_for(module: pl.LightningModule, failure: tuple[int, int] | None) -> None:
-    if failure is not None:
-        raise divergence_error(module, *failure)
+    def check(self, module: LightningModule) -> None:
+        """Wait for the device, and raise a FloatingPointError if a loss was not finite."""
+        step, epoch = (-1, -1) if self._first is None else self._first.tolist()
+        if step >= 0:
+            raise divergence_error(module, step, epoch)
 
 
 def divergence_error(
-    module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
+    module: LightningModule, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
     """The error of a run that has diverged, with the step, the epoch and the remedy.
 
@@ -217,6 +187,6 @@ def divergence_error(
     )
 
 
-def _rate(module: pl.LightningModule) -> str:
+def _rate(module: LightningModule) -> str:
     lr = getattr(getattr(module, "optim", None), "lr", None)
     return f" (now {lr:g})" if lr is not None else ""

@@ -13,22 +13,21 @@ The clock runs during training steps and stops during validation.
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from pytorch_lightning import LightningModule, Trainer
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import wait_for
-from revzoo.training.callbacks.base import FollowsEpochs
+from revzoo.training.callbacks.base import TimesEpochs
 from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
 
 
-def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
+def activation_bytes(pl_module: LightningModule, images: Any) -> int | None:
     """Peak bytes of the activations of a training step on ``images``; None if counting fails.
 
     Counting runs the model on fake tensors. It fails if the model reads values, for instance.
@@ -46,59 +45,43 @@ def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
         return None
 
 
-class Footprint(FollowsEpochs):
+class Footprint(TimesEpochs):
     """Logs peak memory, activations, throughput and time of each epoch, as ``footprint/...``.
 
     The scalars are ``peak_bytes``, ``activation_bytes``, ``images_per_second``, ``epoch_seconds``.
 
     Under data parallelism it counts the images of all processes and the memory of the first.
-    If a run resumes inside an epoch, that epoch's figures cover the part after the resume.
     """
 
-    def __init__(self) -> None:
-        self.images = 0
-        self.seconds = 0.0
-        self._since: float | None = None
-        self._activations: int | None = None
-        self._counted = False
+    _activations: int | None = None
+    _counted = False
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.images = 0
-        self.seconds = 0.0
+    def now(self, pl_module: LightningModule) -> float:
+        """Seconds on the clock, after the device has finished its work."""
+        wait_for(pl_module.device)
+        return super().now(pl_module)
+
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().begin_epoch(trainer, pl_module)
         if pl_module.device.type == "cuda":
             # a peak of each epoch; the CPU's VmHWM covers the whole process
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        self._resume(pl_module)
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        # once: counting takes as long as a few steps, and later batches have the same shape
         if not self._counted:
-            # counting does not train
-            self._pause(pl_module)
-            # once: counting takes as long as a few steps, and later batches have the same shape
             self._counted = True
+            began = self.now(pl_module)
             self._activations = activation_bytes(pl_module, batch[0])
-            self._resume(pl_module)
+            self._began += self.now(pl_module) - began  # counting does not train
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.images += len(batch[0]) * trainer.world_size
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pause(pl_module)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # the sanity check runs before the first epoch, whose clock is not running yet
-        if not trainer.sanity_checking:
-            self._resume(pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pause(pl_module)
-        figures = {"footprint/epoch_seconds": self.seconds}
-        if self.seconds > 0:
-            figures["footprint/images_per_second"] = self.images / self.seconds
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seconds = self.seconds(pl_module)
+        figures = {"footprint/epoch_seconds": seconds}
+        if seconds > 0:
+            figures["footprint/images_per_second"] = self.images / seconds
         peak = peak_bytes(pl_module.device)
         if peak is not None:
             figures["footprint/peak_bytes"] = float(peak)
@@ -107,17 +90,3 @@ class Footprint(FollowsEpochs):
         for name, value in figures.items():
             # float32, Lightning's default, is exact only up to 16 MiB
             pl_module.log(name, torch.tensor(value, dtype=torch.float64), rank_zero_only=True)
-
-    def _resume(self, pl_module: pl.LightningModule) -> None:
-        self._since = _now(pl_module.device)
-
-    def _pause(self, pl_module: pl.LightningModule) -> None:
-        if self._since is not None:
-            self.seconds += _now(pl_module.device) - self._since
-            self._since = None
-
-
-def _now(device: torch.device) -> float:
-    """Seconds on the clock, after the device has finished its work."""
-    wait_for(device)
-    return time.perf_counter()

@@ -1,6 +1,8 @@
-"""The progress of a run: a bar on a terminal, a log line every half minute elsewhere.
+"""The progress of a run: a bar on a terminal, a log line every half minute elsewhere, and a line
+per epoch.
 
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
+    epoch 3/30  loss 0.733, val 0.150  acc 0.931, val 0.979  298 img/s
 
 Why not Lightning's bars: they show batches a second, the time left in the epoch and every logged
 figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this bar.
@@ -18,12 +20,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ProgressBar
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
-from revzoo.training.callbacks.base import FollowsEpochs
+from revzoo.training.callbacks.base import TimesEpochs
 from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
 
@@ -33,7 +35,7 @@ LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
 REDRAW_SECONDS = 0.2  # least time between two drawings; more often costs time without use
 
 
-class Progress(FollowsEpochs, ProgressBar):
+class Progress(TimesEpochs, ProgressBar):
     """Draws the bar on a terminal, or logs a line every ``log_seconds``.
 
     Args:
@@ -48,8 +50,8 @@ class Progress(FollowsEpochs, ProgressBar):
         self.refresh_rate, self.log_seconds = refresh_rate, log_seconds
         self._enabled = True
         self._bar: tqdm[Any] | None = None
-        self._shown = self._begun = self._epoch_begun = 0.0
-        self._batches = self._images = 0
+        self._shown = self._begun = 0.0
+        self._batches = 0  # before this session
 
     def disable(self) -> None:
         self._enabled = False
@@ -61,27 +63,24 @@ class Progress(FollowsEpochs, ProgressBar):
         # above the bar
         tqdm.write(" ".join(map(str, args)))
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._shown = time.perf_counter()
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_begun, self._images = time.perf_counter(), 0
-
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
-        self._images += len(batch[0]) * trainer.world_size
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, i)
         # in a log file, the line of the epoch follows its last batch
         ended = batches_of_epoch(trainer) >= self.total_train_batches
         if self._due(i + 1) and (sys.stdout.isatty() or not ended):
             # a mean over the epoch: single steps vary
-            rate = self._images / (time.perf_counter() - self._epoch_begun)
+            rate = self.images / self.seconds(pl_module)
             figures = _figures(pl_module)
             self._show(
                 f"epoch {epoch_of(trainer)}",
@@ -90,12 +89,8 @@ class Progress(FollowsEpochs, ProgressBar):
                 [per_second(rate), *figures, *self._left(trainer)],
             )
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # only for the rate: the time left includes validations
-        self._paused = time.perf_counter()
-
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
         fitting = is_fitting(trainer)
         head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
@@ -103,13 +98,13 @@ class Progress(FollowsEpochs, ProgressBar):
         totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
         self._evaluated(head, i, (totals or trainer.num_val_batches)[loader])
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
         if not is_fitting(trainer):
             self._close()
 
     def on_test_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
         self._evaluated("test", i, trainer.num_test_batches[loader])
 
@@ -133,10 +128,15 @@ class Progress(FollowsEpochs, ProgressBar):
             return
         if self._bar is None:
             # tqdm draws a new bar at once, as "0it" if the format is empty
-            self._bar = tqdm(bar_format=" ", file=sys.stdout, leave=False, dynamic_ncols=True)
+            self._bar = tqdm(bar_format=" ", file=sys.stdout, leave=False)
         self._bar.total, self._bar.n = total if math.isfinite(total) else None, done
-        width, text = fitted(head, count, words, shutil.get_terminal_size().columns - 1)
-        self._bar.bar_format = f"{head} {{bar:{width}}} {text}" if width else f"{head} {text}"
+        columns, shown = shutil.get_terminal_size().columns - 1, [count, *words]
+        # on a narrow terminal, the first words go first
+        while len(shown) > 1 and len("  ".join([head, *shown])) + SHORTEST > columns:
+            del shown[1]
+        text = "  ".join(shown)
+        self._bar.ncols = min(columns, len(f"{head}  {text}") + LONGEST)
+        self._bar.bar_format = f"{head} {{bar}} {text}"
         self._bar.refresh()
 
     def _close(self, *args: Any, **kwargs: Any) -> None:
@@ -147,58 +147,63 @@ class Progress(FollowsEpochs, ProgressBar):
     # Lightning passes arguments to these hooks, which they ignore
     on_train_end = on_test_end = teardown = on_exception = _close
 
-    def _left(self, trainer: pl.Trainer) -> list[str]:
+    def _left(self, trainer: Trainer) -> list[str]:
         """The time until the run ends, if it can be estimated."""
-        done, left = batches_of_run(trainer) - self._batches, batches_left(trainer)
+        seen = batches_of_run(trainer)
+        done, left = seen - self._batches, batches_in_all(trainer) - seen
         if done < 3 or not math.isfinite(left):  # the first steps are not typical: they warm up
             return []
         return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
 
 
-def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:
-    """The columns of the bar, and the text after it: as many of ``words`` as fit.
+class EpochLog(Callback):
+    """Logs the figures of every epoch at level INFO, from the first process only.
 
-    On a narrow terminal, the first words go first.
+    So the log file shows a run's curve without a viewer. The figures of a validation appear in the
+    line of its epoch only.
     """
-    for start in range(len(words) + 1):
-        text = "  ".join([count, *words[start:]])
-        room = columns - len(head) - len(text) - 2
-        if room >= SHORTEST or start == len(words):
-            break
-    return max(0, min(room, LONGEST)), text
+
+    _validated_in: int | None = None  # the epoch
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._validated_in = None if trainer.sanity_checking else trainer.current_epoch
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        figures = trainer.callback_metrics  # reduces over all processes, so each must call it
+        if not trainer.is_global_zero:
+            return
+        parts, validated = [], self._validated_in == trainer.current_epoch
+        for name in ("loss", "acc"):
+            # callback_metrics keeps an earlier validation's figures; the line must not repeat them
+            pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * validated
+            texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
+            parts.append(", ".join(texts))
+        if (rate := figures.get("footprint/images_per_second")) is not None:
+            parts.append(per_second(float(rate)))
+        log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))
 
 
-def epoch_of(trainer: pl.Trainer) -> str:
+def epoch_of(trainer: Trainer) -> str:
     """The number of the epoch, counted from 1, and of all epochs: ``3/30``."""
-    number, total = trainer.current_epoch + 1, trainer.max_epochs or -1
-    per_epoch = trainer.num_training_batches
-    if trainer.max_steps > 0 and per_epoch:
-        # 0 if an epoch never ends
-        by_steps = math.ceil(batches_until(trainer, trainer.max_steps) / per_epoch)
-        # whichever limit comes first
-        total = min(total, by_steps) if total > 0 else by_steps
-    return f"{number}/{total}" if total > 0 else str(number)
+    number, per_epoch = trainer.current_epoch + 1, trainer.num_training_batches
+    total = batches_in_all(trainer) / per_epoch if per_epoch else math.inf
+    # 0 if an epoch never ends
+    return f"{number}/{math.ceil(total)}" if 0 < total < math.inf else str(number)
 
 
-def batches_left(trainer: pl.Trainer) -> float:
-    """Training batches until the run ends; infinity if unknown."""
-    # max_epochs and max_steps may both be set; -1 stands for no limit
-    ends = [math.inf]
-    if trainer.max_epochs is not None and trainer.max_epochs > 0:
-        whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
-        ends.append(whole - batches_of_epoch(trainer))
-    if trainer.max_steps > 0:
-        ends.append(batches_until(trainer, trainer.max_steps) - batches_of_run(trainer))
-    return min(ends)
-
-
-def batches_until(trainer: pl.Trainer, step: int) -> int:
-    """Training batches of the first ``step`` optimiser steps; an epoch's last step may sum less."""
+def batches_in_all(trainer: Trainer) -> float:
+    """Training batches of the whole run; infinity if unknown."""
     per_epoch, group = trainer.num_training_batches, trainer.accumulate_grad_batches
     if not 0 < per_epoch < math.inf:
-        return step * group
-    epochs, steps = divmod(step, math.ceil(per_epoch / group))
-    return epochs * int(per_epoch) + steps * group
+        return trainer.max_steps * group if trainer.max_steps > 0 else math.inf
+    limits = [math.inf]
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        limits.append(trainer.max_epochs * per_epoch)
+    if trainer.max_steps > 0:
+        # the last step of an epoch may sum fewer batches
+        epochs, more = divmod(trainer.max_steps, math.ceil(per_epoch / group))
+        limits.append(epochs * per_epoch + more * group)
+    return min(limits)
 
 
 def per_second(images: float) -> str:
@@ -207,16 +212,11 @@ def per_second(images: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as ``4:12``, ``1:04:12`` or ``2 d 1:04:12``."""
-    whole = round(seconds)
-    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
-    if whole < 3600:
-        return f"{minutes}:{whole % 60:02}"
-    text = f"{hours}:{minutes:02}:{whole % 60:02}"
-    return f"{days} d {text}" if days else text
+    """Seconds as ``4:12``, ``1:04:12`` or ``49:04:12``."""
+    return str(tqdm.format_interval(round(seconds))).removeprefix("0")
 
 
-def _figures(module: pl.LightningModule) -> list[str]:
+def _figures(module: LightningModule) -> list[str]:
     """Loss and accuracy of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
     metrics = getattr(module, "metrics_of", None)
     figures = so_far(metrics("train")) if metrics else {}

@@ -6,7 +6,6 @@ it has a positional parameter, it gets the run's folder there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, MutableMapping
 from inspect import signature
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
 from revzoo._checks import (
-    check_count,
     check_names,
     check_registered,
     check_types,
@@ -24,31 +22,8 @@ from revzoo._checks import (
     keyword_names,
 )
 from revzoo._lazy import LazyTable
-from revzoo.training.callbacks.checkpoints import BestCheckpoint
-from revzoo.weights.source import BEST, CHECKPOINTS
-
-log = logging.getLogger(__name__)
 
 CONFUSION_FILE = "confusion.csv"
-
-
-def direction(figure: str) -> str:
-    """``"min"`` for a loss, ``"max"`` for an accuracy."""
-    return "min" if figure.endswith("loss") else "max"
-
-
-def best_checkpoint(
-    run_dir: Path, *, monitor: str = "val/acc", mode: str | None = None
-) -> pl.Callback:
-    """``checkpoints/best.ckpt``: the weights of the validation with the best ``monitor``."""
-    return BestCheckpoint(
-        dirpath=run_dir / CHECKPOINTS,
-        filename=BEST.removesuffix(".ckpt"),
-        monitor=monitor,
-        mode=mode or direction(monitor),
-        auto_insert_metric_name=False,
-        enable_version_counter=False,  # each run has its own folder
-    )
 
 
 def learning_rate() -> pl.Callback:
@@ -63,32 +38,22 @@ def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
     return ConfusionMatrix(run_dir / CONFUSION_FILE, every_n_epochs=every_n_epochs)
 
 
-def early_stopping(
-    *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
-) -> pl.Callback:
-    """Stop after ``patience`` validations without a better ``monitor``."""
-    from revzoo.training.callbacks.early_stopping import EarlyStopping
-
-    check_count("patience", patience)
-    return EarlyStopping(monitor=monitor, mode=mode or direction(monitor), patience=patience)
-
-
 HERE = "revzoo.training.callbacks"
 # runs call the hooks in this order; Lightning moves callbacks that save to the end
 CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
     {
-        "best_checkpoint": best_checkpoint,
+        "best_checkpoint": f"{HERE}.checkpoints:BestCheckpoint",
         "last_checkpoint": f"{HERE}.checkpoints:LastCheckpoint",
         "learning_rate": learning_rate,
         "progress_bar": f"{HERE}.progress_bar:Progress",
         "footprint": f"{HERE}.footprint:Footprint",
-        "epoch_log": f"{HERE}.epoch_log:EpochLog",
+        "epoch_log": f"{HERE}.progress_bar:EpochLog",
         "drift": f"{HERE}.drift:DriftLogger",
         "ema": f"{HERE}.ema:AveragedWeights",
         "samples": f"{HERE}.pictures:Samples",
         "reconstructions": f"{HERE}.pictures:Reconstructions",
         "confusion": confusion,
-        "early_stopping": early_stopping,
+        "early_stopping": f"{HERE}.early_stopping:EarlyStopping",
         "batch_norm": f"{HERE}.batch_norm:BatchNormMomentum",
         "side_bits": f"{HERE}.side_bits:AnnealedBits",
         "finetuning": f"{HERE}.finetuning:Finetuning",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-import pytorch_lightning as pl
+from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import check_count
@@ -39,7 +39,7 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
         self.epochs, self.most = epochs, most
         self._first: dict[SideBits, int] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the bits to start from.
 
         Raises:
@@ -61,7 +61,7 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
                 "revzoo.make_reversible"
             )
 
-    def begin_epoch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert trainer.max_epochs is not None, "see setup"
         # 1 in the first of the annealed epochs, so the last one has all bits
         passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)

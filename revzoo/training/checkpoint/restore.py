@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo.data.errors import DataError
-from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.registry import change_bits
 from revzoo.models.save import describing_save
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
-from revzoo.training.classifier import Classifier, data_states, facts_of
+from revzoo.training.classifier import Classifier, facts_of, saved_data
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 
@@ -91,10 +89,9 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
-    # checks hyperparameters and tensors
+    # checks hyperparameters, tensors and the state of the data
     module = Classifier.from_state(state, str(path))
-    # Lightning's key is the name of the class; two data modules would leave open which one trained
-    if len(states := data_states(state)) != 1:
+    if (data := saved_data(state)) is None:
         raise CheckpointError(
             f"{path} does not have the classes and the normalisation of its training, as after "
             "training with your own DataModule: save them in Python, model = Classifier."
@@ -102,12 +99,7 @@ def _from_checkpoint(path: Path) -> Restored:
             "FOLDER; or use a checkpoint of a run of revzoo train"
         )
     module.lay_out(channels_last=False)  # the layout of training does not matter here
-    restored = Restored(module.eval(), states[0])
-    try:
-        check_state(states[0], num_classes=restored.network.num_classes, in_chans=restored.in_chans)
-    except DataError as error:
-        raise CheckpointError(f"{path} cannot be used: {error}") from None
-    return restored
+    return Restored(module.eval(), data)
 
 
 def _from_weights(source: str | Path) -> Restored:

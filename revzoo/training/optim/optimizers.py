@@ -88,10 +88,10 @@ class OptimSpec:
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
                 "muon, for all parameters but the hidden weights, and null with other optimisers"
             )
-        if not isinstance(self.decay_all, bool) or (self.decay_all and self.name == "muon"):
+        if self.decay_all and self.name == "muon":
             raise ValueError(
-                f"optim.decay_all={self.decay_all!r} with optim.name={self.name}: expected true or "
-                "false, and false with muon, which decays hidden weights only"
+                "optim.decay_all=True with optim.name=muon: expected false, since muon decays "
+                "hidden weights only"
             )
         if self.sgd_lr is not None:
             check_number("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)

@@ -84,16 +84,17 @@ def test_an_evaluation_that_is_not_finite_warns(
     assert (f"{name}/loss is nan: some logits are not finite" in caplog.text) == (bias != 0)
 
 
-def test_a_device_records_the_first_step() -> None:
+def test_a_device_records_the_first_step(tmp_path: Path) -> None:
     """The code for a GPU, run on CPU tensors."""
+    module = Classifier(TinyNet())
+    module.trainer = trainer(tmp_path)
     record = FirstFailure()
-    losses = [1.0, 2.0, float("nan"), 3.0, float("inf")]
-    for step, loss in enumerate(losses):
+    for step, loss in enumerate([1.0, 2.0, float("nan"), 3.0, float("inf")]):
         record.add(torch.isfinite(torch.tensor(loss)), step, 7)
-        if step == 1:
-            assert record.read() is None
-    assert record.read() == (2, 7)
-    assert [record.poll(step) for step in (49, 50)] == [None, (2, 7)]
+        if step < 2:
+            record.check(module)
+    with pytest.raises(FloatingPointError, match="at step 2, in epoch 8"):
+        record.check(module)
 
 
 @pytest.mark.gpu
@@ -107,7 +108,6 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     try:
         for step in range(4):
             record.add(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
-            record.poll(step)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

@@ -26,7 +26,7 @@ class Slow(pl.Callback):
 
 def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow()
-    monkeypatch.setattr("revzoo.training.callbacks.footprint._now", lambda device: slow.now)
+    monkeypatch.setattr(Footprint, "now", lambda self, module: slow.now)
     runner = trainer(tmp_path, max_epochs=2, callbacks=[slow, Footprint()])
     runner.fit(Classifier(TinyNet()), loader(128), loader(16))
     figures = runner.callback_metrics
@@ -46,7 +46,7 @@ def test_a_resumed_epoch_counts_from_the_resume(
     first = trainer(tmp_path, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
     first.fit(Classifier(TinyNet()), loader(128), loader(16))
     slow = Slow()
-    monkeypatch.setattr("revzoo.training.callbacks.footprint._now", lambda device: slow.now)
+    monkeypatch.setattr(Footprint, "now", lambda self, module: slow.now)
     runner = trainer(tmp_path, max_epochs=1, callbacks=[slow, Footprint()])
     runner.fit(Classifier(TinyNet()), loader(128), loader(16), ckpt_path=saving.best_model_path)
     seconds = float(runner.callback_metrics["footprint/epoch_seconds"])

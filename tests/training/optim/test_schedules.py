@@ -64,7 +64,7 @@ def test_constant_is_constant() -> None:
 
 
 @pytest.mark.parametrize("name", ["step", "onecycle", "cosine", "constant"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_run_of_a_few_steps_has_usable_rates(name: str, steps: int) -> None:
     seen = rates({"name": name}, steps)
     assert all(0 < rate <= 1 for rate in seen)
