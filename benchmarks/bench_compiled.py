@@ -33,7 +33,14 @@ from revzoo.training import CompiledBranches
 
 SHARES = (1.0, 0.5, 0.3, 0.1)  # torch's budgets
 PLANS = (0.1, 0.2, 0.4, 0.7)  # of the way from the peak of invert to the peak of store
-MODES = ("store", "recompute", "invert", "exact", "auto", *(f"plan {share:g}" for share in PLANS))
+MODES = (
+    "store",
+    "recompute",
+    "invert",
+    "exact",
+    "balanced",
+    *(f"plan {share:g}" for share in PLANS),
+)
 CANDIDATES = (
     *(f"eager {mode}" for mode in MODES),
     *(f"compiled {mode}" for mode in MODES),
@@ -69,11 +76,11 @@ def build(candidate: str, args: argparse.Namespace) -> Callable[[], object]:
 
 def mode_or_plan(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
     """The argument of ``set_memory`` for one of ``MODES`` and images of this shape."""
-    if mode != "auto" and not mode.startswith("plan"):
+    if mode != "balanced" and not mode.startswith("plan"):
         return mode
     planner = Planner(model, shape, inverting="invert")
-    if mode == "auto":
-        return planner.auto()
+    if mode == "balanced":
+        return planner.balanced()
     least, most = planner.pure("invert"), planner.pure("store")
     assert least is not None
     assert most is not None

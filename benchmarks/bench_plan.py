@@ -18,8 +18,8 @@ shared cores, so a candidate's time is the minimum over the rounds; the quartile
 "checkpoint k" is ``torch.utils.checkpoint`` (non-reentrant) around each of the first k blocks of a
 network in mode ``store``. "torch budget b" is ``torch._functorch.config.activation_memory_budget``
 under ``torch.compile`` with the backend that partitions without generating code
-(``aot_eager_decomp_partition``), with ``--compiled``. Plans invert in mode ``--inverting``; "auto"
-is planned for it, too.
+(``aot_eager_decomp_partition``), with ``--compiled``. Plans invert in mode ``--inverting``, also
+"balanced".
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def main() -> None:
     for mode in ("store", "recompute", args.inverting):
         if (pure := planner.pure(mode)) is not None:
             add(mode, mode, pure.peak, pure.cost / 1e9)
-    auto = planner.auto()
-    add("auto", auto, auto.peak_bytes, auto.seconds)
+    balanced = planner.balanced()
+    add("balanced", balanced, balanced.peak_bytes, balanced.seconds)
     for i, plan in enumerate(planner.frontier(args.budgets)):
         name = f"plan {i + 1}"
         add(name, plan, plan.peak_bytes, plan.seconds)
@@ -222,10 +222,10 @@ def draw(name: str, rows: list[dict], path: Path) -> None:
         if points:
             axes.plot(*zip(*sorted(points), strict=True), style, color=colour, label=label, ms=6)
     for row in rows:
-        if row["candidate"] in ("store", "recompute", "invert", "exact", "auto"):
+        if row["candidate"] in ("store", "recompute", "invert", "exact", "balanced"):
             at = row["counted_mib"], row["over_store"]
-            axes.plot(*at, "*" if row["candidate"] == "auto" else "x", color=GREY, ms=9, mew=2)
-            place = (-4, -18) if row["candidate"] == "auto" else (8, 4)
+            axes.plot(*at, "*" if row["candidate"] == "balanced" else "x", color=GREY, ms=9, mew=2)
+            place = (-4, -18) if row["candidate"] == "balanced" else (8, 4)
             axes.annotate(row["candidate"], at, xytext=place, textcoords="offset points")
     axes.set(
         title=name, xlabel="peak memory of a step, MiB", ylabel="time over store", xlim=(0, None)

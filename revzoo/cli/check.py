@@ -216,6 +216,8 @@ def _memory(config: Config) -> None:
             raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
         if budget != MISSING:
             bytes_from(budget, name="memory.bytes")
+    elif budget is not None and mode == "auto":
+        bytes_from(budget, name="memory.bytes")
     elif budget is not None:
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
     if inverting is not None and mode not in PLANS:

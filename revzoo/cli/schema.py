@@ -32,7 +32,7 @@ MODES = ("store", "offload", "recompute", "invert", "exact")
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 PROFILERS = ("simple", "advanced", "pytorch")
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
-PLANS = ("auto", "budget")
+PLANS = ("auto", "balanced", "budget")
 OPTIMIZERS = ("sgd", "adamw", "muon")
 BITS = ("saved", *range(1, 9))
 MONITORED = dict.fromkeys(("val/acc", "val/balanced_acc", "val/acc5", "train/acc"), "max") | {
@@ -263,8 +263,9 @@ MEMORY = section(
     default=MISSING,
     mode=Option(str | None, MISSING, "see memory=MODE", choices=(*MODES, *PLANS)),
     bytes=Option(
-        NUMBER | str, None, "budget: the peak of all tensors in a step", remedy=GIVE_BYTES
+        NUMBER | str, None, "auto, budget: the peak of all tensors in a step", remedy=GIVE_BYTES
     ),
+    fraction=Option(float, 0.8, "auto: the part of the device's free memory to use", "(0, 1]"),
     inverting=Option(str | None, None, "null: the model's own", choices=("invert", "exact")),
     plan=Option(Mapping | None, None, "steps and their memory modes"),
     planned_for=Option(Mapping | None, None, "the conditions of the plan"),

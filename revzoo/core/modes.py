@@ -193,7 +193,11 @@ def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
     mode = MODES.get(name)
     if mode is None:
-        if name in ("auto", "budget"):  # revzoo.profiling.plan.PLANNED, on a higher floor
+        if name in (
+            "auto",
+            "balanced",
+            "budget",
+        ):  # revzoo.profiling.plan.PLANNED, on a higher floor
             raise ValueError(
                 f"memory mode {name!r} is a plan, with a mode for each step: make one, "
                 "plan = revzoo.plan_memory(model, input_shape, budget='4GiB'), and pass it, "

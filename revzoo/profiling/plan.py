@@ -60,7 +60,7 @@ _GUESSES = 8
 """How many numbers :func:`largest` tries before it bisects."""
 
 SLACK = 1.02
-"""The largest peak of ``auto``, as a multiple of the inverting mode's peak."""
+"""The largest peak of ``balanced``, as a multiple of the inverting mode's peak."""
 
 
 class BudgetError(ValueError):
@@ -231,18 +231,22 @@ class Planner:
             raise BudgetError(self._too_small(limit))
         return replace(self.leanest, budget=limit)
 
-    def auto(self) -> Plan:
+    def within(self, budget: int) -> tuple[Plan, str]:
+        """The fastest plan within ``budget`` bytes; if there is none, the leanest, and why."""
+        try:
+            return self.plan(budget), ""
+        except BudgetError as error:
+            return replace(self.leanest, budget=budget), str(error)
+
+    def balanced(self) -> Plan:
         """The fastest plan whose peak is at most :data:`SLACK` times the inverting mode's.
 
         The leanest plan if there is none.
         """
         least = self.pure(self.inverting) or self.pure("recompute")
         assert least is not None
-        budget = int(SLACK * least.peak) + self._reserve
-        try:
-            return self.plan(budget)
-        except BudgetError:  # even the leanest plan peaks higher than the chain predicted
-            return replace(self.leanest, budget=budget)
+        # even the leanest plan may peak higher than the chain predicted
+        return self.within(int(SLACK * least.peak) + self._reserve)[0]
 
     def pure(self, mode: str) -> Outcome | None:
         """Peak and nanoseconds with every step in one mode; None if the mode does not fit.
@@ -389,12 +393,14 @@ def plan_memory(
 
 
 class PlannedMode:
-    """A value of ``memory.mode`` for which a run plans the mode of each step; this is ``auto``.
+    """A value of ``memory.mode`` for which a run plans each step's mode; this is ``balanced``.
 
     To add one, write a subclass and add it to :data:`PLANNED`.
     """
 
-    name = "auto"
+    name = "balanced"
+    fills_device = False
+    """Whether its budget is the memory that the device has free."""
     bounded = False
     """Whether it respects ``memory.bytes``; then a run that cannot be planned cannot start."""
 
@@ -404,8 +410,24 @@ class PlannedMode:
         return self.bounded or mode_of(getattr(model, "default_memory", "store")).inverts
 
     def plan(self, planner: Planner, budget: Any = None) -> Plan:
-        """The plan of a run; ``budget`` is its ``memory.bytes``, if bounded."""
-        return planner.auto()
+        """The plan of a run; ``budget`` is in bytes, for modes that have one."""
+        return planner.balanced()
+
+
+class _Auto(PlannedMode):
+    name = "auto"
+    fills_device = True
+
+    def plans(self, model: nn.Module) -> bool:
+        return bool(steps_in(model))
+
+    def plan(self, planner: Planner, budget: Any = None) -> Plan:
+        if budget is None:  # the system does not say what is free
+            return planner.balanced()
+        plan, reason = planner.within(bytes_from(budget))
+        if reason:
+            log.warning("memory=auto uses the leanest plan: %s", reason)
+        return plan
 
 
 class _Budget(PlannedMode):
@@ -416,7 +438,9 @@ class _Budget(PlannedMode):
         return planner.plan(budget)
 
 
-PLANNED: Mapping[str, PlannedMode] = {mode.name: mode for mode in (PlannedMode(), _Budget())}
+PLANNED: Mapping[str, PlannedMode] = {
+    mode.name: mode for mode in (_Auto(), PlannedMode(), _Budget())
+}
 
 
 def inverting_mode(model: nn.Module) -> str:

@@ -45,6 +45,12 @@ def in_units(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def about(count: float) -> str:
+    """Format bytes in three digits: ``99.2 MiB``, ``18 GiB``."""
+    unit, size = next(((u, s) for u, s in _SIZES if count >= s), ("bytes", 1))
+    return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+
+
 def in_one_unit(largest: float) -> Callable[[float], str]:
     """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
 

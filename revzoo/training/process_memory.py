@@ -43,12 +43,21 @@ def release_memory() -> None:
             (PROC / "self/clear_refs").write_text("5")
 
 
-def free_bytes() -> int | None:
-    """Free bytes of the machine, or of the container; None if the system does not report them."""
+def free_bytes(device: torch.device | None = None) -> int | None:
+    """Free bytes of a GPU, or of the machine or container; None if the system does not say."""
+    if device is not None and device.type == "cuda":
+        # torch keeps what it has freed, for later tensors
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device is not None and device.type != "cpu":
+        return None
     free = _field(PROC / "meminfo", "MemAvailable")
     # version 2 of control groups; "max" is no limit
     with suppress(OSError, ValueError):
         limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
+        with suppress(OSError):  # pages of files, which the system takes back
+            lines = (CGROUP / "memory.stat").read_text().splitlines()
+            used -= sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file"))
         free = limit - used if free is None else min(free, limit - used)
     return free
 

@@ -133,7 +133,7 @@ def test_of_equal_steps_two_run():
     """Their copies have the bytes and the time that the steps would have."""
     model = revzoo.create_model("revnet38")
     planner = Planner(model, IMAGES, clock=False)
-    for plan in [planner.auto(), *planner.frontier(4)]:
+    for plan in [planner.balanced(), *planner.frontier(4)]:
         revzoo.set_memory(model, plan)
         whole = audit(model, IMAGES, modes=[]).peak_bytes
         assert plan.peak_bytes == pytest.approx(whole, rel=0.002)

@@ -87,7 +87,7 @@ def test_a_plan_changes_memory_not_gradients():
 
 def test_auto_takes_the_inverting_modes_peak():
     planner = Planner(model_of("revnet38", units=(3, 3, 3)), (64, 3, 32, 32), clock=False)
-    inverting, auto = planner.pure("exact"), planner.auto()
+    inverting, auto = planner.pure("exact"), planner.balanced()
     assert auto.peak_bytes <= 1.02 * inverting.peak
     assert auto.seconds < inverting.cost / 1e9
     assert {"recompute", "exact"} <= set(auto.values())
@@ -97,14 +97,14 @@ def test_auto_stores_where_that_takes_no_more():
     """A narrow chain before a wide head: inverting saves nothing at the peak."""
     steps = [revzoo.ReversibleBlock(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
     net = nn.Sequential(revzoo.ReversibleSequence(steps), nn.Linear(4, 4000), nn.Linear(4000, 5))
-    assert set(Planner(net, (2048, 4), clock=False).auto().values()) == {"store"}
+    assert set(Planner(net, (2048, 4), clock=False).balanced().values()) == {"store"}
 
 
 def test_auto_takes_the_leanest_plan_if_none_is_as_lean_as_the_inverting_mode(monkeypatch):
     planner = shared_planner()
     monkeypatch.setattr("revzoo.profiling.plan.SLACK", 0.5)
-    assert planner.auto().modes == planner.leanest.modes
-    assert planner.auto().budget > 0
+    assert planner.balanced().modes == planner.leanest.modes
+    assert planner.balanced().budget > 0
 
 
 def test_the_least_budget_is_reported_and_possible():

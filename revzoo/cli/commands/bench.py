@@ -3,7 +3,7 @@
 The modes of a model run in turn, round by round; ratios are relative to the first mode. On one CPU
 thread (OMP_NUM_THREADS=1) it measures the thread's CPU time.
 
-    revzoo bench revnet38 revnet110 --memory store,invert,auto --batch-size 128
+    revzoo bench revnet38 revnet110 --memory store,invert,balanced --batch-size 128
     revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
     revzoo bench torchvision:resnet50 --bits 4 --batch-size 16
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="MODES",
-        help="separated by commas (store,invert,auto; exact where invert does not fit)",
+        help="separated by commas (store,invert,balanced; exact where invert does not fit)",
     )
     parser.add_argument("--depths", metavar="N,...", help="depths of each family, e.g. 38,110,164")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (5)")
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> None:
     check_picture(args.plot)
     check_writable(args.csv)
     chosen = [] if args.memory is None else [mode.strip() for mode in args.memory.split(",")]
-    known = [*MODES, *(name for name, mode in PLANNED.items() if not mode.bounded)]
+    planned = (name for name, m in PLANNED.items() if not (m.bounded or m.fills_device))
+    known = [*MODES, *planned]
     for mode in chosen:
         check_choice("--memory", mode, known)
     rows: list[Measured] = []
@@ -148,14 +149,14 @@ def _table(name: str, measured: list[Measured], sized: Callable[[float], str]) -
 
 
 def default_modes(model: ImageNetwork) -> list[str]:
-    """``store``, the first inverting mode that fits all steps, and ``auto``."""
+    """``store``, the first inverting mode that fits all steps, and ``balanced``."""
     from revzoo.core.set_memory import set_memory
 
     for mode in ("invert", "exact"):
         with suppress(ValueError):  # blocks with side bits have no mode invert
             set_memory(model, mode)
-            return ["store", mode, "auto"]
-    return ["store", "auto"]
+            return ["store", mode, "balanced"]
+    return ["store", "balanced"]
 
 
 def with_depths(name: str, depths: str | None) -> list[str]:

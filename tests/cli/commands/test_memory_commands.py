@@ -45,7 +45,7 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     assert len(legend) <= 80
     assert included == peak_note()
     assert name == "torchvision:resnet18"  # longer than its column
-    assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
+    assert [row.split()[0] for row in rows] == ["store", "exact", "balanced"]
     assert {len(row) for row in rows} == {len(header)} == {79}
     with pytest.raises(SystemExit, match=r"holds no step .*make_reversible\(model\), .* --bits 4"):
         main(["bench", "torchvision:resnet18", "--memory", "exact", *options])
@@ -308,18 +308,18 @@ def test_bench_checks_all_names_before_it_measures(capsys):
 def test_bench_takes_the_modes_of_a_run():
     """A run keeps the default mode of a model without an inverse; the bench recomputed it."""
     build = functools.partial(revzoo.create_model, "resnet32", units=(1, 1, 1))
-    store, auto = bench(build, "resnet32", ["store", "auto"], (4, 3, 32, 32), rounds=2)
-    assert auto.peak_bytes == store.peak_bytes
+    store, balanced = bench(build, "resnet32", ["store", "balanced"], (4, 3, 32, 32), rounds=2)
+    assert balanced.peak_bytes == store.peak_bytes
 
 
 def test_bench_measures_modes_side_by_side(capsys, tmp_path):
     file = tmp_path / "b.csv"
-    options = ["--batch-size", "4", "--rounds", "2", "--memory", "store,auto"]
+    options = ["--batch-size", "4", "--rounds", "2", "--memory", "store,balanced"]
     main(["bench", "revnet", "--depths", "38", *options, "--csv", str(file)])
     rows = rows_of(file)
     assert [(row["name"], row["memory"]) for row in rows] == [
         ("revnet38", "store"),
-        ("revnet38", "auto"),
+        ("revnet38", "balanced"),
     ]
     assert float(rows[0]["ratio"]) == 1
     assert int(rows[1]["peak_bytes"]) < int(rows[0]["peak_bytes"])

@@ -25,7 +25,7 @@ SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:
-    config = compose(*SMALL, "memory=auto")
+    config = compose(*SMALL, "memory=balanced")
     figures = train(config, run_dir=tmp_path)
     assert {"train/loss", "val/acc", "test/acc", "test/acc5", "test/loss"} <= set(figures)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -37,7 +37,7 @@ def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert list(tmp_path.glob("*-digits/events.out.tfevents.*"))
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    modes = set(written["memory"].pop("plan").values())  # memory=auto, as it was planned
+    modes = set(written["memory"].pop("plan").values())  # as it was planned
     assert "store" in modes
     assert modes & {"recompute", "exact"}
     assert written["memory"].pop("planned_for")["input"] == [64, 1, 8, 8]

@@ -1,7 +1,8 @@
-"""``memory=auto`` and ``memory=budget``: planned for the run's batch, logged and recorded."""
+"""``memory=auto``, ``balanced``, ``budget``: planned for the run's batch, logged and recorded."""
 
 import gc
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,47 +53,119 @@ def modes_of(module: Classifier) -> set[str]:
     return {m.memory for m in module.model.modules() if isinstance(m, Step)}
 
 
-def test_auto_logs_its_plan_and_records_it(
+def balanced(*more: str) -> tuple[str, ...]:
+    return (*FEW, "memory=balanced", *more)
+
+
+def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [m for r in caplog.records if text in (m := r.getMessage())]
+
+
+def test_balanced_logs_its_plan_and_records_it(
     compose: Any, tmp_path: Path, trained: list[Classifier], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    train(compose(*FEW), run_dir=tmp_path / "run")
-    (line,) = [r.getMessage() for r in caplog.records if "memory=auto" in r.getMessage()]
+    train(compose(*balanced()), run_dir=tmp_path / "run")
+    (line,) = lines(caplog, "memory=balanced")
     assert "store" in line
     assert "peak" in line
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["memory"]
-    assert kept["mode"] == "auto"
+    assert kept["mode"] == "balanced"
     assert modes_of(trained[0]) == set(kept["plan"].values()) == {"recompute", "exact", "store"}
     caplog.clear()
-    config = {**compose(*FEW), "memory": {"mode": "auto", "plan": {"stages": "recompute"}}}
+    config = {**compose(*FEW), "memory": {"mode": "balanced", "plan": {"stages": "recompute"}}}
     train(config, run_dir=tmp_path / "again")  # a plan in the configuration is used
-    assert "memory=auto" not in caplog.text
+    assert "memory=balanced" not in caplog.text
     assert modes_of(trained[1]) == {"exact", "recompute"}
+
+
+def test_auto_stores_if_the_device_has_room(
+    compose: Any, tmp_path: Path, trained: list[Classifier], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    train(compose(*FEW), run_dir=tmp_path)
+    (line,) = lines(caplog, "memory=auto")
+    assert re.fullmatch(
+        r"memory=auto: store, [\d.]+ MiB of [\d.]+ [GM]iB free "
+        r"\(exact: [\d.]+ MiB in 1\.\d times the time\); planned in 0:\d\d",
+        line,
+    )
+    assert modes_of(trained[0]) == {"store"}
+
+
+@pytest.mark.parametrize(
+    ("free", "fits", "modes"),
+    [(12, True, {"store", "recompute"}), (4, False, {"recompute", "exact"})],
+)
+def test_auto_fits_what_is_free(
+    free: int,
+    fits: bool,
+    modes: set[str],
+    compose: Any,
+    tmp_path: Path,
+    trained: list[Classifier],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fastest plan within its part of the free bytes; if none fits, the leanest one."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: free * 2**20)
+    train(compose(*FEW), run_dir=tmp_path)
+    assert modes_of(trained[0]) == modes
+    (line,) = lines(caplog, "MiB free")
+    peak = float(re.findall(r", ([\d.]+) MiB of", line)[0])
+    warnings = lines(caplog, "uses the leanest plan")
+    if fits:
+        assert 0.5 * 0.8 * free < peak <= 0.8 * free
+        assert not warnings
+    else:
+        assert peak > 0.8 * free
+        assert "at least 8.04 MiB" in warnings[0]
+
+
+def test_a_resumed_auto_plans_again_if_its_plan_no_longer_fits(
+    compose: Any,
+    tmp_path: Path,
+    trained: list[Classifier],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caplog.set_level(logging.INFO)
+    train(compose(*FEW), run_dir=tmp_path / "first")
+    config = compose(*FEW)
+    config["memory"] = yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())["memory"]
+    caplog.clear()
+    train(config, run_dir=tmp_path / "same")
+    assert not lines(caplog, "memory=auto")
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda device: 20 * 2**20)
+    train(config, run_dir=tmp_path / "less")
+    assert lines(caplog, "plans again, since the run has a different free memory")
+    assert modes_of(trained[1]) == {"store"}
+    assert modes_of(trained[2]) == {"store", "recompute"}
 
 
 def test_the_inverting_mode_of_a_plan_can_be_chosen(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
-    train(compose(*FEW, "memory.inverting=invert"), run_dir=tmp_path)
+    train(compose(*balanced("memory.inverting=invert")), run_dir=tmp_path)
     assert "invert" in modes_of(trained[0])
     assert "exact" not in modes_of(trained[0])
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["memory"]
     assert kept["planned_for"]["inverting"] == "invert"
 
 
-def test_auto_of_narrow_types_is_exact(
+def test_balanced_plans_of_narrow_types_are_exact(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
-    train(compose(*FEW, "precision=bf16"), run_dir=tmp_path)
+    train(compose(*balanced("precision=bf16")), run_dir=tmp_path)
     assert "exact" in modes_of(trained[0])
     assert "invert" not in modes_of(trained[0])
 
 
-def test_auto_does_not_change_a_resnet(
-    compose: Any, tmp_path: Path, trained: list[Classifier]
-) -> None:
-    train(compose(*FEW, "model=resnet32"), run_dir=tmp_path)
-    assert modes_of(trained[0]) == {"store"}
+def test_a_resnet_stores(compose: Any, tmp_path: Path, trained: list[Classifier]) -> None:
+    for mode in ("auto", "balanced"):
+        train(compose(*FEW, "model=resnet32", f"memory={mode}"), run_dir=tmp_path / mode)
+    assert modes_of(trained[0]) == modes_of(trained[1]) == {"store"}
 
 
 def test_a_planned_mode_is_one_row_of_a_table(
