@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from revzoo.interop.foreign import Weights
-from revzoo.models.components.branch import TripleBranch
+from revzoo.models.components import TripleBranch
 from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of

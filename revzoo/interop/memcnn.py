@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from revzoo.interop.foreign import Weights
-from revzoo.models.components.branch import BOTTLENECK_EXPANSION
+from revzoo.models.components import BOTTLENECK_EXPANSION
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
-from revzoo.models.resnet import RESNETS
-from revzoo.models.revnet import REVNETS
-from revzoo.models.variant import Variant
+from revzoo.models.revnet import RESNETS, REVNETS, Variant
 
 _OURS = re.compile(r"stages\.(\d+)\.steps\.(\d+)\.(?:steps\.(\d)\.)?(branch|shortcut)\.(\w+)")
 _THEIRS = re.compile(r"layer(\d+)\.(\d+)\.(?:revblock\.\w+\.)?([A-Za-z_]+)\.conv(\d)\.weight")

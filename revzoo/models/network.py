@@ -7,8 +7,11 @@ The public methods follow timm (R. Wightman, https://github.com/huggingface/pyto
 ``get_classifier``, ``reset_classifier``, ``num_classes=0``, ``global_pool``.
 
 Stem and stages are sequences of steps on one state. The streams after the last stage are a
-*representation* of the image; if every step has an inverse, they determine the image. Feature
-extraction, pretrained weights and saving use the states after the stages, for all networks.
+*representation* of the image; if every step has an inverse, they determine the image.
+
+Feature maps are the states between the stages. Forward hooks on stages would give the same maps,
+but also run the layers after the last one. Only the returned maps, copies of the concatenated
+streams, are kept; the stages recompute their activations as usual.
 
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
@@ -19,7 +22,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +40,8 @@ from revzoo.core.invertible import (
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
-from revzoo.models.components.pool import GlobalPool
-from revzoo.models.parts import Part
+from revzoo.models.components import GlobalPool, NormAct
+from revzoo.models.lean import run
 from revzoo.models.save import SavableNetwork
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
@@ -52,6 +55,27 @@ class FeatureInfo(NamedTuple):
     num_chs: int
     reduction: int
     module: str
+
+
+class Part(NamedTuple):
+    """A unit to freeze or to give a learning rate: the modules between two states of a network."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[nn.Parameter, ...] = ()  # outside these modules, such as class tokens
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all its modules, and its own."""
+        yield from self.tensors
+        for module in self.modules:
+            yield from module.parameters()
+
+    def train(self, trained: bool) -> None:
+        """Train the part, or freeze it: evaluation mode, no gradients."""
+        for p in self.parameters():
+            p.requires_grad_(trained)
+        for module in self.modules:
+            module.train(trained)
 
 
 class ImageSizeError(ValueError):
@@ -121,7 +145,7 @@ class ImageNetwork(SavableNetwork, ABC):
         self.in_chans = in_chans
 
     def _assemble(
-        self, *, num_classes: int, drop_rate: float, memory: str | None, global_pool: str = "avg"
+        self, num_classes: int, drop_rate: float, memory: str | None, global_pool: str
     ) -> None:
         """Append pooling, dropout and classifier, name the steps, and set their memory mode."""
         check_probability("drop_rate", drop_rate)
@@ -169,29 +193,6 @@ class ImageNetwork(SavableNetwork, ABC):
         pooled: Tensor = self.drop(self.pool(features))
         return pooled if pre_logits else self.get_classifier()(pooled)
 
-    @overload
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int] | None = ...,
-        norm: bool = ...,
-        stop_early: bool = ...,
-        output_fmt: str = ...,
-        *,
-        intermediates_only: Literal[True],
-    ) -> list[Tensor]: ...
-
-    @overload
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int] | None = ...,
-        norm: bool = ...,
-        stop_early: bool = ...,
-        output_fmt: str = ...,
-        intermediates_only: Literal[False] = ...,
-    ) -> tuple[Tensor, list[Tensor]]: ...
-
     def forward_intermediates(
         self,
         x: Tensor,
@@ -200,7 +201,7 @@ class ImageNetwork(SavableNetwork, ABC):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+    ) -> Any:
         """The last features and intermediate feature maps, from one pass in any memory mode.
 
         Args:
@@ -357,14 +358,16 @@ class ImageNetwork(SavableNetwork, ABC):
     def keep_stages(self, count: int) -> None:
         """Remove the head and all stages after the first ``count``."""
         self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
-        self._remove_head()
-
-    def _remove_head(self) -> None:
-        for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
+        for name in dict(self.named_children()).keys() - {"stem", "stages"}:
             delattr(self, name)
 
     def parts(self) -> tuple[Part, ...]:
-        """The parts in order, the classifier last; each parameter is in one part."""
+        """``stem``, ``stages.0``, ..., ``stages.N`` (with the normalisation after it), ``fc``.
+
+        From image to logits; each parameter is in one part. The order matters: a frozen part still
+        saves activations unless all parts before it are frozen, too. Lightning's
+        ``BaseFinetuning.flatten_modules`` returns single layers.
+        """
         named = dict(self.named_children())
         stem, stages = named.pop("stem"), named.pop("stages")
         classifier = named.pop(self.classifier)
@@ -406,17 +409,16 @@ class ImageNetwork(SavableNetwork, ABC):
                 )
 
     def _check_images(self, x: object) -> None:
+        shape = f"(B, {self.in_chans}, H, W)"
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"images of type {type(x).__module__}.{type(x).__qualname__}: expected a tensor "
-                f"(B, {self.in_chans}, H, W); prepare an image with "
-                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)"
+                f"{shape}; prepare an image with model.transforms()(image).unsqueeze(0), or call "
+                "revzoo.predict(image, model)"
             )
+        got = f"images of shape {tuple(x.shape)}: expected {shape}"
         if x.dim() != 4:
-            raise ValueError(
-                f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); give one "
-                "image a batch dimension, x.unsqueeze(0)"
-            )
+            raise ValueError(f"{got}; give one image a batch dimension, x.unsqueeze(0)")
         if not x.is_floating_point():
             raise ValueError(
                 f"images of {x.dtype}: expected normalised images of a floating type; batches of "
@@ -426,10 +428,7 @@ class ImageNetwork(SavableNetwork, ABC):
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
             if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
-                raise ValueError(
-                    f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); put "
-                    "the channels first, x.permute(0, 3, 1, 2)"
-                )
+                raise ValueError(f"{got}; put the channels first, x.permute(0, 3, 1, 2)")
             raise ValueError(
                 f"images of {channels} channels: expected {self.in_chans}; create the model with "
                 f"in_chans={channels}, or convert the images"
@@ -442,6 +441,100 @@ class ImageNetwork(SavableNetwork, ABC):
                 f"them, x.to({weight.dtype})"
             )
         self.check_size(height, width)
+
+
+class ConvolutionalClassifier(ImageNetwork):
+    """Image classifier whose streams are maps ``(B, C, H, W)``; its head begins with BN-ReLU.
+
+    The image sizes that the strides allow are in the variant: ``size_multiple``.
+    """
+
+    variant: Any
+
+    size_reason: ClassVar[str]
+    """The reason in the error message, after "this model": "squeezes them", say."""
+
+    def _assemble(self, *options: Any, norm_act: NormAct) -> None:
+        self.norm = norm_act.normalise(self.num_features)
+        self.relu = norm_act.activate()
+        super()._assemble(*options)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
+        return self.normed(self.encode(x), len(self.stages) - 1)
+
+    def normed(self, z: Tensor, index: int) -> Tensor:
+        # The head's normalisation has the width of the last stage. run lets the ReLU work in place,
+        # so autograd keeps one tensor, not two.
+        return run((self.norm, self.relu), z) if index == len(self.stages) - 1 else z
+
+    def check_size(self, height: int, width: int) -> None:
+        multiple = self.variant.size_multiple
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            near = max(multiple, round(height / multiple) * multiple)
+            raise ImageSizeError(
+                f"images of {height} x {width} pixels: expected height and width to be positive "
+                f"multiples of {multiple}, since this model {self.size_reason}",
+                f"; resize or pad the images (a folder of images: data.image_size={near})",
+                side=near,
+            )
+
+
+class FeatureInfos(tuple[FeatureInfo, ...]):
+    """Descriptions of the chosen maps, in the order of ``out_indices``."""
+
+    def channels(self) -> list[int]:
+        """Channels of each map."""
+        return [info.num_chs for info in self]
+
+    def reduction(self) -> list[int]:
+        """Image side over map side, of each map."""
+        return [info.reduction for info in self]
+
+
+class FeatureNet(nn.Module):
+    """``(B, in_chans, H, W)`` to a list of maps ``(B, num_chs, H / reduction, W / reduction)``.
+
+    A map is the streams concatenated along the channels, before the head's normalisation. Every
+    memory mode works; gradients may enter at any map.
+
+    Args:
+        network: modified in place: loses its head and the stages after the last map.
+        out_indices: stages, negative ones counted from the last; a number n for the last n; None
+            for all. The maps have this order.
+
+    Raises:
+        ValueError: no index, an index out of range, or a stage twice.
+    """
+
+    def __init__(
+        self, network: ImageNetwork, out_indices: int | Sequence[int] | None = None
+    ) -> None:
+        super().__init__()
+        infos = network.feature_info
+        self.out_indices = tuple(taken_indices(out_indices, len(infos)))
+        if len(set(self.out_indices)) != len(self.out_indices):
+            raise ValueError(f"out_indices={out_indices}: expected each stage at most once")
+        self.feature_info = FeatureInfos(infos[i] for i in self.out_indices)
+        # DistributedDataParallel raises for parameters that get no gradient
+        network.keep_stages(max(self.out_indices) + 1)
+        self.network = network
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """The maps of images ``x``.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
+        order = sorted(self.out_indices)
+        maps = self.network.forward_intermediates(
+            x, order, stop_early=True, intermediates_only=True
+        )
+        return [maps[order.index(i)] for i in self.out_indices]
 
 
 def parts(network: nn.Module) -> tuple[Part, ...]:

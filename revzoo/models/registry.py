@@ -20,7 +20,6 @@ from revzoo._checks import UserError, check_new_name, did_you_mean
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
-from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.library import (
     LIBRARY_CLASSES,
@@ -29,7 +28,7 @@ from revzoo.models.library import (
     find_library_model,
     is_library_name,
 )
-from revzoo.models.network import ImageNetwork
+from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
     NamedModel,
     check_channels,
@@ -38,8 +37,7 @@ from revzoo.models.pretrained import (
     read_weights,
     shape_of_weights,
 )
-from revzoo.models.resnet import RESNETS, ResNet
-from revzoo.models.revnet import REVNETS, RevNet
+from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
@@ -117,7 +115,7 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
             Or a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes a
             row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
         variant: the row of an ``ImageNetwork``, a dataclass, such as
-            :class:`~revzoo.models.variant.Variant`.
+            :class:`~revzoo.models.revnet.Variant`.
 
     Raises:
         ValueError: the name is taken, or has invalid characters; a parameter has the name of a
@@ -274,7 +272,7 @@ def create_model(
             * ``dropout``: probability of dropping a value inside the residual functions.
             * ``global_pool``: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
               none, with ``num_classes=0``.
-            * fields of the row (:class:`~revzoo.models.variant.Variant`,
+            * fields of the row (:class:`~revzoo.models.revnet.Variant`,
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 

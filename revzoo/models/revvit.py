@@ -13,6 +13,13 @@ all else is the same.
 There is no class token: the head averages all tokens. The average has no parameters, and it uses
 the patch tokens of the last layers, which a class token would leave unread.
 
+    Attention   LN - queries, keys, values - softmax(q k^T / sqrt(d)) v - linear - [dropout]
+    MLP         LN - linear - activation - [dropout] - linear - [dropout]
+
+Both end in stochastic depth (Huang et al. 2016, arXiv 1603.09382). ``torch.nn.MultiheadAttention``
+computes the same attention, but takes three inputs and a mask, which a branch of one stream does
+not have.
+
 Shapes: B batch, N patches, D width of a token in one stream.
 """
 
@@ -22,18 +29,20 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step, as_state
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.models.components.attention import EPSILON, MLP, Attention
-from revzoo.models.components.droppath import drop_path_rates
-from revzoo.models.components.norm import ACTIVATIONS
+from revzoo.models.components import ACTIVATIONS, drop_path_rates, stochastic_depth
+from revzoo.models.lean import run
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError
-from revzoo.models.unit import ResidualUnit
+from revzoo.models.revnet import ResidualUnit
 
 # Standard deviation of the initial weights, truncated at two deviations, as in DeiT (2012.12877).
 STD = 0.02
+# ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +57,7 @@ class RevViTVariant:
             the number of position embeddings.
         patch_size: side of a patch in pixels.
         mlp_ratio: hidden width of an MLP over ``width``.
-        activation: of the MLPs, a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
+        activation: of the MLPs, a name in :data:`~revzoo.models.components.ACTIVATIONS`.
         dropout: probability of zeroing a value in a branch.
         drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
             block; it rises linearly from 0 at the first.
@@ -100,6 +109,69 @@ REVVITS: dict[str, RevViTVariant] = {
 VITS: dict[str, RevViTVariant] = {"vit_cifar": REVVITS["revvit_cifar"]}
 
 
+class Attention(nn.Module):
+    """Multi-head self-attention on ``(B, N, D)``, normalisation first.
+
+    Args:
+        width: D.
+        heads: number of heads, a divisor of ``width``.
+        dropout: probability of zeroing a value of the result.
+        drop_path: probability of dropping the whole result of a sample.
+    """
+
+    def __init__(
+        self, width: int, *, heads: int, dropout: float = 0.0, drop_path: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.drop = nn.Dropout(dropout)
+        self.drop_path = stochastic_depth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, D / heads)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
+        return self.drop_path(run((self.proj, self.drop), mixed))
+
+
+class MLP(nn.Module):
+    """Two linear layers on each token of ``(B, N, D)``, normalisation first.
+
+    Args:
+        width: D.
+        hidden: width between the layers.
+        activation: a name in :data:`~revzoo.models.components.ACTIVATIONS`.
+        dropout: probability of zeroing a value after either layer.
+        drop_path: probability of dropping the whole result of a sample.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = ACTIVATIONS[activation]()
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop = nn.Dropout(dropout)
+        self.drop_path = stochastic_depth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.norm, self.fc1, self.act, self.drop, self.fc2, self.drop)
+        return self.drop_path(run(layers, x))
+
+
 class PatchEmbedding(Step):
     """``(B, in_chans, H, W)`` -> equal streams ``(B, N, D)``, the embedded patches.
 
@@ -134,12 +206,8 @@ class RevViT(ImageNetwork):
     and :meth:`inverse` raises.
 
     Args:
-        variant: width, depth, heads and sizes.
-        num_classes: number of logits; 0 for pooled features instead.
-        in_chans: channels of the image.
-        memory: memory mode of all steps, see :func:`revzoo.set_memory`.
-        drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
+        variant: width, depth, heads and sizes. The keywords are those of
+            :func:`revzoo.create_model`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -180,9 +248,7 @@ class RevViT(ImageNetwork):
         )
         self.stages.apply(_initialise)
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
-        self._assemble(
-            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
-        )
+        self._assemble(num_classes, drop_rate, memory, global_pool)
 
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:
@@ -221,7 +287,7 @@ class RevViT(ImageNetwork):
         (blocks,) = self.stages
         assert isinstance(blocks, ReversibleSequence)
         blocks.steps = blocks.steps[:count]
-        self._remove_head()
+        super().keep_stages(1)
 
     @property
     def image_size(self) -> int:

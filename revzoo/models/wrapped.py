@@ -25,8 +25,7 @@ from revzoo._checks import check_count
 from revzoo.core.invertible import NotInvertibleError, label_steps, steps_in
 from revzoo.core.modes import mode_of
 from revzoo.core.set_memory import set_memory
-from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
-from revzoo.models.parts import Part
+from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, Part, taken_indices
 
 
 class WrappedNetwork(ImageNetwork):
