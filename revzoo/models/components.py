@@ -71,6 +71,19 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
     return layer
 
 
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
+
+    By timm's rules. For one channel: the sum, which acts like C equal channels. Otherwise: repeat
+    them and scale by ``C / channels``, so that the sum over channels stays about the same.
+    """
+    old = weight.shape[1]
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]  # rounded up, cut off
+    return repeated * (old / channels)
+
+
 @dataclass(frozen=True, slots=True)
 class NormAct:
     """The normalisation and activation of a network; makes the layers.

@@ -6,7 +6,6 @@ points, so a name could choose files to read or code to run.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import re
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.set_memory import set_memory
-from revzoo.models.adapt import adapt_channels
+from revzoo.models.components import adapt_channels
 from revzoo.models.wrapped import WrappedNetwork, on_any_device
 from revzoo.weights.errors import DownloadError, UnknownWeightsError
 from revzoo.weights.files import socket_timeout
@@ -96,15 +95,6 @@ def weights_name(name: str) -> str:
     return weights_address(name).rpartition("/")[2]
 
 
-def _cache_of(address: str) -> Path:
-    """The folder in which the libraries keep their downloads."""
-    if address.startswith(_HUB):
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        return Path(HF_HUB_CACHE)
-    return Path(torch.hub.get_dir()) / "checkpoints"
-
-
 # Classifiers used only in training, which we leave out: a network returns one tensor.
 _AUXILIARY = ("aux1", "aux2", "AuxLogits")
 
@@ -168,7 +158,8 @@ class LibraryNetwork(WrappedNetwork):
                 )
             first = self.get_submodule(self.input_layer)
             assert isinstance(first, nn.Conv2d)
-            self._replace(self.input_layer, _with_channels(first, in_chans))
+            first.in_channels = in_chans
+            first.weight = nn.Parameter(adapt_channels(first.weight.detach(), in_chans))
         if not pretrained or num_classes != LIBRARY_CLASSES:
             self.reset_classifier(num_classes)
         self.num_classes = num_classes
@@ -245,25 +236,20 @@ def _downloading(name: str) -> Iterator[None]:
         raise
     except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: the file's hash
         address = weights_address(name)
+        cache = Path(torch.hub.get_dir()) / "checkpoints"
+        if address.startswith(_HUB):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            cache = Path(HF_HUB_CACHE)
         raise DownloadError(
             f"the pretrained weights of {name} cannot be loaded from {address} "
             f"({str(error).rstrip('.')}). Check the network; or download their file on another "
             "machine and give its path as checkpoint_path (+model.checkpoint_path=FILE); or start "
             "from random weights, pretrained=False (model.pretrained=false). Cache of earlier "
-            f"downloads: {_cache_of(address)}"
+            f"downloads: {cache}"
         ) from None  # a socket's traceback would not help
     finally:
         retries.setLevel(level)
 
 
 _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
-
-
-def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
-    """A copy of the first convolution, adapted to a new number of image channels."""
-    # a copy keeps a subclass, such as timm's StdConv2d; its own dict leaves `conv` unchanged
-    adapted = copy.copy(conv)
-    adapted._parameters = dict(conv._parameters)
-    adapted.in_channels = channels
-    adapted.weight = nn.Parameter(adapt_channels(conv.weight.detach(), channels))
-    return adapted

@@ -8,7 +8,7 @@ import fnmatch
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from revzoo._checks import UserError, check_new_name, did_you_mean
+from revzoo._checks import UserError, check_new_name, did_you_mean, keyword_names
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
@@ -31,7 +31,6 @@ from revzoo.models.library import (
 from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
     NamedModel,
-    check_channels,
     find_model,
     load_weights,
     read_weights,
@@ -42,7 +41,6 @@ from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
 from revzoo.models.wrapped import OwnNetwork, keywords_of
-from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -66,9 +64,8 @@ class Architecture(NamedTuple):
     @property
     def network_keywords(self) -> tuple[str, ...]:
         """The keyword arguments of the class."""
-        parameters = inspect.signature(self.network).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        return (*names, "reversible_bits") if self.network.convertible else names
+        bits = ("reversible_bits",) if self.network.convertible else ()
+        return (*keyword_names(self.network), *bits)
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -90,14 +87,17 @@ class _Models(dict[str, Architecture]):
         return Architecture(LibraryNetwork, LibraryVariant(name))
 
 
+TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
+    RevNet: REVNETS,
+    ResNet: RESNETS,
+    IRevNet: IREVNETS,
+    RevViT: REVVITS,
+    ViT: VITS,
+}
 MODELS: dict[str, Architecture] = _Models(
-    {
-        **{name: Architecture(RevNet, variant) for name, variant in REVNETS.items()},
-        **{name: Architecture(ResNet, variant) for name, variant in RESNETS.items()},
-        **{name: Architecture(IRevNet, variant) for name, variant in IREVNETS.items()},
-        **{name: Architecture(RevViT, variant) for name, variant in REVVITS.items()},
-        **{name: Architecture(ViT, variant) for name, variant in VITS.items()},
-    }
+    (name, Architecture(network, row))
+    for network, rows in TABLES.items()
+    for name, row in rows.items()
 )
 
 
@@ -314,8 +314,7 @@ def create_model(
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
     entry = named.entry if pretrained else None
     if file is not None:
-        _check_classes(model, file, entry)
-        _load(model, file, named, allow_nonfinite=allow_nonfinite)
+        load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
     model.entry = entry
     return FeatureNet(model, out_indices) if features_only else model
 
@@ -413,24 +412,6 @@ def default_memory(name: str, reversible_bits: int | None = None) -> str:
     return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
 
 
-def _check_classes(model: ImageNetwork, file: TensorFile, entry: WeightsEntry | None) -> None:
-    head = file.tensors.get(f"{model.classifier}.weight")
-    if entry is not None and head is not None and len(head) != entry.num_classes:
-        raise EntryError(
-            f"{file.where} holds a classifier of {len(head)} classes, but its entry says "
-            f"num_classes={entry.num_classes}"
-        )
-
-
-def _load(
-    model: ImageNetwork, file: TensorFile, named: NamedModel, *, allow_nonfinite: bool
-) -> None:
-    # i-RevNets have no first convolution whose shape would show the channels
-    trained = file.in_chans or (named.entry.in_chans if named.entry else None)
-    check_channels(model, trained, file.where)
-    load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
-
-
 def _given(**values: Any) -> dict[str, Any]:
     """The values that are not None; 0 classes are valid."""
     return {key: value for key, value in values.items() if value is not None}
@@ -463,21 +444,3 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
             f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
             + did_you_mean(keyword, known, n=3)
         )
-
-
-def arguments_of(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:
-    """Arguments of :func:`create_model` for a network like ``variant``.
-
-    Args:
-        variant: a row, as in a model's table.
-        names: models of the same table. The result names the first one with an equal row; otherwise
-            the first of all, with the fields that differ.
-        arguments: further arguments, passed on.
-    """
-    names = list(names)
-    name = next((name for name in names if MODELS[name].variant == variant), names[0])
-    row = MODELS[name].variant
-    # fields without compare, such as an i-RevNet's image_size, do not shape the network
-    values = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
-    differing = {key: value for key, value in values.items() if value != getattr(row, key)}
-    return {"name": name, **arguments, **differing}

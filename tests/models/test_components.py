@@ -16,6 +16,7 @@ from revzoo.models.components import (
     RELEASE,
     BottleneckBranch,
     NormAct,
+    adapt_channels,
     conv2d,
     drop_path_rates,
     stochastic_depth,
@@ -43,6 +44,15 @@ def test_size_is_divided_by_the_stride_rounding_up(kernel_size, stride, expected
     layer = conv2d(3, out_channels=4, kernel_size=kernel_size, stride=stride)
     assert layer.bias is None
     assert layer(torch.randn(1, 3, 9, 9)).shape == (1, 4, expected, expected)
+
+
+def test_one_channel_is_the_sum_and_more_are_repeated_at_the_same_scale():
+    weight = torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1)
+    assert adapt_channels(weight, 1).flatten().tolist() == [9]
+    assert adapt_channels(weight, 4).flatten().tolist() == [0.75, 1.5, 4.5, 0.75]
+    assert adapt_channels(weight, 6).sum() == 9
+    assert adapt_channels(weight, 2).flatten().tolist() == [1.5, 3]
+    assert adapt_channels(weight[:, :1], 3).sum() == 1
 
 
 def test_running_mean_keeps_99_percent_as_tensorflow_decay_099_does():

@@ -264,7 +264,7 @@ def test_a_transformer_names_the_image_sizes(side, remedy):
 
 
 def test_a_library_without_sources_is_asked_when_it_is_imported(monkeypatch):
-    monkeypatch.setattr(_libraries, "source_of", lambda _: "")
+    monkeypatch.setattr(_libraries, "declared_names", lambda _: ())
     monkeypatch.delitem(sys.modules, "torchvision")
     _libraries.check_library_name("torchvision:resnet18")
 
