@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from revzoo._libraries import library_hint
 from revzoo.models.components import adapt_channels
-from revzoo.models.library import is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
 from revzoo.models.weights_file import TensorFile, check_finite, check_fit, parse_safetensors
+from revzoo.models.wrapped import is_library_name, weights_address
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,

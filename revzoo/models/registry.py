@@ -21,13 +21,6 @@ from revzoo._libraries import library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.irevnet import IREVNETS, IRevNet
-from revzoo.models.library import (
-    LIBRARY_CLASSES,
-    LibraryNetwork,
-    LibraryVariant,
-    find_library_model,
-    is_library_name,
-)
 from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
     NamedModel,
@@ -40,7 +33,15 @@ from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
-from revzoo.models.wrapped import OwnNetwork, keywords_of
+from revzoo.models.wrapped import (
+    LIBRARY_CLASSES,
+    LibraryNetwork,
+    LibraryVariant,
+    OwnNetwork,
+    find_library_model,
+    is_library_name,
+    keywords_of,
+)
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable

@@ -13,8 +13,8 @@ from revzoo._libraries import LIBRARIES, declared_names
 from revzoo.interop.export import Export, export
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.layers.side_bits import SideBits
-from revzoo.models.library import LibraryNetwork, library_models
 from revzoo.models.network import parts
+from revzoo.models.wrapped import LibraryNetwork, library_models
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier

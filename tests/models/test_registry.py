@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 import revzoo
 from revzoo.models import ResNet, RevNet, Variant, create_model, list_models
-from revzoo.models.library import LIBRARIES
 from revzoo.models.registry import MODELS
+from revzoo.models.wrapped import LIBRARIES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 CIFAR = ["resnet110", "resnet164", "resnet32", "revnet110", "revnet164", "revnet38"]
