@@ -13,16 +13,19 @@ Feature maps are the states between the stages. Forward hooks on stages would gi
 but also run the layers after the last one. Only the returned maps, copies of the concatenated
 streams, are kept; the stages recompute their activations as usual.
 
+Methods that take images raise a ValueError if their channels or size do not fit.
+
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,17 +98,9 @@ class ImageSizeError(ValueError):
 class ImageNetwork(SavableNetwork, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
-    Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
-    constructor, and define the abstract methods.
-
-    Args:
-        in_chans: channels of the images.
-
-    Attributes:
-        num_features: channels of the features of :meth:`forward_features`.
-
-    Raises:
-        ValueError: ``in_chans`` is not a positive whole number.
+    Subclasses build ``stem`` and ``stages``, set ``num_features`` (channels of
+    :meth:`forward_features`), call :meth:`_assemble` at the end of their constructor, and define
+    the abstract methods.
     """
 
     default_memory: ClassVar[str]
@@ -177,11 +172,7 @@ class ImageNetwork(SavableNetwork, ABC):
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``."""
         return self.forward_head(self.forward_features(x))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
@@ -272,12 +263,16 @@ class ImageNetwork(SavableNetwork, ABC):
         if global_pool is not None and self.spec is not None:  # a saved model must be rebuilt alike
             options = {**self.spec.options, "global_pool": global_pool}
             self.spec = self.spec._replace(options=options)
-        if not num_classes:
-            self.fc: nn.Module = nn.Identity()
-            return
-        like = next(self.parameters())  # device and precision may have changed since creation
-        classifier = _linear(self.num_features * pool.widening, num_classes).train(self.training)
-        self.fc = classifier.to(like.device, like.dtype)
+        self.fc: nn.Module = nn.Identity()
+        if num_classes:
+            # as in the TensorFlow release of arXiv 1707.04585: uniform of variance 1 / in_features
+            self.fc = nn.Linear(self.num_features * pool.widening, num_classes)
+            bound = math.sqrt(3.0 / self.fc.in_features)
+            nn.init.uniform_(self.fc.weight, -bound, bound)
+            nn.init.zeros_(self.fc.bias)
+            # device and precision may have changed since creation
+            like = next(self.parameters())
+            self.fc.to(like.device, like.dtype).train(self.training)
 
     @property
     def invertible(self) -> bool:
@@ -289,14 +284,10 @@ class ImageNetwork(SavableNetwork, ABC):
 
         The head normalises, pools and classifies it. Memory mode ``exact`` rounds the image to the
         grid (multiples of ``2**-23`` do not change), and :meth:`inverse` recovers it bit for bit.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
         """
         self._check_images(x)
         state: State = (x,)
-        for sequence in (self.stem, *self.stages):
-            assert isinstance(sequence, ReversibleSequence)
+        for sequence in self._sequences():
             streams = list(state)
             del state  # see run_sequence()
             state = run_sequence(sequence, streams)
@@ -332,19 +323,14 @@ class ImageNetwork(SavableNetwork, ABC):
         state: State = (z,)
         if self.streams == 2:
             state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
-        for sequence in reversed([self.stem, *self.stages]):
-            assert isinstance(sequence, ReversibleSequence)
+        for sequence in reversed(self._sequences()):
             streams = list(state)
             del state
             state = invert_sequence(sequence, streams)
         return state[0]
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
-        """Yield the streams after each stage (of a transformer: each block), computed lazily.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Yield the streams after each stage (of a transformer: each block), computed lazily."""
         self._check_images(x)
         state = as_state(self.stem(x))
         for stage in self.stages:
@@ -368,28 +354,27 @@ class ImageNetwork(SavableNetwork, ABC):
         saves activations unless all parts before it are frozen, too. Lightning's
         ``BaseFinetuning.flatten_modules`` returns single layers.
         """
-        named = dict(self.named_children())
-        stem, stages = named.pop("stem"), named.pop("stages")
-        classifier = named.pop(self.classifier)
-        assert isinstance(stages, nn.ModuleList)
-        *earlier, last = stages
-        # the rest of `named`, the normalisation and layers without parameters, reads the last stage
+        used = ("stem", "stages", self.classifier)
+        # the normalisation and layers without parameters read the last stage
+        rest = [module for name, module in self.named_children() if name not in used]
+        *earlier, last = self.stages
         return (
             # parameters of the network itself go with the first part
-            Part("stem", (stem,), tuple(self.parameters(recurse=False))),
+            Part("stem", (self.stem,), tuple(self.parameters(recurse=False))),
             *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),
-            Part(f"stages.{len(earlier)}", (last, *named.values())),
-            Part(self.classifier, (classifier,)),
+            Part(f"stages.{len(earlier)}", (last, *rest)),
+            Part(self.classifier, (self.get_classifier(),)),
         )
 
     def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The ``tensors`` of a file under the names of this network's ``state_dict``."""
         return tensors
 
+    def _sequences(self) -> list[ReversibleSequence]:
+        return cast(list[ReversibleSequence], [self.stem, *self.stages])
+
     def _steps(self) -> Iterator[Step]:
-        for sequence in (self.stem, *self.stages):
-            assert isinstance(sequence, ReversibleSequence)
-            yield from sequence
+        return itertools.chain.from_iterable(self._sequences())
 
     def _check_invertible(self) -> None:
         lossy = [name_of(step) for step in self._steps() if not step.invertible]
@@ -460,11 +445,7 @@ class ConvolutionalClassifier(ImageNetwork):
         super()._assemble(*options)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Last maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU."""
         return self.normed(self.encode(x), len(self.stages) - 1)
 
     def normed(self, z: Tensor, index: int) -> Tensor:
@@ -525,11 +506,7 @@ class FeatureNet(nn.Module):
         self.network = network
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """The maps of images ``x``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """The maps of images ``x``."""
         order = sorted(self.out_indices)
         maps = self.network.forward_intermediates(
             x, order, stop_early=True, intermediates_only=True
@@ -576,16 +553,3 @@ def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[F
     """The descriptions of the maps after each stage."""
     pairs = zip(channels, reductions, strict=True)
     return tuple(FeatureInfo(c, r, f"stages.{i}") for i, (c, r) in enumerate(pairs))
-
-
-def _linear(in_features: int, out_features: int) -> nn.Linear:
-    """Classifier initialised as in the TensorFlow release of arXiv 1707.04585.
-
-    Weights uniform in +-sqrt(3 / in_features), i.e. of variance 1 / in_features
-    (tf.uniform_unit_scaling_initializer with factor 1), biases zero.
-    """
-    layer = nn.Linear(in_features, out_features)
-    bound = math.sqrt(3.0 / in_features)
-    nn.init.uniform_(layer.weight, -bound, bound)
-    nn.init.zeros_(layer.bias)
-    return layer

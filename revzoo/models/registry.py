@@ -8,7 +8,7 @@ import fnmatch
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -143,13 +143,12 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
     check_new_name("model", name, MODELS)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
-    kind = network if isinstance(network, type) else None
-    if kind is not None and issubclass(kind, ImageNetwork):
+    if isinstance(network, type) and issubclass(network, ImageNetwork):
         if not is_dataclass(variant) or isinstance(variant, type):
             raise TypeError(
                 f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
             )
-        MODELS[name] = Architecture(kind, variant)
+        MODELS[name] = Architecture(network, variant)
         return
     if not callable(network) or isinstance(network, nn.Module):
         raise TypeError(
@@ -342,19 +341,33 @@ def _build(
     named: NamedModel, file: TensorFile | None, numbers: dict[str, Any], keywords: dict[str, Any]
 ) -> ImageNetwork:
     """The network, with initial values; ``numbers`` and ``keywords`` are the caller's."""
-    architecture = _architecture_of(named.architecture)
+    name, entry = named.architecture, named.entry
+    architecture = _architecture_of(name)
     network: Any = architecture.network
     options = {**named.options, **keywords}
-    _check_keywords(named.architecture, options)
-    entry = named.entry
+    known = architecture.keywords
+    for keyword in options:
+        if keyword not in known:
+            if keyword == "reversible_bits":
+                raise ValueError(_refused_bits(name))
+            raise ValueError(
+                f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
+                + did_you_mean(keyword, known, n=3)
+            )
     # fields of the row change the row; the others are arguments of the class
-    changes = {key: options[key] for key in architecture.variant_keywords if key in options}
-    others = {key: value for key, value in options.items() if key not in changes}
-    row = replace(architecture.variant, **changes)
+    of_row = options.keys() & architecture.variant_keywords
+    row = replace(architecture.variant, **{key: options[key] for key in of_row})
+    others = {key: value for key, value in options.items() if key not in of_row}
+    layout = network
+    if file is not None and issubclass(network, OwnNetwork):
+        # A network without values tells what names its first and last layer. A constructor that
+        # reads values of tensors runs on the CPU, where it draws.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            layout = network(row)
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,
-        {} if file is None else shape_of_weights(_layout_of(network, row), file),
+        {} if file is None else shape_of_weights(layout, file),
         {} if entry is None else {"num_classes": entry.num_classes, "in_chans": entry.in_chans},
         {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
         {"num_classes": 10, "in_chans": 3},
@@ -366,21 +379,12 @@ def _build(
     if bits is not None:
         make_reversible(model, bits)
         # on the instance: other networks of the class do not change
-        model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
+        model.default_memory = default_memory(name, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shapeless = {*_SHAPELESS} - {*architecture.variant_keywords}  # a user's own dropout, say
     shaping = {key: value for key, value in options.items() if key not in shapeless}
-    model.spec = Spec(named.architecture, shaping, create_model)
+    model.spec = Spec(name, shaping, create_model)
     return model
-
-
-def _layout_of(network: type[ImageNetwork], row: Any) -> type[ImageNetwork] | ImageNetwork:
-    """What names the first and last layer: the class, or a network of the user without values."""
-    if not issubclass(network, OwnNetwork):
-        return network
-    # a constructor that reads values of tensors runs on the CPU, where it draws
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return network(row)
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
@@ -431,17 +435,3 @@ def _architecture_of(name: str) -> Architecture:
             "and add --import MODULE",
         )
     return MODELS[name]
-
-
-def _check_keywords(name: str, keywords: Iterable[str]) -> None:
-    entry = MODELS[name]
-    known = entry.keywords
-    for keyword in keywords:
-        if keyword in known:
-            continue
-        if keyword == "reversible_bits":
-            raise ValueError(_refused_bits(name))
-        raise ValueError(
-            f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
-            + did_you_mean(keyword, known, n=3)
-        )
