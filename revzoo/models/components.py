@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, check_counts
 from revzoo.layers.precision import narrowed
 from revzoo.models.lean import Lean
 
@@ -41,6 +41,20 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
 }
+
+
+def check_stages(row: Any, *names: str) -> None:
+    """Check that the fields ``names`` of a row are counts, one for each stage; make them tuples.
+
+    Raises:
+        ValueError: a field is no sequence of counts, or they differ in length.
+    """
+    for name in names:
+        # configurations give lists; the class is frozen, and rows must be hashable
+        object.__setattr__(row, name, check_counts(name, getattr(row, name)))
+    if len({len(getattr(row, name)) for name in names}) > 1:
+        got = ", ".join(f"{name}={getattr(row, name)}" for name in names)
+        raise ValueError(f"{got}: expected one value of each per stage")
 
 
 def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:

@@ -29,14 +29,20 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from revzoo._checks import check_count, check_counts, check_probability
+from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
-from revzoo.models.components import NormAct, NormKind, TripleBranch, drop_path_rates
+from revzoo.models.components import (
+    NormAct,
+    NormKind,
+    TripleBranch,
+    check_stages,
+    drop_path_rates,
+)
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
 
 # BatchNorm in the release: torch's defaults, except momentum 0.9 (torch's convention) in the head,
@@ -79,23 +85,12 @@ class IRevNetVariant:
     image_size: int = field(default=32, compare=False)
 
     def __post_init__(self) -> None:
-        names = ["units", "strides"]
-        if self.channels is not None:
-            names.append("channels")
-        for name in names:
-            # a configuration gives lists; the class is frozen, and rows must be hashable
-            object.__setattr__(self, name, check_counts(name, getattr(self, name)))
-        check_count("squeeze", self.squeeze)
-        check_count("image_size", self.image_size)
-        check_count("bottleneck", self.bottleneck)
+        bijective = self.channels is None
+        check_stages(self, "units", "strides", *(() if bijective else ("channels",)))
+        for name in ("squeeze", "image_size", "bottleneck"):
+            check_count(name, getattr(self, name))
         check_probability("dropout", self.dropout)
         NormAct(self.norm, self.activation)  # refuses unknown names
-        lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
-        if len(lengths) != 1:
-            raise ValueError(
-                f"units={self.units}, strides={self.strides}, channels={self.channels}: expected "
-                "one value of each per stage"
-            )
         if not set(self.strides) <= {1, 2}:
             raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze)")
 
@@ -217,11 +212,7 @@ class IRevNet(ConvolutionalClassifier):
         return self.variant.image_size
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the representation of :meth:`encode`, in one pass: the release's ``forward``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Logits, and the representation of :meth:`encode`: the release's ``forward``."""
         z = self.encode(x)
         return self.forward_head(self.normed(z, len(self.stages) - 1)), z
 

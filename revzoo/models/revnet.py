@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice, check_count, check_counts, check_probability
+from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import halves
@@ -54,6 +54,7 @@ from revzoo.models.components import (
     BranchKind,
     NormAct,
     NormKind,
+    check_stages,
     conv2d,
     drop_path_rates,
 )
@@ -157,15 +158,8 @@ class Variant:
     convention: str = "gomez"
 
     def __post_init__(self) -> None:
-        for field in ("widths", "units", "strides"):
-            # configurations give lists; the class is frozen, and rows are compared as tuples
-            object.__setattr__(self, field, check_counts(field, getattr(self, field)))
+        check_stages(self, "widths", "units", "strides")
         check_count("stem_width", self.stem_width)
-        if not len(self.widths) == len(self.units) == len(self.strides):
-            raise ValueError(
-                f"widths={self.widths}, units={self.units}, strides={self.strides}: expected one "
-                "value of each per stage"
-            )
         check_choice("branch", self.branch, BRANCHES)
         check_choice("convention", self.convention, CONVENTIONS)
         NormAct(self.norm, self.activation)  # refuses unknown names
@@ -257,12 +251,7 @@ for _table, _names in (
 
 
 class ResidualUnit(Step):
-    """``y = shortcut(x) + branch(x)`` on one stream ``(B, C, H, W)``.
-
-    Args:
-        branch: residual function F.
-        shortcut: identity, or a module with the branch's output shape.
-    """
+    """``y = shortcut(x) + branch(x)`` on one stream ``(B, C, H, W)``."""
 
     streams = 1
 
@@ -277,12 +266,7 @@ class ResidualUnit(Step):
 
 
 class MergedUnit(ResidualUnit):
-    """A residual unit on the merged streams, ``(B, C/2, H, W)`` each; splits its output again.
-
-    Args:
-        branch: residual function F of all channels, with an even number of output channels.
-        shortcut: a module with the branch's output shape.
-    """
+    """A residual unit on the merged streams, ``(B, C/2, H, W)`` each; splits its output again."""
 
     streams = 2
 
@@ -295,10 +279,8 @@ class MergedUnit(ResidualUnit):
 class Transition(Step):
     """``y1 = s1(x1) + f(x2)``, ``y2 = s2(x2) + g(y1)`` on two streams.
 
-    Args:
-        f: residual function of the second stream; it has the stride and changes the width.
-        g: residual function of the new first stream.
-        shortcuts: ``s1`` and ``s2``, both with the shape of ``f``'s output.
+    ``f`` has the stride and changes the width; the shortcuts ``s1`` and ``s2`` have the shape of
+    its output.
     """
 
     streams = 2
@@ -336,11 +318,8 @@ def branch(plan: UnitPlan) -> Branch:
 class PoolAndPad(nn.Module):
     """``(B, in, H, W) -> (B, out, H/stride, W/stride)`` without parameters.
 
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output, at least ``in_channels``. If the difference is odd,
-            the extra zero channel comes last.
-        stride: side of the pooling window; H and W must be multiples of it.
+    H and W must be multiples of the stride. If the difference of the channels is odd, the extra
+    zero channel comes last.
 
     Raises:
         ValueError: fewer channels out than in.
@@ -385,14 +364,8 @@ class Stem(Step):
         CIFAR       conv3x3 - BN - ReLU
         ImageNet    conv7x7(stride 2) - BN - ReLU - max pool 3x3(stride 2)
 
-    It ends in BN-ReLU, so the first branch omits it.
-
-    Args:
-        in_chans: channels of the image.
-        channels: channels of all streams together.
-        out_streams: number of streams, split along the channels.
-        downsample: True for the ImageNet stem, whose output is ``(H/4, W/4)``, rounded up.
-        norm_act: normalisation and activation.
+    It ends in BN-ReLU, so the first branch omits it. With ``downsample`` it is the ImageNet stem,
+    whose output is ``(H/4, W/4)``, rounded up.
     """
 
     streams = 1

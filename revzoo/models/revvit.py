@@ -110,13 +110,10 @@ VITS: dict[str, RevViTVariant] = {"vit_cifar": REVVITS["revvit_cifar"]}
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention on ``(B, N, D)``, normalisation first.
+    """Multi-head self-attention on ``(B, N, width)``, normalisation first.
 
-    Args:
-        width: D.
-        heads: number of heads, a divisor of ``width``.
-        dropout: probability of zeroing a value of the result.
-        drop_path: probability of dropping the whole result of a sample.
+    ``dropout`` is the probability of zeroing a value of the result, ``drop_path`` that of dropping
+    the whole result of a sample.
     """
 
     def __init__(
@@ -140,14 +137,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers on each token of ``(B, N, D)``, normalisation first.
+    """Two linear layers on each token of ``(B, N, width)``, normalisation first.
 
-    Args:
-        width: D.
-        hidden: width between the layers.
-        activation: a name in :data:`~revzoo.models.components.ACTIVATIONS`.
-        dropout: probability of zeroing a value after either layer.
-        drop_path: probability of dropping the whole result of a sample.
+    ``dropout`` is the probability of zeroing a value after either layer, ``drop_path`` that of
+    dropping the whole result of a sample.
     """
 
     def __init__(
@@ -173,13 +166,7 @@ class MLP(nn.Module):
 
 
 class PatchEmbedding(Step):
-    """``(B, in_chans, H, W)`` -> equal streams ``(B, N, D)``, the embedded patches.
-
-    Args:
-        in_chans: channels of the image.
-        variant: width, and sizes of image and patch.
-        copies: number of streams.
-    """
+    """``(B, in_chans, H, W)`` -> ``copies`` equal streams ``(B, N, D)``, the embedded patches."""
 
     streams = 1
 
@@ -241,7 +228,7 @@ class RevViT(ImageNetwork):
         embedding = PatchEmbedding(in_chans, variant=variant, copies=self.streams)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
-        blocks = [self.build_block(*_branches(variant, rate)) for rate in rates]
+        blocks = [self._block(variant, rate) for rate in rates]
         # one stage: the width is the same throughout, so all blocks form one reversible run
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
@@ -250,17 +237,20 @@ class RevViT(ImageNetwork):
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
         self._assemble(num_classes, drop_rate, memory, global_pool)
 
+    def _block(self, variant: RevViTVariant, drop_path: float) -> Step:
+        width, drops = variant.width, {"dropout": variant.dropout, "drop_path": drop_path}
+        attention = Attention(width, heads=variant.heads, **drops)
+        hidden = variant.mlp_ratio * width
+        mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
+        return self.build_block(attention, mlp)
+
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:
         """The step of one block."""
         return ReversibleBlock(attention, mlp)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Tokens ``(B, N, num_features)``: streams concatenated and normalised.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Tokens ``(B, N, num_features)``: streams concatenated and normalised."""
         return self.norm(self.encode(x))
 
     def normed(self, z: Tensor, index: int) -> Tensor:
@@ -277,15 +267,13 @@ class RevViT(ImageNetwork):
     def stage_states(self, x: Tensor) -> Iterator[State]:
         self._check_images(x)
         state = as_state(self.stem(x))
-        (blocks,) = self.stages
-        assert isinstance(blocks, ReversibleSequence)
+        _, blocks = self._sequences()
         for block in blocks:  # after each block, as timm's ViTs do, not only after the one stage
             state = as_state(block(*state))
             yield state
 
     def keep_stages(self, count: int) -> None:
-        (blocks,) = self.stages
-        assert isinstance(blocks, ReversibleSequence)
+        _, blocks = self._sequences()
         blocks.steps = blocks.steps[:count]
         super().keep_stages(1)
 
@@ -299,8 +287,7 @@ class RevViT(ImageNetwork):
         return z.transpose(1, 2).reshape(len(z), self.num_features, side, side)
 
     def check_size(self, height: int, width: int) -> None:
-        size = self.variant.img_size
-        if (height, width) != (size, size):  # each patch has a learned position
+        if (height, width) != (size := self.image_size, size):  # each patch has a learned position
             raise ImageSizeError(
                 f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
                 "model was created",
@@ -332,15 +319,6 @@ class ViT(RevViT):
         # one step for both, so that block i is stages.0.steps.i, as in a RevViT
         units = [ResidualUnit(branch, shortcut=nn.Identity()) for branch in (attention, mlp)]
         return ReversibleSequence(units, memory="store")
-
-
-def _branches(variant: RevViTVariant, drop_path: float) -> tuple[Attention, MLP]:
-    shared = {"dropout": variant.dropout, "drop_path": drop_path}
-    hidden = variant.mlp_ratio * variant.width
-    return (
-        Attention(variant.width, heads=variant.heads, **shared),
-        MLP(variant.width, hidden=hidden, activation=variant.activation, **shared),
-    )
 
 
 def _initialise(module: nn.Module) -> None:
