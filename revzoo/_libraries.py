@@ -20,7 +20,7 @@ _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
 
 @functools.cache
 def declared_names(library: str) -> tuple[str, ...]:
-    """The networks that a library registers by a decorator, sorted; empty without its sources."""
+    """The networks that a library registers by a decorator, sorted."""
     spec = find_spec(library)
     folder = Path(spec.origin).parent / "models" if spec is not None and spec.origin else Path()
     pattern = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
@@ -48,19 +48,19 @@ def check_installed(library: str) -> None:
         raise ValueError(package_needed(f"networks of {library} need the package", library))
 
 
-def check_library_name(name: str) -> None:
-    """Check ``LIBRARY:NAME`` without importing the library.
-
-    Once the library is imported, every name passes: a plugin may have registered networks there.
+def check_library_name(name: str) -> tuple[str, str]:
+    """Split ``LIBRARY:NAME``; checks it without importing the library.
 
     Raises:
         ValueError: the library is not installed, or has no such network.
     """
     library, _, own = name.partition(":")
     check_installed(library)
-    names = declared_names(library)
-    if names and library not in sys.modules and own not in names:
-        raise ValueError(unknown_name(name))
+    # plugins may have registered networks in timm, once it is imported
+    timm = sys.modules.get("timm") if library == "timm" else None
+    if own in declared_names(library) or (timm is not None and own in timm.list_models()):
+        return library, own
+    raise ValueError(unknown_name(name))
 
 
 def unknown_name(name: str) -> str:

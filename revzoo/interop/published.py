@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -68,6 +68,7 @@ def load_published(
         revzoo.interop.published.ConversionError: other.pt is not a checkpoint of 'memcnn': ...
     """
     check_choice("source", source, SOURCES)
+    spec_of, keys_of = SOURCES[source]
     path = Path(path)
     path.stat()  # a missing file is an OSError, an unreadable one a ConversionError
     try:
@@ -75,7 +76,7 @@ def load_published(
     except UnreadableWeightsError as error:
         raise ConversionError(str(error)) from None
     try:
-        spec = SOURCES[source].spec(file.tensors)
+        spec = spec_of(file.tensors)
     # what unexpected names or shapes raise
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
         raise ConversionError(
@@ -86,7 +87,7 @@ def load_published(
         spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
     # last, so that the caller decides where shapes do not
     model = create_model(**(spec | overrides)).eval()
-    modules = dict(SOURCES[source].keys(model))
+    modules = dict(keys_of(model))
     renamed = {_renamed(key, modules): value for key, value in file.tensors.items()}
     try:
         load_weights(model, file._replace(tensors=renamed, architecture=None))
@@ -265,17 +266,9 @@ def memcnn_spec(weights: Weights) -> dict[str, Any]:
     return _arguments(variant, names, num_classes=classes, in_chans=stem.shape[1])
 
 
-class Program(NamedTuple):
-    """How to read the checkpoints of one program."""
-
-    spec: Callable[[Weights], dict[str, Any]]
-    """The arguments of :func:`revzoo.create_model` for a state dict."""
-
-    keys: Callable[[ImageNetwork], Iterator[tuple[str, str]]]
-    """Pairs (their name, our name) of the modules that hold tensors."""
-
-
-SOURCES: Mapping[str, Program] = {
-    "irevnet": Program(irevnet_spec, irevnet_keys),
-    "memcnn": Program(memcnn_spec, memcnn_keys),
-}
+# for each program: the arguments of create_model for a state dict, and pairs (their name, our name)
+# of the modules that hold tensors
+SOURCES: Mapping[
+    str,
+    tuple[Callable[[Weights], dict[str, Any]], Callable[[ImageNetwork], Iterator[tuple[str, str]]]],
+] = {"irevnet": (irevnet_spec, irevnet_keys), "memcnn": (memcnn_spec, memcnn_keys)}

@@ -275,7 +275,10 @@ class TripleBranch(Branch):
 
 
 BranchKind = Literal["basic", "bottleneck"]
-BRANCHES: dict[BranchKind, type[Branch]] = {"basic": BasicBranch, "bottleneck": BottleneckBranch}
+BRANCHES: dict[BranchKind, type[BasicBranch | BottleneckBranch]] = {
+    "basic": BasicBranch,
+    "bottleneck": BottleneckBranch,
+}
 
 
 # by timm's names (R. Wightman); over the dimensions of all places

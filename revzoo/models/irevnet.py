@@ -198,7 +198,7 @@ class IRevNet(ConvolutionalClassifier):
             for steps in _stages(variant, widths, drop_path_rate)
         )
         norm_act = variant.norm_act(HEAD_MOMENTUM)
-        self._assemble(num_classes, drop_rate, memory, global_pool, norm_act=norm_act)
+        self._append_head(norm_act, num_classes, drop_rate, memory, global_pool)
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:

@@ -439,10 +439,11 @@ class ConvolutionalClassifier(ImageNetwork):
     size_reason: ClassVar[str]
     """The reason in the error message, after "this model": "squeezes them", say."""
 
-    def _assemble(self, *options: Any, norm_act: NormAct) -> None:
+    def _append_head(self, norm_act: NormAct, *options: Any) -> None:
+        """Append BN-ReLU, then the rest by :meth:`_assemble`, which takes the ``options``."""
         self.norm = norm_act.normalise(self.num_features)
         self.relu = norm_act.activate()
-        super()._assemble(*options)
+        self._assemble(*options)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Last maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from revzoo._checks import UserError, check_new_name, did_you_mean, keyword_names
-from revzoo._libraries import library_hint, matching_names
+from revzoo._libraries import check_library_name, library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.irevnet import IREVNETS, IRevNet
@@ -38,7 +38,6 @@ from revzoo.models.wrapped import (
     LibraryNetwork,
     LibraryVariant,
     OwnNetwork,
-    find_library_model,
     is_library_name,
     keywords_of,
 )
@@ -84,7 +83,7 @@ class _Models(dict[str, Architecture]):
     def __missing__(self, name: str) -> Architecture:
         if not is_library_name(name):
             raise KeyError(name)
-        find_library_model(name)  # raises for a name that the library does not list
+        check_library_name(name)  # raises for a name that the library does not list
         return Architecture(LibraryNetwork, LibraryVariant(name))
 
 
@@ -143,12 +142,13 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
     check_new_name("model", name, MODELS)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
-    if isinstance(network, type) and issubclass(network, ImageNetwork):
+    kind: Any = network
+    if isinstance(kind, type) and issubclass(kind, ImageNetwork):
         if not is_dataclass(variant) or isinstance(variant, type):
             raise TypeError(
                 f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
             )
-        MODELS[name] = Architecture(network, variant)
+        MODELS[name] = Architecture(kind, variant)
         return
     if not callable(network) or isinstance(network, nn.Module):
         raise TypeError(

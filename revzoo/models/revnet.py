@@ -435,7 +435,7 @@ class StagedNetwork(ConvolutionalClassifier):
             for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
         )
         # branches begin with BN-ReLU, so the sum after the last branch still needs BN-ReLU
-        self._assemble(num_classes, drop_rate, memory, global_pool, norm_act=variant.norm_act)
+        self._append_head(variant.norm_act, num_classes, drop_rate, memory, global_pool)
 
     @staticmethod
     @abstractmethod

@@ -90,11 +90,6 @@ class RevViTVariant:
                 "choose a patch_size that divides it, or resize the images"
             )
 
-    @property
-    def patches(self) -> int:
-        """Number N of patches of an image."""
-        return (self.img_size // self.patch_size) ** 2
-
 
 # The first three are Rev-ViT-S, -B and -L of the paper; the last is for images of 32x32.
 REVVITS: dict[str, RevViTVariant] = {
@@ -176,7 +171,8 @@ class PatchEmbedding(Step):
         side = variant.patch_size
         # kernel = stride: a linear map of each patch
         self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
-        self.positions = nn.Parameter(torch.empty(1, variant.patches, variant.width))
+        patches = (variant.img_size // side) ** 2
+        self.positions = nn.Parameter(torch.empty(1, patches, variant.width))
         nn.init.trunc_normal_(self.positions, std=STD)
 
     def forward(self, *state: Tensor) -> State:

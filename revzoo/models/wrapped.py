@@ -7,18 +7,17 @@ network as it was, so its weights fit its own class. Feature maps come from timm
 ``IntermediateLayerGetter`` works on ``net``.
 
 We accept only names that a library lists. Both libraries also accept hubs, folders and entry
-points, so a name could choose files to read or code to run.
+points ("hf-hub:...", "local-dir:..."), so a name could choose files to read or code to run.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, make_dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_count
-from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
+from revzoo._libraries import LIBRARIES, check_library_name
 from revzoo.core.invertible import NotInvertibleError, label_steps, steps_in
 from revzoo.core.modes import mode_of
 from revzoo.core.set_memory import set_memory
@@ -36,8 +35,6 @@ from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, Par
 from revzoo.weights.errors import DownloadError, UnknownWeightsError
 from revzoo.weights.files import socket_timeout
 
-# no slashes or dots: timm's create_model would fetch "hf-hub:..." and read "local-dir:..."
-_NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
 _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
 # ImageNet's, for which both libraries publish weights
 LIBRARY_CLASSES, LIBRARY_CHANNELS = 1000, 3
@@ -324,7 +321,9 @@ def keywords_of(build: Callable[..., nn.Module]) -> Any:
             "and defaults for all others"
         )
     # a factory for each: dataclasses refuse lists as defaults
-    rows = [(n, Any, field(default_factory=lambda p=p: p.default)) for n, p in taken.items()]
+    rows = [
+        (n, Any, field(default_factory=partial(getattr, p, "default"))) for n, p in taken.items()
+    ]
     functions = {"build": staticmethod(build), "called": called}
     return make_dataclass("Keywords", rows, frozen=True, namespace=functions)()
 
@@ -341,34 +340,9 @@ def on_any_device(build: Callable[[], nn.Module]) -> nn.Module:
         return net.to(torch.get_default_device())
 
 
-@functools.cache
-def library_models(library: str) -> tuple[str, ...]:
-    """The classification networks that an installed library lists."""
-    if library == "timm":
-        import timm
-
-        return tuple(timm.list_models())
-    from torchvision import models
-
-    return tuple(models.list_models(module=models))
-
-
 def is_library_name(name: object) -> bool:
     """Whether ``name`` has the form ``LIBRARY:NAME``; the library may not know it."""
     return isinstance(name, str) and name.partition(":")[0] in LIBRARIES and ":" in name
-
-
-def find_library_model(name: str) -> tuple[str, str]:
-    """Split ``LIBRARY:NAME`` into library and name.
-
-    Raises:
-        ValueError: the library does not list it, or is not installed.
-    """
-    check_library_name(name)  # first: it finds most wrong names without importing the library
-    library, _, network = name.partition(":")
-    if not _NAME.fullmatch(name) or network not in library_models(library):
-        raise ValueError(unknown_name(name))
-    return library, network
 
 
 def weights_address(name: str) -> str:
@@ -376,9 +350,9 @@ def weights_address(name: str) -> str:
 
     Raises:
         UnknownWeightsError: the library publishes none.
-        ValueError: as :func:`find_library_model`.
+        ValueError: the library does not list it, or is not installed.
     """
-    library, network = find_library_model(name)
+    library, network = check_library_name(name)
     if library == "timm":
         import timm
 
@@ -443,7 +417,7 @@ class LibraryNetwork(WrappedNetwork):
         pretrained: bool = False,
     ) -> None:
         super().__init__(in_chans=in_chans)
-        library, name = find_library_model(variant.network)
+        library, name = check_library_name(variant.network)
         self._name = variant.network
         self.net = on_any_device(lambda: _built(library, name, img_size, pretrained))
         missing = f"{self._name} has no linear classifier to replace: choose another network"

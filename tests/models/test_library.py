@@ -1,6 +1,6 @@
 """Networks of torchvision and timm as models of the zoo."""
 
-import sys
+from importlib import import_module
 from urllib.error import URLError
 
 import pytest
@@ -14,7 +14,7 @@ from revzoo.interop.export import Export, export
 from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.network import parts
-from revzoo.models.wrapped import LibraryNetwork, library_models
+from revzoo.models.wrapped import LibraryNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier
@@ -225,7 +225,9 @@ def test_what_a_librarys_network_cannot_do():
 def test_names_are_read_without_an_import(library):
     if library == "timm":
         pytest.importorskip("timm")
-    assert declared_names(library) == tuple(sorted(library_models(library)))
+    models = import_module("timm" if library == "timm" else "torchvision.models")
+    listed = models.list_models(**({} if library == "timm" else {"module": models}))
+    assert declared_names(library) == tuple(sorted(listed))
 
 
 def test_an_unknown_name_that_a_library_has():
@@ -240,7 +242,7 @@ def test_names_of_a_library_are_listed(library, monkeypatch):
     pytest.importorskip(library)
     names = revzoo.list_models(f"{library}:*")
     assert f"{library}:resnet18" in names
-    assert len(names) == len(library_models(library))
+    assert len(names) == len(declared_names(library))
     assert revzoo.list_models(["revnet38", f"{library}:resnet18"])[0] == "revnet38"
     for name in (library, f"{library}:"):
         with pytest.raises(ValueError, match=rf"'{library}:NAME'|{library}:NAME, see list_models"):
@@ -260,10 +262,12 @@ def test_a_transformer_names_the_image_sizes(side, remedy):
         model(torch.zeros(1, 3, side, side))
 
 
-def test_a_library_without_sources_is_asked_when_it_is_imported(monkeypatch):
-    monkeypatch.setattr(_libraries, "declared_names", lambda _: ())
-    monkeypatch.delitem(sys.modules, "torchvision")
-    _libraries.check_library_name("torchvision:resnet18")
+def test_a_network_that_a_plugin_registers_in_timm(monkeypatch):
+    timm = pytest.importorskip("timm")
+    with pytest.raises(ValueError, match="no model 'timm:my_plugin'"):
+        _libraries.check_library_name("timm:my_plugin")
+    monkeypatch.setattr(timm, "list_models", lambda: ["my_plugin"])
+    assert _libraries.check_library_name("timm:my_plugin") == ("timm", "my_plugin")
 
 
 def offline(*args, **kwargs):
