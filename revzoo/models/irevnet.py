@@ -214,7 +214,7 @@ class IRevNet(ConvolutionalClassifier):
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the representation of :meth:`encode`: the release's ``forward``."""
         z = self.encode(x)
-        return self.forward_head(self.normed(z, len(self.stages) - 1)), z
+        return self.forward_head(self.normed(z, last=True)), z
 
 
 def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:

@@ -163,12 +163,15 @@ class ImageNetwork(SavableNetwork, ABC):
     def check_size(self, height: int, width: int) -> None:
         """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
 
-    @abstractmethod
     def forward_features(self, x: Tensor) -> Tensor:
-        """The features of images ``(B, in_chans, H, W)`` that :meth:`forward_head` pools."""
+        """The last map ``(B, num_features, H', W')``, or tokens ``(B, N, num_features)``.
 
-    def normed(self, z: Tensor, index: int) -> Tensor:
-        """``z``, the merged ``index``-th state, normalised as before the head if the widths fit."""
+        Streams are merged and normalised; :meth:`forward_head` pools the result.
+        """
+        return self.normed(self.encode(x), last=True)
+
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
+        """Merged streams after the ``last`` stage or another, normalised if the widths fit."""
         return z
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,11 +229,11 @@ class ImageNetwork(SavableNetwork, ABC):
             if i in taken or i == last:  # merging copies the streams, so not after every stage
                 z = torch.cat(state, dim=self.channel_dim)
                 if i in taken:
-                    normed = self.normed(z, i) if norm else z
+                    normed = self.normed(z, last=i == count - 1) if norm else z
                     maps.append(self.as_map(normed) if output_fmt == "NCHW" else normed)
             if i == last:
                 break  # stage_states is lazy: later stages do not run
-        return maps if intermediates_only else (self.normed(z, last), maps)
+        return maps if intermediates_only else (self.normed(z, last=last == count - 1), maps)
 
     @property
     def classifiers(self) -> tuple[str, ...]:
@@ -445,14 +448,10 @@ class ConvolutionalClassifier(ImageNetwork):
         self.relu = norm_act.activate()
         self._assemble(*options)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Last maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU."""
-        return self.normed(self.encode(x), len(self.stages) - 1)
-
-    def normed(self, z: Tensor, index: int) -> Tensor:
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
         # The head's normalisation has the width of the last stage. run lets the ReLU work in place,
         # so autograd keeps one tensor, not two.
-        return run((self.norm, self.relu), z) if index == len(self.stages) - 1 else z
+        return run((self.norm, self.relu), z) if last else z
 
     def check_size(self, height: int, width: int) -> None:
         multiple = self.variant.size_multiple

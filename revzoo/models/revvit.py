@@ -245,11 +245,7 @@ class RevViT(ImageNetwork):
         """The step of one block."""
         return ReversibleBlock(attention, mlp)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Tokens ``(B, N, num_features)``: streams concatenated and normalised."""
-        return self.norm(self.encode(x))
-
-    def normed(self, z: Tensor, index: int) -> Tensor:
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
         return self.norm(z)
 
     @property
