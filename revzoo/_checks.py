@@ -45,25 +45,21 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _shown(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
-
-
 def check_module(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a module."""
     # by attribute, since this file must not import torch; a class has the attribute, too
     if isinstance(value, type) or not hasattr(value, "named_modules"):
-        raise TypeError(
-            f"{name} is {_shown(value)}: expected an nn.Module, such as create_model(NAME)"
-        )
+        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+        raise TypeError(f"{name} is {what}: expected an nn.Module, such as create_model(NAME)")
 
 
 def check_callable(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is callable. A module class is refused."""
     is_class = isinstance(value, type) and hasattr(value, "named_modules")
     if is_class or not callable(value):
+        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
         remedy = f": create it first, {value.__name__}(...)" if isinstance(value, type) else ""
-        raise TypeError(f"{name} is {_shown(value)}, expected a module or a function{remedy}")
+        raise TypeError(f"{name} is {what}, expected a module or a function{remedy}")
 
 
 def check_new_name(kind: str, name: object, table: Container[object]) -> None:
