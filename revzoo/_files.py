@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,32 +33,16 @@ def json_bytes(values: Any, *, sort_keys: bool = False) -> bytes:
 def write_together(files: Mapping[Path, bytes]) -> None:
     """Like :func:`write_atomically` for several files: if one cannot be written, none changes.
 
-    Creates missing folders, and removes them after an error.
+    Creates missing folders.
 
     Raises:
         OSError: names the file.
     """
-    with ExitStack() as undo, ExitStack() as stack:
+    with ExitStack() as stack:
         # all temporary files are complete before the first one replaces its target
         for path, data in files.items():
-            _make_folders(path.parent, undo)
+            path.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(replacing(path)).write_bytes(data)
-        stack.close()  # replaces the targets
-        undo.pop_all()  # success: keep the new folders
-
-
-def _make_folders(folder: Path, undo: ExitStack) -> None:
-    """Create ``folder`` and its parents; ``undo`` removes the new ones, if they are empty."""
-    if folder.is_dir():
-        return
-    _make_folders(folder.parent, undo)
-    folder.mkdir(exist_ok=True)  # another process may have created it meanwhile
-    undo.callback(_remove_empty, folder)
-
-
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def check_regular(*paths: Path) -> None:

@@ -19,20 +19,13 @@ _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
 
 
 @functools.cache
-def source_of(library: str) -> str:
-    """The text of all files that define a library's networks; empty without the library."""
-    spec = find_spec(library)
-    if spec is None or spec.origin is None:
-        return ""
-    files = sorted((Path(spec.origin).parent / "models").glob("*.py"))
-    return "\n".join(path.read_text(encoding="utf-8") for path in files)
-
-
-@functools.cache
 def declared_names(library: str) -> tuple[str, ...]:
     """The networks that a library registers by a decorator, sorted."""
+    spec = find_spec(library)
+    folder = Path(spec.origin).parent / "models" if spec is not None and spec.origin else Path()
     pattern = re.compile(r"^@register_model\b.*\n(?:@.*\n)*def (\w+)", re.MULTILINE)
-    return tuple(sorted(set(pattern.findall(source_of(library)))))
+    texts = (path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    return tuple(sorted({name for text in texts for name in pattern.findall(text)}))
 
 
 def matching_names(pattern: str) -> list[str]:
@@ -55,21 +48,19 @@ def check_installed(library: str) -> None:
         raise ValueError(package_needed(f"networks of {library} need the package", library))
 
 
-def check_library_name(name: str) -> None:
-    """Check ``LIBRARY:NAME`` without importing the library.
-
-    Any name in the library's files passes. Once the library is imported, every name passes: a
-    plugin may have registered networks there.
+def check_library_name(name: str) -> tuple[str, str]:
+    """Split ``LIBRARY:NAME``; checks it without importing the library.
 
     Raises:
         ValueError: the library is not installed, or has no such network.
     """
     library, _, own = name.partition(":")
     check_installed(library)
-    text = source_of(library)  # empty if the library comes without sources: let it decide
-    # anywhere in the text, not only after `def`: a decorator may give another name
-    if text and library not in sys.modules and not re.search(rf"\b{re.escape(own)}\b", text):
-        raise ValueError(unknown_name(name))
+    # plugins may have registered networks in timm, once it is imported
+    timm = sys.modules.get("timm") if library == "timm" else None
+    if own in declared_names(library) or (timm is not None and own in timm.list_models()):
+        return library, own
+    raise ValueError(unknown_name(name))
 
 
 def unknown_name(name: str) -> str:

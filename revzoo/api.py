@@ -11,8 +11,7 @@ from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.invertible_checkpoint import invertible_checkpoint
 from revzoo.core.set_memory import memory, set_memory
-from revzoo.interop.foreign import ConversionError
-from revzoo.interop.published import load_published
+from revzoo.interop.published import ConversionError, load_published
 from revzoo.layers.actnorm import ActNorm
 from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
 from revzoo.layers.affine import AffineCoupling, ScaledCoupling

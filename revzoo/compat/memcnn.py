@@ -23,12 +23,10 @@ between blocks.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -56,13 +54,8 @@ __all__ = [
 _IMPLEMENTATIONS = (-1, 0, 1)  # MemCNN's: -1 without its autograd function, 0 and 1 with it
 
 
-class _Thread(threading.local):
-    """The modes that wrappers choose for their couplings; replaced, never changed."""
-
-    modes: Mapping[_Coupling, str] = MappingProxyType({})
-
-
-_thread = _Thread()
+# the modes that wrappers choose for their couplings, in this thread; replaced, never changed
+_modes: ContextVar[Mapping[_Coupling, str]] = ContextVar("modes")
 
 
 class _Coupling(nn.Module):
@@ -74,10 +67,10 @@ class _Coupling(nn.Module):
     def __init__(
         self,
         Fm: nn.Module,
-        Gm: nn.Module | None,
-        implementation_fwd: int,
-        implementation_bwd: int,
-        split_dim: int,
+        Gm: nn.Module | None = None,
+        implementation_fwd: int = -1,
+        implementation_bwd: int = -1,
+        split_dim: int = 1,
     ) -> None:
         super().__init__()
         # Gm before Fm, as in MemCNN: optimisers number parameters in order, so saved states load
@@ -90,12 +83,12 @@ class _Coupling(nn.Module):
             warnings.warn(
                 "implementation_fwd and implementation_bwd have no effect: leave them out",
                 DeprecationWarning,
-                stacklevel=3,
+                stacklevel=2 if isinstance(self, AdditiveCoupling) else 3,
             )
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(self.implementation_fwd)
-        return cast(Tensor, self.block(_thread.modes.get(self, "store"))(x))
+        return cast(Tensor, self.block(_modes.get({}).get(self, "store"))(x))
 
     def inverse(self, y: Tensor) -> Tensor:
         self._check(self.implementation_bwd)
@@ -144,16 +137,6 @@ class AdditiveCoupling(_Coupling):
         >>> torch.allclose(coupling.inverse(coupling(x)), x, atol=1e-5)
         True
     """
-
-    def __init__(
-        self,
-        Fm: nn.Module,
-        Gm: nn.Module | None = None,
-        implementation_fwd: int = -1,
-        implementation_bwd: int = -1,
-        split_dim: int = 1,
-    ) -> None:
-        super().__init__(Fm, Gm, implementation_fwd, implementation_bwd, split_dim)
 
     def _step(self, branch: nn.Module) -> Step:
         return couplings.AdditiveCoupling(branch)
@@ -249,8 +232,11 @@ class InvertibleModuleWrapper(nn.Module):
         replaced = "forward" in vars(fn) or fn._compiled_call_impl is not None
         if directions == (_Coupling.forward, _Coupling.inverse) and not replaced:
             # as a sequence it inverts and replays one branch at a time, not both
-            with _in_mode(fn, self.memory):
+            token = _modes.set({**_modes.get({}), fn: self.memory})
+            try:
                 return fn(*xin)
+            finally:
+                _modes.reset(token)
         if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
         step = WrappedForward(fn, self._inverse(), xin)
@@ -283,17 +269,6 @@ class WrappedInverse(InvertibleCheckpoint):
         "set keep_input_inverse=True on the InvertibleModuleWrapper of this module, or correct its "
         "forward, the inverse of its inverse"
     )
-
-
-@contextlib.contextmanager
-def _in_mode(coupling: _Coupling, memory: str) -> Iterator[None]:
-    """A context in which this thread's calls of the coupling run in a memory mode."""
-    outer = _thread.modes
-    _thread.modes = {**outer, coupling: memory}
-    try:
-        yield
-    finally:
-        _thread.modes = outer
 
 
 class ReversibleBlock(InvertibleModuleWrapper):
@@ -371,11 +346,21 @@ def is_invertible_module(
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = _packed(fn(*inputs))
         back = _packed(fn.inverse(*outputs))
-        if not _close(back, inputs, atol) or not _close(_packed(fn(*back)), outputs, atol):
-            return False
-    # such a wrapper works, so the answer is True
-    _warn_of_shared(inputs, outputs, "forward")
-    _warn_of_shared(outputs, back, "inverse")
+        for actual, expected in ((back, inputs), (_packed(fn(*back)), outputs)):
+            if len(actual) != len(expected):
+                return False
+            pairs = zip(actual, expected, strict=True)
+            if not all(torch.allclose(*pair, atol=atol) for pair in pairs):
+                return False
+    for name, tensors in (("forward", inputs + outputs), ("inverse", outputs + back)):
+        if len({id(t) for t in tensors}) < len(tensors):
+            # such a wrapper works, so the answer is True
+            warnings.warn(
+                f"some inputs and outputs of the {name} pass are the same tensor, as in an "
+                "identity: a wrapper saves no memory there",
+                UserWarning,
+                stacklevel=2,
+            )
     return True
 
 
@@ -385,22 +370,6 @@ def _shapes(shape: Any) -> tuple[tuple[int, ...], ...]:
         if all(isinstance(s, (tuple, list)) and all(type(n) is int for n in s) for s in shapes):
             return tuple(tuple(s) for s in shapes)
     raise ValueError(f"test_input_shape={shape!r}: expected a shape, or a tuple of shapes")
-
-
-def _close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float) -> bool:
-    return len(actual) == len(expected) and all(
-        torch.allclose(a, e, atol=atol) for a, e in zip(actual, expected, strict=True)
-    )
-
-
-def _warn_of_shared(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], name: str) -> None:
-    if len({id(t) for t in inputs + outputs}) < len(inputs) + len(outputs):
-        warnings.warn(
-            f"some inputs and outputs of the {name} pass are the same tensor, as in an "
-            "identity: a wrapper saves no memory there",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 def _packed(x: Any) -> tuple[Tensor, ...]:

@@ -19,9 +19,9 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +132,8 @@ def _checked(job: Export, path: Path, kind: str) -> Format:
         raise ExportError(f"batch={job.batch}: expected a whole number >= 1, or None for any")
     if (dtype := next(job.network.parameters()).dtype) != torch.float32:
         raise ExportError(f"the network has {dtype} weights: expected float32, network.float()")
+    if not all(map(find_spec, FORMATS[kind].packages)):
+        raise ExportError(package_needed("this format needs", *FORMATS[kind].packages))
     return FORMATS[kind]
 
 
@@ -147,20 +149,17 @@ def _difference(predict: Predictor, network: ImageNetwork, images: Tensor) -> fl
     return float((actual - expected).abs().max()) / (largest or 1.0)  # all logits may be zero
 
 
-def _program(job: Export) -> torch.export.ExportedProgram:
+def _program(job: Export) -> tuple[torch.export.ExportedProgram, Any]:
+    """The graph, and the open batch axis of its images, or None."""
+    axis = None if job.batch is not None else ({0: torch.export.Dim("batch")},)
     # two images stand for any number: torch.export treats a size of one as a constant
     images = job.images(job.batch or 2)
-    return torch.export.export(job.network, (images,), dynamic_shapes=_batch_of(job))
-
-
-def _batch_of(job: Export) -> tuple[dict[int, Any]] | None:
-    """The open batch axis of the images; None if it is fixed."""
-    return None if job.batch is not None else ({0: torch.export.Dim("batch")},)
+    return torch.export.export(job.network, (images,), dynamic_shapes=axis), axis
 
 
 def _write_pt2(job: Export, path: Path) -> None:
     extra = {EXTRA: json.dumps(job.packed(path.stem)[1])}
-    torch.export.save(_program(job), path, extra_files=extra)
+    torch.export.save(_program(job)[0], path, extra_files=extra)
 
 
 def _load_pt2(path: Path) -> Predictor:
@@ -168,19 +167,14 @@ def _load_pt2(path: Path) -> Predictor:
 
 
 def _write_onnx(job: Export, path: Path) -> None:
-    with _onnx_needed():
-        import onnxscript  # noqa: F401  # torch's exporter imports it
+    graph, axis = _program(job)
     options: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "verbose": False}
+    # without the axis it has an internal name, such as s77
+    options |= {"opset_version": job.opset, "dynamic_shapes": axis}
     with warnings.catch_warnings():
         # torch 2.15's exporter warns of deprecated calls in its own code
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            _program(job),
-            (),
-            opset_version=job.opset,
-            dynamic_shapes=_batch_of(job),  # otherwise the axis has an internal name, such as s77
-            **options,
-        )
+        program = torch.onnx.export(graph, (), **options)
     assert program is not None, "the dynamo exporter returns a program"
     for key, value in job.packed(path.stem)[1].items():
         # ONNX metadata maps strings to strings
@@ -191,20 +185,11 @@ def _write_onnx(job: Export, path: Path) -> None:
 
 
 def _load_onnx(path: Path) -> Predictor:
-    with _onnx_needed():
-        import onnxruntime
+    import onnxruntime
+
     # on the CPU: another device rounds differently
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
-
-
-@contextmanager
-def _onnx_needed() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        packages = ("onnx", "onnxscript", "onnxruntime")
-        raise ExportError(package_needed("this format needs", *packages)) from error
 
 
 def _write_safetensors(job: Export, path: Path) -> None:
@@ -220,10 +205,11 @@ class Format(NamedTuple):
 
     write: Callable[[Export, Path], None]
     load: Callable[[Path], Predictor]
+    packages: tuple[str, ...] = ()
 
 
 FORMATS: dict[str, Format] = {
     "pt2": Format(_write_pt2, _load_pt2),
-    "onnx": Format(_write_onnx, _load_onnx),
+    "onnx": Format(_write_onnx, _load_onnx, ("onnx", "onnxscript", "onnxruntime")),
     "safetensors": Format(_write_safetensors, _load_safetensors),
 }

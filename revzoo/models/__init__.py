@@ -1,14 +1,10 @@
 """The zoo: networks built from the layers, and their registry."""
 
-from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
-from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
-from revzoo.models.resnet import RESNETS, ResNet
-from revzoo.models.revnet import REVNETS, RevNet
+from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork, Variant
 from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
-from revzoo.models.staged import StagedNetwork
-from revzoo.models.variant import Variant
 
 __all__ = [
     "IREVNETS",

@@ -29,18 +29,21 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from revzoo._checks import check_count, check_counts, check_probability
+from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
-from revzoo.models.components.branch import TripleBranch
-from revzoo.models.components.droppath import add_drop_path, drop_path_rates
-from revzoo.models.components.norm import NormAct, NormKind
-from revzoo.models.convolutional import ConvolutionalClassifier
-from revzoo.models.network import FeatureInfo, feature_infos
+from revzoo.models.components import (
+    NormAct,
+    NormKind,
+    TripleBranch,
+    check_stages,
+    drop_path_rates,
+)
+from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
 
 # BatchNorm in the release: torch's defaults, except momentum 0.9 (torch's convention) in the head,
 # so the head's running statistics follow the last few batches.
@@ -63,8 +66,8 @@ class IRevNetVariant:
         bottleneck: output width of a branch over its inner width.
         dropout: probability of dropping a value of a branch's second convolution.
         norm: ``"batch"``, ``"group"`` or ``"none"``, see
-            :class:`~revzoo.models.components.norm.NormAct`.
-        activation: a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
+            :class:`~revzoo.models.components.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.ACTIVATIONS`.
         image_size: side in pixels of the publication's images; other sizes work, too.
 
     Raises:
@@ -82,23 +85,12 @@ class IRevNetVariant:
     image_size: int = field(default=32, compare=False)
 
     def __post_init__(self) -> None:
-        names = ["units", "strides"]
-        if self.channels is not None:
-            names.append("channels")
-        for name in names:
-            # a configuration gives lists; the class is frozen, and rows must be hashable
-            object.__setattr__(self, name, check_counts(name, getattr(self, name)))
-        check_count("squeeze", self.squeeze)
-        check_count("image_size", self.image_size)
-        check_count("bottleneck", self.bottleneck)
+        bijective = self.channels is None
+        check_stages(self, "units", "strides", *(() if bijective else ("channels",)))
+        for name in ("squeeze", "image_size", "bottleneck"):
+            check_count(name, getattr(self, name))
         check_probability("dropout", self.dropout)
         NormAct(self.norm, self.activation)  # refuses unknown names
-        lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
-        if len(lengths) != 1:
-            raise ValueError(
-                f"units={self.units}, strides={self.strides}, channels={self.channels}: expected "
-                "one value of each per stage"
-            )
         if not set(self.strides) <= {1, 2}:
             raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze)")
 
@@ -168,14 +160,7 @@ class IRevNet(ConvolutionalClassifier):
     ImageNet).
 
     Args:
-        variant: widths, depths and strides.
-        num_classes: number of logits; 0 for pooled features instead.
-        in_chans: channels of the image.
-        memory: memory mode of all steps, see :func:`revzoo.set_memory`.
-        drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
-        drop_path_rate: probability of dropping the last branch's output for an image; it rises
-            linearly from 0 at the first block.
+        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
 
     Raises:
         ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
@@ -208,17 +193,12 @@ class IRevNet(ConvolutionalClassifier):
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
         self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
-        rates = drop_path_rates(drop_path_rate, sum(variant.units))
-        # one iterator over the blocks of all stages; each _stage call takes its share
-        blocks = zip(_since_padding(variant, widths), rates, strict=True)
         self.stages = nn.ModuleList(
-            ReversibleSequence(_stage(variant, i, widths, blocks), memory=self.default_memory)
-            for i in range(len(widths))
+            ReversibleSequence(steps, memory=self.default_memory)
+            for steps in _stages(variant, widths, drop_path_rate)
         )
-        self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
-        self._assemble(
-            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
-        )
+        norm_act = variant.norm_act(HEAD_MOMENTUM)
+        self._append_head(norm_act, num_classes, drop_rate, memory, global_pool)
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
@@ -232,13 +212,9 @@ class IRevNet(ConvolutionalClassifier):
         return self.variant.image_size
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the representation of :meth:`encode`, in one pass: the release's ``forward``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Logits, and the representation of :meth:`encode`: the release's ``forward``."""
         z = self.encode(x)
-        return self.forward_head(self._activated(z)), z
+        return self.forward_head(self.normed(z, last=True)), z
 
 
 def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
@@ -250,48 +226,41 @@ def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
     yield Split()
 
 
-def _stage(
-    variant: IRevNetVariant,
-    index: int,
-    widths: list[tuple[int, int]],
-    blocks: Iterator[tuple[int, float]],
-) -> Iterator[Step]:
-    before, width = widths[index]
-    stream = width // 2
-    if width > before and index > 0:  # the stem pads for the first stage
-        yield from (Merge(), ChannelPadding(width - before), Split())
-    if variant.strides[index] > 1:
-        yield Squeeze(2, order="irevnet")
-    for block in range(variant.units[index]):
-        since_padding, drop_path = next(blocks)
-        stride = variant.strides[index] if block == 0 else 1
-        branch = TripleBranch(
-            stream // stride**2,
-            out_channels=stream,
-            inner=stream // variant.bottleneck,
-            stride=stride,
-            activate_first=bool(index or block),  # the first block reads the image itself
-            dropout=variant.dropout,
-            norm_act=variant.norm_act(MOMENTUM),
-        )
-        add_drop_path(branch, drop_path)
-        residual = branch if stride == 1 else _before_squeeze(branch)
-        # streams that are still partly zero take less memory, see revzoo.layers.padding
-        if since_padding < RECOMPUTED:
-            filled = max(0, before - stream) if since_padding == 0 else None
-            yield PaddedCoupling(residual, filled=filled)
-        else:
-            yield AdditiveCoupling(residual)
-
-
-def _since_padding(variant: IRevNetVariant, widths: list[tuple[int, int]]) -> Iterator[int]:
-    """For each block, the number of blocks since the last zero padding."""
-    count = RECOMPUTED  # no padding yet
-    for (before, after), units in zip(widths, variant.units, strict=True):
-        count = 0 if after > before else count
-        for _ in range(units):
-            yield count
-            count += 1
+def _stages(
+    variant: IRevNetVariant, widths: list[tuple[int, int]], drop_path_rate: float
+) -> Iterator[list[Step]]:
+    rates = iter(drop_path_rates(drop_path_rate, sum(variant.units)))
+    since_padding = RECOMPUTED  # blocks since the last zero padding; none yet
+    for index, (before, width) in enumerate(widths):
+        stream, steps = width // 2, list[Step]()
+        if width > before:
+            since_padding = 0
+            if index > 0:  # the stem pads for the first stage
+                steps += (Merge(), ChannelPadding(width - before), Split())
+        if variant.strides[index] > 1:
+            steps.append(Squeeze(2, order="irevnet"))
+        for block in range(variant.units[index]):
+            stride = variant.strides[index] if block == 0 else 1
+            branch: nn.Module = TripleBranch(
+                stream // stride**2,
+                out_channels=stream,
+                inner=stream // variant.bottleneck,
+                stride=stride,
+                activate_first=bool(index or block),  # the first block reads the image itself
+                dropout=variant.dropout,
+                drop_path=next(rates),
+                norm_act=variant.norm_act(MOMENTUM),
+            )
+            if stride > 1:
+                branch = nn.Sequential(OrderedDict(unsqueeze=_Unsqueezed(), branch=branch))
+            # streams that are still partly zero take less memory, see revzoo.layers.padding
+            if since_padding < RECOMPUTED:
+                filled = max(0, before - stream) if since_padding == 0 else None
+                steps.append(PaddedCoupling(branch, filled=filled))
+            else:
+                steps.append(AdditiveCoupling(branch))
+            since_padding += 1
+        yield steps
 
 
 class _Unsqueezed(nn.Module):
@@ -299,8 +268,3 @@ class _Unsqueezed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return unsqueezed(x, (2, 2), order="irevnet")
-
-
-def _before_squeeze(branch: nn.Module) -> nn.Module:
-    """``branch``, applied to the stream before its squeeze."""
-    return nn.Sequential(OrderedDict(unsqueeze=_Unsqueezed(), branch=branch))

@@ -7,8 +7,13 @@ The public methods follow timm (R. Wightman, https://github.com/huggingface/pyto
 ``get_classifier``, ``reset_classifier``, ``num_classes=0``, ``global_pool``.
 
 Stem and stages are sequences of steps on one state. The streams after the last stage are a
-*representation* of the image; if every step has an inverse, they determine the image. Feature
-extraction, pretrained weights and saving use the states after the stages, for all networks.
+*representation* of the image; if every step has an inverse, they determine the image.
+
+Feature maps are the states between the stages. Forward hooks on stages would give the same maps,
+but also run the layers after the last one. Only the returned maps, copies of the concatenated
+streams, are kept; the stages recompute their activations as usual.
+
+Methods that take images raise a ValueError if their channels or size do not fit.
 
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
@@ -16,10 +21,11 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple, overload
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +43,8 @@ from revzoo.core.invertible import (
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
-from revzoo.models.components.pool import GlobalPool
-from revzoo.models.parts import Part
+from revzoo.models.components import GlobalPool, NormAct
+from revzoo.models.lean import run
 from revzoo.models.save import SavableNetwork
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
@@ -52,6 +58,27 @@ class FeatureInfo(NamedTuple):
     num_chs: int
     reduction: int
     module: str
+
+
+class Part(NamedTuple):
+    """A unit to freeze or to give a learning rate: the modules between two states of a network."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[nn.Parameter, ...] = ()  # outside these modules, such as class tokens
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all its modules, and its own."""
+        yield from self.tensors
+        for module in self.modules:
+            yield from module.parameters()
+
+    def train(self, trained: bool) -> None:
+        """Train the part, or freeze it: evaluation mode, no gradients."""
+        for p in self.parameters():
+            p.requires_grad_(trained)
+        for module in self.modules:
+            module.train(trained)
 
 
 class ImageSizeError(ValueError):
@@ -71,17 +98,9 @@ class ImageSizeError(ValueError):
 class ImageNetwork(SavableNetwork, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
-    Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
-    constructor, and define the abstract methods.
-
-    Args:
-        in_chans: channels of the images.
-
-    Attributes:
-        num_features: channels of the features of :meth:`forward_features`.
-
-    Raises:
-        ValueError: ``in_chans`` is not a positive whole number.
+    Subclasses build ``stem`` and ``stages``, set ``num_features`` (channels of
+    :meth:`forward_features`), call :meth:`_assemble` at the end of their constructor, and define
+    the abstract methods.
     """
 
     default_memory: ClassVar[str]
@@ -121,7 +140,7 @@ class ImageNetwork(SavableNetwork, ABC):
         self.in_chans = in_chans
 
     def _assemble(
-        self, *, num_classes: int, drop_rate: float, memory: str | None, global_pool: str = "avg"
+        self, num_classes: int, drop_rate: float, memory: str | None, global_pool: str
     ) -> None:
         """Append pooling, dropout and classifier, name the steps, and set their memory mode."""
         check_probability("drop_rate", drop_rate)
@@ -144,20 +163,19 @@ class ImageNetwork(SavableNetwork, ABC):
     def check_size(self, height: int, width: int) -> None:
         """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
 
-    @abstractmethod
     def forward_features(self, x: Tensor) -> Tensor:
-        """The features of images ``(B, in_chans, H, W)`` that :meth:`forward_head` pools."""
+        """The last map ``(B, num_features, H', W')``, or tokens ``(B, N, num_features)``.
 
-    def normed(self, z: Tensor, index: int) -> Tensor:
-        """``z``, the merged ``index``-th state, normalised as before the head if the widths fit."""
+        Streams are merged and normalised; :meth:`forward_head` pools the result.
+        """
+        return self.normed(self.encode(x), last=True)
+
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
+        """Merged streams after the ``last`` stage or another, normalised if the widths fit."""
         return z
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``."""
         return self.forward_head(self.forward_features(x))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
@@ -169,29 +187,6 @@ class ImageNetwork(SavableNetwork, ABC):
         pooled: Tensor = self.drop(self.pool(features))
         return pooled if pre_logits else self.get_classifier()(pooled)
 
-    @overload
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int] | None = ...,
-        norm: bool = ...,
-        stop_early: bool = ...,
-        output_fmt: str = ...,
-        *,
-        intermediates_only: Literal[True],
-    ) -> list[Tensor]: ...
-
-    @overload
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | Sequence[int] | None = ...,
-        norm: bool = ...,
-        stop_early: bool = ...,
-        output_fmt: str = ...,
-        intermediates_only: Literal[False] = ...,
-    ) -> tuple[Tensor, list[Tensor]]: ...
-
     def forward_intermediates(
         self,
         x: Tensor,
@@ -200,7 +195,7 @@ class ImageNetwork(SavableNetwork, ABC):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+    ) -> Any:
         """The last features and intermediate feature maps, from one pass in any memory mode.
 
         Args:
@@ -234,11 +229,11 @@ class ImageNetwork(SavableNetwork, ABC):
             if i in taken or i == last:  # merging copies the streams, so not after every stage
                 z = torch.cat(state, dim=self.channel_dim)
                 if i in taken:
-                    normed = self.normed(z, i) if norm else z
+                    normed = self.normed(z, last=i == count - 1) if norm else z
                     maps.append(self.as_map(normed) if output_fmt == "NCHW" else normed)
             if i == last:
                 break  # stage_states is lazy: later stages do not run
-        return maps if intermediates_only else (self.normed(z, last), maps)
+        return maps if intermediates_only else (self.normed(z, last=last == count - 1), maps)
 
     @property
     def classifiers(self) -> tuple[str, ...]:
@@ -271,12 +266,16 @@ class ImageNetwork(SavableNetwork, ABC):
         if global_pool is not None and self.spec is not None:  # a saved model must be rebuilt alike
             options = {**self.spec.options, "global_pool": global_pool}
             self.spec = self.spec._replace(options=options)
-        if not num_classes:
-            self.fc: nn.Module = nn.Identity()
-            return
-        like = next(self.parameters())  # device and precision may have changed since creation
-        classifier = _linear(self.num_features * pool.widening, num_classes).train(self.training)
-        self.fc = classifier.to(like.device, like.dtype)
+        self.fc: nn.Module = nn.Identity()
+        if num_classes:
+            # as in the TensorFlow release of arXiv 1707.04585: uniform of variance 1 / in_features
+            self.fc = nn.Linear(self.num_features * pool.widening, num_classes)
+            bound = math.sqrt(3.0 / self.fc.in_features)
+            nn.init.uniform_(self.fc.weight, -bound, bound)
+            nn.init.zeros_(self.fc.bias)
+            # device and precision may have changed since creation
+            like = next(self.parameters())
+            self.fc.to(like.device, like.dtype).train(self.training)
 
     @property
     def invertible(self) -> bool:
@@ -288,14 +287,10 @@ class ImageNetwork(SavableNetwork, ABC):
 
         The head normalises, pools and classifies it. Memory mode ``exact`` rounds the image to the
         grid (multiples of ``2**-23`` do not change), and :meth:`inverse` recovers it bit for bit.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
         """
         self._check_images(x)
         state: State = (x,)
-        for sequence in (self.stem, *self.stages):
-            assert isinstance(sequence, ReversibleSequence)
+        for sequence in self._sequences():
             streams = list(state)
             del state  # see run_sequence()
             state = run_sequence(sequence, streams)
@@ -331,19 +326,14 @@ class ImageNetwork(SavableNetwork, ABC):
         state: State = (z,)
         if self.streams == 2:
             state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
-        for sequence in reversed([self.stem, *self.stages]):
-            assert isinstance(sequence, ReversibleSequence)
+        for sequence in reversed(self._sequences()):
             streams = list(state)
             del state
             state = invert_sequence(sequence, streams)
         return state[0]
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
-        """Yield the streams after each stage (of a transformer: each block), computed lazily.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
+        """Yield the streams after each stage (of a transformer: each block), computed lazily."""
         self._check_images(x)
         state = as_state(self.stem(x))
         for stage in self.stages:
@@ -357,36 +347,37 @@ class ImageNetwork(SavableNetwork, ABC):
     def keep_stages(self, count: int) -> None:
         """Remove the head and all stages after the first ``count``."""
         self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
-        self._remove_head()
-
-    def _remove_head(self) -> None:
-        for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
+        for name in dict(self.named_children()).keys() - {"stem", "stages"}:
             delattr(self, name)
 
     def parts(self) -> tuple[Part, ...]:
-        """The parts in order, the classifier last; each parameter is in one part."""
-        named = dict(self.named_children())
-        stem, stages = named.pop("stem"), named.pop("stages")
-        classifier = named.pop(self.classifier)
-        assert isinstance(stages, nn.ModuleList)
-        *earlier, last = stages
-        # the rest of `named`, the normalisation and layers without parameters, reads the last stage
+        """``stem``, ``stages.0``, ..., ``stages.N`` (with the normalisation after it), ``fc``.
+
+        From image to logits; each parameter is in one part. The order matters: a frozen part still
+        saves activations unless all parts before it are frozen, too. Lightning's
+        ``BaseFinetuning.flatten_modules`` returns single layers.
+        """
+        used = ("stem", "stages", self.classifier)
+        # the normalisation and layers without parameters read the last stage
+        rest = [module for name, module in self.named_children() if name not in used]
+        *earlier, last = self.stages
         return (
             # parameters of the network itself go with the first part
-            Part("stem", (stem,), tuple(self.parameters(recurse=False))),
+            Part("stem", (self.stem,), tuple(self.parameters(recurse=False))),
             *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),
-            Part(f"stages.{len(earlier)}", (last, *named.values())),
-            Part(self.classifier, (classifier,)),
+            Part(f"stages.{len(earlier)}", (last, *rest)),
+            Part(self.classifier, (self.get_classifier(),)),
         )
 
     def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The ``tensors`` of a file under the names of this network's ``state_dict``."""
         return tensors
 
+    def _sequences(self) -> list[ReversibleSequence]:
+        return cast(list[ReversibleSequence], [self.stem, *self.stages])
+
     def _steps(self) -> Iterator[Step]:
-        for sequence in (self.stem, *self.stages):
-            assert isinstance(sequence, ReversibleSequence)
-            yield from sequence
+        return itertools.chain.from_iterable(self._sequences())
 
     def _check_invertible(self) -> None:
         lossy = [name_of(step) for step in self._steps() if not step.invertible]
@@ -406,17 +397,16 @@ class ImageNetwork(SavableNetwork, ABC):
                 )
 
     def _check_images(self, x: object) -> None:
+        shape = f"(B, {self.in_chans}, H, W)"
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"images of type {type(x).__module__}.{type(x).__qualname__}: expected a tensor "
-                f"(B, {self.in_chans}, H, W); prepare an image with "
-                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)"
+                f"{shape}; prepare an image with model.transforms()(image).unsqueeze(0), or call "
+                "revzoo.predict(image, model)"
             )
+        got = f"images of shape {tuple(x.shape)}: expected {shape}"
         if x.dim() != 4:
-            raise ValueError(
-                f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); give one "
-                "image a batch dimension, x.unsqueeze(0)"
-            )
+            raise ValueError(f"{got}; give one image a batch dimension, x.unsqueeze(0)")
         if not x.is_floating_point():
             raise ValueError(
                 f"images of {x.dtype}: expected normalised images of a floating type; batches of "
@@ -426,10 +416,7 @@ class ImageNetwork(SavableNetwork, ABC):
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
             if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
-                raise ValueError(
-                    f"images of shape {tuple(x.shape)}: expected (B, {self.in_chans}, H, W); put "
-                    "the channels first, x.permute(0, 3, 1, 2)"
-                )
+                raise ValueError(f"{got}; put the channels first, x.permute(0, 3, 1, 2)")
             raise ValueError(
                 f"images of {channels} channels: expected {self.in_chans}; create the model with "
                 f"in_chans={channels}, or convert the images"
@@ -442,6 +429,89 @@ class ImageNetwork(SavableNetwork, ABC):
                 f"them, x.to({weight.dtype})"
             )
         self.check_size(height, width)
+
+
+class ConvolutionalClassifier(ImageNetwork):
+    """Image classifier whose streams are maps ``(B, C, H, W)``; its head begins with BN-ReLU.
+
+    The image sizes that the strides allow are in the variant: ``size_multiple``.
+    """
+
+    variant: Any
+
+    size_reason: ClassVar[str]
+    """The reason in the error message, after "this model": "squeezes them", say."""
+
+    def _append_head(self, norm_act: NormAct, *options: Any) -> None:
+        """Append BN-ReLU, then the rest by :meth:`_assemble`, which takes the ``options``."""
+        self.norm = norm_act.normalise(self.num_features)
+        self.relu = norm_act.activate()
+        self._assemble(*options)
+
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
+        # The head's normalisation has the width of the last stage. run lets the ReLU work in place,
+        # so autograd keeps one tensor, not two.
+        return run((self.norm, self.relu), z) if last else z
+
+    def check_size(self, height: int, width: int) -> None:
+        multiple = self.variant.size_multiple
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            near = max(multiple, round(height / multiple) * multiple)
+            raise ImageSizeError(
+                f"images of {height} x {width} pixels: expected height and width to be positive "
+                f"multiples of {multiple}, since this model {self.size_reason}",
+                f"; resize or pad the images (a folder of images: data.image_size={near})",
+                side=near,
+            )
+
+
+class FeatureInfos(tuple[FeatureInfo, ...]):
+    """Descriptions of the chosen maps, in the order of ``out_indices``."""
+
+    def channels(self) -> list[int]:
+        """Channels of each map."""
+        return [info.num_chs for info in self]
+
+    def reduction(self) -> list[int]:
+        """Image side over map side, of each map."""
+        return [info.reduction for info in self]
+
+
+class FeatureNet(nn.Module):
+    """``(B, in_chans, H, W)`` to a list of maps ``(B, num_chs, H / reduction, W / reduction)``.
+
+    A map is the streams concatenated along the channels, before the head's normalisation. Every
+    memory mode works; gradients may enter at any map.
+
+    Args:
+        network: modified in place: loses its head and the stages after the last map.
+        out_indices: stages, negative ones counted from the last; a number n for the last n; None
+            for all. The maps have this order.
+
+    Raises:
+        ValueError: no index, an index out of range, or a stage twice.
+    """
+
+    def __init__(
+        self, network: ImageNetwork, out_indices: int | Sequence[int] | None = None
+    ) -> None:
+        super().__init__()
+        infos = network.feature_info
+        self.out_indices = tuple(taken_indices(out_indices, len(infos)))
+        if len(set(self.out_indices)) != len(self.out_indices):
+            raise ValueError(f"out_indices={out_indices}: expected each stage at most once")
+        self.feature_info = FeatureInfos(infos[i] for i in self.out_indices)
+        # DistributedDataParallel raises for parameters that get no gradient
+        network.keep_stages(max(self.out_indices) + 1)
+        self.network = network
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """The maps of images ``x``."""
+        order = sorted(self.out_indices)
+        maps = self.network.forward_intermediates(
+            x, order, stop_early=True, intermediates_only=True
+        )
+        return [maps[order.index(i)] for i in self.out_indices]
 
 
 def parts(network: nn.Module) -> tuple[Part, ...]:
@@ -483,16 +553,3 @@ def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[F
     """The descriptions of the maps after each stage."""
     pairs = zip(channels, reductions, strict=True)
     return tuple(FeatureInfo(c, r, f"stages.{i}") for i, (c, r) in enumerate(pairs))
-
-
-def _linear(in_features: int, out_features: int) -> nn.Linear:
-    """Classifier initialised as in the TensorFlow release of arXiv 1707.04585.
-
-    Weights uniform in +-sqrt(3 / in_features), i.e. of variance 1 / in_features
-    (tf.uniform_unit_scaling_initializer with factor 1), biases zero.
-    """
-    layer = nn.Linear(in_features, out_features)
-    bound = math.sqrt(3.0 / in_features)
-    nn.init.uniform_(layer.weight, -bound, bound)
-    nn.init.zeros_(layer.bias)
-    return layer

@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from revzoo._libraries import library_hint
-from revzoo.models.adapt import adapt_channels, adapt_positions
-from revzoo.models.library import is_library_name, weights_address
+from revzoo.models.components import adapt_channels
 from revzoo.models.network import ImageNetwork
 from revzoo.models.weights_file import TensorFile, check_finite, check_fit, parse_safetensors
+from revzoo.models.wrapped import is_library_name, weights_address
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
+    EntryError,
     StateMismatchError,
     UnknownWeightsError,
 )
@@ -78,36 +80,35 @@ def find_model(
             f"--import {Path(text).stem} NAME"
         )
     is_known = text.partition(".")[0] in known
-    entry = None
     # a folder "revnet38" in the working directory must not hide the architecture
     if text.endswith(SUFFIX) or not is_known:
         entry = find_entry(name, cache_dir=cache_dir, tensors=pretrained)
-    if entry is None:
-        if is_library_name(text) or (not pretrained and "." not in text):
-            if not pretrained:
-                return NamedModel(text)
-            weights_address(text)  # raises if the library has none
-            return NamedModel(text, options={"pretrained": True})  # the library loads its weights
-        if text.endswith(".ckpt") or Path(text, CHECKPOINTS).is_dir():
+        if entry is not None:
+            return NamedModel(entry.architecture, entry, entry.options)
+    if is_library_name(text) and pretrained:
+        weights_address(text)  # raises if the library has none
+        return NamedModel(text, options={"pretrained": True})  # the library loads its weights
+    if is_library_name(text) or (not pretrained and "." not in text):
+        return NamedModel(text)
+    if text.endswith(".ckpt") or Path(text, CHECKPOINTS).is_dir():
+        raise UnknownWeightsError(
+            f"{text} is a run or its checkpoint, not weights: "
+            "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
+            "revzoo export RUN --format safetensors writes its weights"
+        )
+    shelf = SHIPPED if table is None else table
+    try:
+        entry = shelf.find(text)
+    except UnknownWeightsError as error:
+        if text in known and not shelf.names(text):
             raise UnknownWeightsError(
-                f"{text} is a run or its checkpoint, not weights: "
-                "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "
-                "revzoo export RUN --format safetensors writes its weights"
-            )
-        shelf = SHIPPED if table is None else table
-        try:
-            entry = shelf.find(text)
-        except UnknownWeightsError as error:
-            if text in known and not shelf.names(text):
-                raise UnknownWeightsError(
-                    f"there are no weights for {text}: use pretrained=False "
-                    "(model.pretrained=false), or your own file as checkpoint_path "
-                    "(+model.checkpoint_path=FILE); list_models(pretrained=True) (revzoo list "
-                    "--pretrained) lists all weights"
-                ) from None
-            hint = "" if is_known else library_hint(text)
-            in_programs = error.in_programs and f"{error.in_programs}{hint}"
-            raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
+                f"there are no weights for {text}: use pretrained=False (model.pretrained=false), "
+                "or your own file as checkpoint_path (+model.checkpoint_path=FILE); "
+                "list_models(pretrained=True) (revzoo list --pretrained) lists all weights"
+            ) from None
+        hint = "" if is_known else library_hint(text)
+        in_programs = error.in_programs and f"{error.in_programs}{hint}"
+        raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
     return NamedModel(entry.architecture, entry, entry.options)
 
 
@@ -117,19 +118,25 @@ def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) ->
     Raises:
         WeightsError: the file is missing, cannot be fetched, or has another hash.
     """
-    return parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
+    file = parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
+    in_chans = file.in_chans or entry.in_chans
+    return file._replace(in_chans=in_chans, num_classes=entry.num_classes)
 
 
 def load_weights(
-    network: ImageNetwork, file: TensorFile, *, architecture: str, allow_nonfinite: bool = False
+    network: ImageNetwork,
+    file: TensorFile,
+    *,
+    architecture: str = "",
+    allow_nonfinite: bool = False,
 ) -> None:
     """Load ``file`` into ``network``, adapted to its classes and image channels.
 
     Raises:
         ArchitectureMismatchError: the file names another architecture.
-        NotFiniteError: a tensor holds NaN or Inf and ``allow_nonfinite`` is False; nothing is
-            loaded.
-        StateMismatchError: lists the tensors that do not fit; nothing is loaded.
+        EntryError: the entry of the file names another number of classes.
+        NotFiniteError: a tensor holds NaN or Inf and ``allow_nonfinite`` is False.
+        StateMismatchError: lists the tensors that do not fit.
     """
     if file.architecture not in (None, architecture):
         raise ArchitectureMismatchError(
@@ -138,42 +145,19 @@ def load_weights(
         )
     expected = network.state_dict()
     tensors = dict(network.adapt_state_dict(file.tensors))
-    tensors = missing_counts(expected, tensors) | tensors
-    _adapt_input(network, tensors, file.where)
+    # Files from before torch 0.4.1, such as torchvision's ResNets, lack BatchNorm's counts. torch
+    # does the same.
+    counts = {key: t for key, t in expected.items() if key.endswith(".num_batches_tracked")}
+    if not counts.keys() & tensors.keys():
+        tensors |= counts
+    _adapt_input(network, tensors, file)
     _adapt_positions(network, expected, tensors)
-    if not network.num_classes:  # no classifier: drop the file's classifier
-        prefixes = _prefixes(network)
-        tensors = {key: t for key, t in tensors.items() if not key.startswith(prefixes)}
-    head = _fresh_head(network, expected, tensors)
-    if head:
-        # no warning: the caller asked for other classes
-        log.info(
-            "%s does not have %d classes: the classifier starts from random weights",
-            file.where,
-            network.num_classes,
-        )
-    tensors |= head
+    _adapt_classifier(network, expected, tensors, file)
     check_fit(expected, tensors, file.where)
     # after the shapes: it needs memory, and a wrong file may be large
     if not allow_nonfinite:
         check_finite(tensors, file.where, expected)
     network.load_state_dict(tensors)
-
-
-def check_channels(network: ImageNetwork, trained: int | None, where: str) -> None:
-    """Refuse weights for other image channels if the network has no layer to adapt.
-
-    Raises:
-        StateMismatchError: ``trained`` differs from the network's channels.
-    """
-    if network.input_layer is None and trained not in (None, network.in_chans):
-        raise StateMismatchError(
-            where,
-            misshapen=[
-                f"images (file: {trained} channels, model: {network.in_chans}; this architecture "
-                "has no first convolution to adapt: convert the images)"
-            ],
-        )
 
 
 def shape_of_weights(
@@ -197,25 +181,20 @@ def shape_of_weights(
     return shape
 
 
-def missing_counts(
-    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """BatchNorm's counts for a file from before torch 0.4.1, which lacks them; torch does the same.
-
-    Torchvision's weights of ResNets are such files.
-    """
-    counts = {key: value for key, value in expected.items() if key.endswith(".num_batches_tracked")}
-    return {} if counts.keys() & tensors.keys() else counts
-
-
-def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) -> None:
+def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], file: TensorFile) -> None:
+    if network.input_layer is None:
+        if file.in_chans not in (None, network.in_chans):
+            why = "this architecture has no first convolution to adapt: convert the images"
+            line = f"images (file: {file.in_chans} channels, model: {network.in_chans}; {why})"
+            raise StateMismatchError(file.where, misshapen=[line])
+        return
     key = f"{network.input_layer}.weight"
     weight = tensors.get(key)
     # other shapes do not change: check_fit names them
     if weight is not None and weight.dim() == 4 and weight.shape[1] not in (0, network.in_chans):
         log.info(
             "%s is for images of %d channels: the first layer is adapted to %d",
-            where,
+            file.where,
             weight.shape[1],
             network.in_chans,
         )
@@ -225,28 +204,47 @@ def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) 
 def _adapt_positions(
     network: ImageNetwork, expected: Mapping[str, Tensor], tensors: dict[str, Tensor]
 ) -> None:
+    """Resize position embeddings ``(1, N, D)`` of a square of patches to another square."""
     key = network.positions
     if key is None or key not in expected or key not in tensors:
         return
     positions, (_, count, width) = tensors[key], expected[key].shape
     if positions.dim() != 3 or (positions.shape[0], positions.shape[2]) != (1, width):
         return
-    old = positions.shape[1]
-    if old not in (0, count) and math.isqrt(old) ** 2 == old:  # a square image of patches
-        tensors[key] = adapt_positions(positions, count)
+    old, side = math.isqrt(positions.shape[1]), math.isqrt(count)
+    if old in (0, side) or old**2 != positions.shape[1]:
+        return
+    # (1, N, D) -> (1, D, side, side), as interpolate expects images; float for half precision
+    grid = positions.float().reshape(1, old, old, width).permute(0, 3, 1, 2)
+    # bicubic and antialiased, like timm's resample_abs_pos_embed
+    resized = functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
+    tensors[key] = resized.permute(0, 2, 3, 1).reshape(1, count, width).to(positions.dtype)
 
 
-def _fresh_head(
-    network: ImageNetwork, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The network's initial classifier, if the file's number of classes differs; else empty."""
+def _adapt_classifier(
+    network: ImageNetwork,
+    expected: Mapping[str, Tensor],
+    tensors: dict[str, Tensor],
+    file: TensorFile,
+) -> None:
+    """Leave the network's initial classifier if it has another number of classes, or none."""
     weight = tensors.get(f"{network.classifier}.weight")
-    # a missing or misshapen classifier is an error of the file, which check_fit reports
-    if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
-        return {}
-    return {key: value for key, value in expected.items() if key.startswith(_prefixes(network))}
-
-
-def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
-    """The prefixes of the names of the classifiers' tensors."""
-    return tuple(f"{path}." for path in network.classifiers)
+    if weight is not None and file.num_classes not in (None, len(weight)):
+        raise EntryError(
+            f"{file.where} holds a classifier of {len(weight)} classes, but its entry says "
+            f"num_classes={file.num_classes}"
+        )
+    if network.num_classes:
+        # a missing or misshapen classifier is an error of the file, which check_fit reports
+        if weight is None or weight.dim() != 2 or len(weight) == network.num_classes:
+            return
+        # no warning: the caller asked for other classes
+        log.info(
+            "%s does not have %d classes: the classifier starts from random weights",
+            file.where,
+            network.num_classes,
+        )
+    heads = tuple(f"{path}." for path in network.classifiers)
+    for key in [key for key in tensors if key.startswith(heads)]:
+        del tensors[key]
+    tensors |= {key: t for key, t in expected.items() if key.startswith(heads)}

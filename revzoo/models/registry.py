@@ -8,7 +8,7 @@ import fnmatch
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -16,35 +16,31 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from revzoo._checks import UserError, check_new_name, did_you_mean
-from revzoo._libraries import library_hint, matching_names
+from revzoo._checks import UserError, check_new_name, did_you_mean, keyword_names
+from revzoo._libraries import check_library_name, library_hint, matching_names
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
-from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
-from revzoo.models.library import (
-    LIBRARY_CLASSES,
-    LibraryNetwork,
-    LibraryVariant,
-    find_library_model,
-    is_library_name,
-)
-from revzoo.models.network import ImageNetwork
+from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
     NamedModel,
-    check_channels,
     find_model,
     load_weights,
     read_weights,
     shape_of_weights,
 )
-from revzoo.models.resnet import RESNETS, ResNet
-from revzoo.models.revnet import REVNETS, RevNet
+from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
-from revzoo.models.wrapped import OwnNetwork, keywords_of
-from revzoo.weights.entry import WeightsEntry
+from revzoo.models.wrapped import (
+    LIBRARY_CLASSES,
+    LibraryNetwork,
+    LibraryVariant,
+    OwnNetwork,
+    is_library_name,
+    keywords_of,
+)
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
@@ -68,9 +64,8 @@ class Architecture(NamedTuple):
     @property
     def network_keywords(self) -> tuple[str, ...]:
         """The keyword arguments of the class."""
-        parameters = inspect.signature(self.network).parameters.values()
-        names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-        return (*names, "reversible_bits") if self.network.convertible else names
+        bits = ("reversible_bits",) if self.network.convertible else ()
+        return (*keyword_names(self.network), *bits)
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -88,18 +83,21 @@ class _Models(dict[str, Architecture]):
     def __missing__(self, name: str) -> Architecture:
         if not is_library_name(name):
             raise KeyError(name)
-        find_library_model(name)  # raises for a name that the library does not list
+        check_library_name(name)  # raises for a name that the library does not list
         return Architecture(LibraryNetwork, LibraryVariant(name))
 
 
+TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
+    RevNet: REVNETS,
+    ResNet: RESNETS,
+    IRevNet: IREVNETS,
+    RevViT: REVVITS,
+    ViT: VITS,
+}
 MODELS: dict[str, Architecture] = _Models(
-    {
-        **{name: Architecture(RevNet, variant) for name, variant in REVNETS.items()},
-        **{name: Architecture(ResNet, variant) for name, variant in RESNETS.items()},
-        **{name: Architecture(IRevNet, variant) for name, variant in IREVNETS.items()},
-        **{name: Architecture(RevViT, variant) for name, variant in REVVITS.items()},
-        **{name: Architecture(ViT, variant) for name, variant in VITS.items()},
-    }
+    (name, Architecture(network, row))
+    for network, rows in TABLES.items()
+    for name, row in rows.items()
 )
 
 
@@ -117,7 +115,7 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
             Or a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes a
             row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
         variant: the row of an ``ImageNetwork``, a dataclass, such as
-            :class:`~revzoo.models.variant.Variant`.
+            :class:`~revzoo.models.revnet.Variant`.
 
     Raises:
         ValueError: the name is taken, or has invalid characters; a parameter has the name of a
@@ -144,8 +142,8 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
     check_new_name("model", name, MODELS)
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
-    kind = network if isinstance(network, type) else None
-    if kind is not None and issubclass(kind, ImageNetwork):
+    kind: Any = network
+    if isinstance(kind, type) and issubclass(kind, ImageNetwork):
         if not is_dataclass(variant) or isinstance(variant, type):
             raise TypeError(
                 f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
@@ -274,7 +272,7 @@ def create_model(
             * ``dropout``: probability of dropping a value inside the residual functions.
             * ``global_pool``: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
               none, with ``num_classes=0``.
-            * fields of the row (:class:`~revzoo.models.variant.Variant`,
+            * fields of the row (:class:`~revzoo.models.revnet.Variant`,
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 
@@ -316,8 +314,7 @@ def create_model(
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
     entry = named.entry if pretrained else None
     if file is not None:
-        _check_classes(model, file, entry)
-        _load(model, file, named, allow_nonfinite=allow_nonfinite)
+        load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
     model.entry = entry
     return FeatureNet(model, out_indices) if features_only else model
 
@@ -344,19 +341,33 @@ def _build(
     named: NamedModel, file: TensorFile | None, numbers: dict[str, Any], keywords: dict[str, Any]
 ) -> ImageNetwork:
     """The network, with initial values; ``numbers`` and ``keywords`` are the caller's."""
-    architecture = _architecture_of(named.architecture)
+    name, entry = named.architecture, named.entry
+    architecture = _architecture_of(name)
     network: Any = architecture.network
     options = {**named.options, **keywords}
-    _check_keywords(named.architecture, options)
-    entry = named.entry
+    known = architecture.keywords
+    for keyword in options:
+        if keyword not in known:
+            if keyword == "reversible_bits":
+                raise ValueError(_refused_bits(name))
+            raise ValueError(
+                f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
+                + did_you_mean(keyword, known, n=3)
+            )
     # fields of the row change the row; the others are arguments of the class
-    changes = {key: options[key] for key in architecture.variant_keywords if key in options}
-    others = {key: value for key, value in options.items() if key not in changes}
-    row = replace(architecture.variant, **changes)
+    of_row = options.keys() & architecture.variant_keywords
+    row = replace(architecture.variant, **{key: options[key] for key in of_row})
+    others = {key: value for key, value in options.items() if key not in of_row}
+    layout = network
+    if file is not None and issubclass(network, OwnNetwork):
+        # A network without values tells what names its first and last layer. A constructor that
+        # reads values of tensors runs on the CPU, where it draws.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            layout = network(row)
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,
-        {} if file is None else shape_of_weights(_layout_of(network, row), file),
+        {} if file is None else shape_of_weights(layout, file),
         {} if entry is None else {"num_classes": entry.num_classes, "in_chans": entry.in_chans},
         {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
         {"num_classes": 10, "in_chans": 3},
@@ -368,21 +379,12 @@ def _build(
     if bits is not None:
         make_reversible(model, bits)
         # on the instance: other networks of the class do not change
-        model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
+        model.default_memory = default_memory(name, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shapeless = {*_SHAPELESS} - {*architecture.variant_keywords}  # a user's own dropout, say
     shaping = {key: value for key, value in options.items() if key not in shapeless}
-    model.spec = Spec(named.architecture, shaping, create_model)
+    model.spec = Spec(name, shaping, create_model)
     return model
-
-
-def _layout_of(network: type[ImageNetwork], row: Any) -> type[ImageNetwork] | ImageNetwork:
-    """What names the first and last layer: the class, or a network of the user without values."""
-    if not issubclass(network, OwnNetwork):
-        return network
-    # a constructor that reads values of tensors runs on the CPU, where it draws
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        return network(row)
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
@@ -415,24 +417,6 @@ def default_memory(name: str, reversible_bits: int | None = None) -> str:
     return "exact" if reversible_bits is not None else _architecture_of(name).network.default_memory
 
 
-def _check_classes(model: ImageNetwork, file: TensorFile, entry: WeightsEntry | None) -> None:
-    head = file.tensors.get(f"{model.classifier}.weight")
-    if entry is not None and head is not None and len(head) != entry.num_classes:
-        raise EntryError(
-            f"{file.where} holds a classifier of {len(head)} classes, but its entry says "
-            f"num_classes={entry.num_classes}"
-        )
-
-
-def _load(
-    model: ImageNetwork, file: TensorFile, named: NamedModel, *, allow_nonfinite: bool
-) -> None:
-    # i-RevNets have no first convolution whose shape would show the channels
-    trained = file.in_chans or (named.entry.in_chans if named.entry else None)
-    check_channels(model, trained, file.where)
-    load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
-
-
 def _given(**values: Any) -> dict[str, Any]:
     """The values that are not None; 0 classes are valid."""
     return {key: value for key, value in values.items() if value is not None}
@@ -451,35 +435,3 @@ def _architecture_of(name: str) -> Architecture:
             "and add --import MODULE",
         )
     return MODELS[name]
-
-
-def _check_keywords(name: str, keywords: Iterable[str]) -> None:
-    entry = MODELS[name]
-    known = entry.keywords
-    for keyword in keywords:
-        if keyword in known:
-            continue
-        if keyword == "reversible_bits":
-            raise ValueError(_refused_bits(name))
-        raise ValueError(
-            f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
-            + did_you_mean(keyword, known, n=3)
-        )
-
-
-def arguments_of(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:
-    """Arguments of :func:`create_model` for a network like ``variant``.
-
-    Args:
-        variant: a row, as in a model's table.
-        names: models of the same table. The result names the first one with an equal row; otherwise
-            the first of all, with the fields that differ.
-        arguments: further arguments, passed on.
-    """
-    names = list(names)
-    name = next((name for name in names if MODELS[name].variant == variant), names[0])
-    row = MODELS[name].variant
-    # fields without compare, such as an i-RevNet's image_size, do not shape the network
-    values = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
-    differing = {key: value for key, value in values.items() if value != getattr(row, key)}
-    return {"name": name, **arguments, **differing}

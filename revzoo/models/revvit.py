@@ -13,6 +13,13 @@ all else is the same.
 There is no class token: the head averages all tokens. The average has no parameters, and it uses
 the patch tokens of the last layers, which a class token would leave unread.
 
+    Attention   LN - queries, keys, values - softmax(q k^T / sqrt(d)) v - linear - [dropout]
+    MLP         LN - linear - activation - [dropout] - linear - [dropout]
+
+Both end in stochastic depth (Huang et al. 2016, arXiv 1603.09382). ``torch.nn.MultiheadAttention``
+computes the same attention, but takes three inputs and a mask, which a branch of one stream does
+not have.
+
 Shapes: B batch, N patches, D width of a token in one stream.
 """
 
@@ -22,18 +29,20 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step, as_state
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.models.components.attention import EPSILON, MLP, Attention
-from revzoo.models.components.droppath import drop_path_rates
-from revzoo.models.components.norm import ACTIVATIONS
+from revzoo.models.components import ACTIVATIONS, drop_path_rates, stochastic_depth
+from revzoo.models.lean import run
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError
-from revzoo.models.unit import ResidualUnit
+from revzoo.models.revnet import ResidualUnit
 
 # Standard deviation of the initial weights, truncated at two deviations, as in DeiT (2012.12877).
 STD = 0.02
+# ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +57,7 @@ class RevViTVariant:
             the number of position embeddings.
         patch_size: side of a patch in pixels.
         mlp_ratio: hidden width of an MLP over ``width``.
-        activation: of the MLPs, a name in :data:`~revzoo.models.components.norm.ACTIVATIONS`.
+        activation: of the MLPs, a name in :data:`~revzoo.models.components.ACTIVATIONS`.
         dropout: probability of zeroing a value in a branch.
         drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
             block; it rises linearly from 0 at the first.
@@ -81,11 +90,6 @@ class RevViTVariant:
                 "choose a patch_size that divides it, or resize the images"
             )
 
-    @property
-    def patches(self) -> int:
-        """Number N of patches of an image."""
-        return (self.img_size // self.patch_size) ** 2
-
 
 # The first three are Rev-ViT-S, -B and -L of the paper; the last is for images of 32x32.
 REVVITS: dict[str, RevViTVariant] = {
@@ -100,14 +104,64 @@ REVVITS: dict[str, RevViTVariant] = {
 VITS: dict[str, RevViTVariant] = {"vit_cifar": REVVITS["revvit_cifar"]}
 
 
-class PatchEmbedding(Step):
-    """``(B, in_chans, H, W)`` -> equal streams ``(B, N, D)``, the embedded patches.
+class Attention(nn.Module):
+    """Multi-head self-attention on ``(B, N, width)``, normalisation first.
 
-    Args:
-        in_chans: channels of the image.
-        variant: width, and sizes of image and patch.
-        copies: number of streams.
+    ``dropout`` is the probability of zeroing a value of the result, ``drop_path`` that of dropping
+    the whole result of a sample.
     """
+
+    def __init__(
+        self, width: int, *, heads: int, dropout: float = 0.0, drop_path: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.drop = nn.Dropout(dropout)
+        self.drop_path = stochastic_depth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, D / heads)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
+        return self.drop_path(run((self.proj, self.drop), mixed))
+
+
+class MLP(nn.Module):
+    """Two linear layers on each token of ``(B, N, width)``, normalisation first.
+
+    ``dropout`` is the probability of zeroing a value after either layer, ``drop_path`` that of
+    dropping the whole result of a sample.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        hidden: int,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.fc1 = nn.Linear(width, hidden)
+        self.act = ACTIVATIONS[activation]()
+        self.fc2 = nn.Linear(hidden, width)
+        self.drop = nn.Dropout(dropout)
+        self.drop_path = stochastic_depth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = (self.norm, self.fc1, self.act, self.drop, self.fc2, self.drop)
+        return self.drop_path(run(layers, x))
+
+
+class PatchEmbedding(Step):
+    """``(B, in_chans, H, W)`` -> ``copies`` equal streams ``(B, N, D)``, the embedded patches."""
 
     streams = 1
 
@@ -117,7 +171,8 @@ class PatchEmbedding(Step):
         side = variant.patch_size
         # kernel = stride: a linear map of each patch
         self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
-        self.positions = nn.Parameter(torch.empty(1, variant.patches, variant.width))
+        patches = (variant.img_size // side) ** 2
+        self.positions = nn.Parameter(torch.empty(1, patches, variant.width))
         nn.init.trunc_normal_(self.positions, std=STD)
 
     def forward(self, *state: Tensor) -> State:
@@ -134,12 +189,8 @@ class RevViT(ImageNetwork):
     and :meth:`inverse` raises.
 
     Args:
-        variant: width, depth, heads and sizes.
-        num_classes: number of logits; 0 for pooled features instead.
-        in_chans: channels of the image.
-        memory: memory mode of all steps, see :func:`revzoo.set_memory`.
-        drop_rate: probability of dropping a pooled feature before the classifier.
-        global_pool: a name in :data:`~revzoo.models.components.pool.POOLS`.
+        variant: width, depth, heads and sizes. The keywords are those of
+            :func:`revzoo.create_model`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -173,31 +224,28 @@ class RevViT(ImageNetwork):
         embedding = PatchEmbedding(in_chans, variant=variant, copies=self.streams)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
-        blocks = [self.build_block(*_branches(variant, rate)) for rate in rates]
+        blocks = [self._block(variant, rate) for rate in rates]
         # one stage: the width is the same throughout, so all blocks form one reversible run
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
         )
         self.stages.apply(_initialise)
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
-        self._assemble(
-            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
-        )
+        self._assemble(num_classes, drop_rate, memory, global_pool)
+
+    def _block(self, variant: RevViTVariant, drop_path: float) -> Step:
+        width, drops = variant.width, {"dropout": variant.dropout, "drop_path": drop_path}
+        attention = Attention(width, heads=variant.heads, **drops)
+        hidden = variant.mlp_ratio * width
+        mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
+        return self.build_block(attention, mlp)
 
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:
         """The step of one block."""
         return ReversibleBlock(attention, mlp)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Tokens ``(B, N, num_features)``: streams concatenated and normalised.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
-        return self.norm(self.encode(x))
-
-    def normed(self, z: Tensor, index: int) -> Tensor:
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
         return self.norm(z)
 
     @property
@@ -211,17 +259,15 @@ class RevViT(ImageNetwork):
     def stage_states(self, x: Tensor) -> Iterator[State]:
         self._check_images(x)
         state = as_state(self.stem(x))
-        (blocks,) = self.stages
-        assert isinstance(blocks, ReversibleSequence)
+        _, blocks = self._sequences()
         for block in blocks:  # after each block, as timm's ViTs do, not only after the one stage
             state = as_state(block(*state))
             yield state
 
     def keep_stages(self, count: int) -> None:
-        (blocks,) = self.stages
-        assert isinstance(blocks, ReversibleSequence)
+        _, blocks = self._sequences()
         blocks.steps = blocks.steps[:count]
-        self._remove_head()
+        super().keep_stages(1)
 
     @property
     def image_size(self) -> int:
@@ -233,8 +279,7 @@ class RevViT(ImageNetwork):
         return z.transpose(1, 2).reshape(len(z), self.num_features, side, side)
 
     def check_size(self, height: int, width: int) -> None:
-        size = self.variant.img_size
-        if (height, width) != (size, size):  # each patch has a learned position
+        if (height, width) != (size := self.image_size, size):  # each patch has a learned position
             raise ImageSizeError(
                 f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
                 "model was created",
@@ -266,15 +311,6 @@ class ViT(RevViT):
         # one step for both, so that block i is stages.0.steps.i, as in a RevViT
         units = [ResidualUnit(branch, shortcut=nn.Identity()) for branch in (attention, mlp)]
         return ReversibleSequence(units, memory="store")
-
-
-def _branches(variant: RevViTVariant, drop_path: float) -> tuple[Attention, MLP]:
-    shared = {"dropout": variant.dropout, "drop_path": drop_path}
-    hidden = variant.mlp_ratio * variant.width
-    return (
-        Attention(variant.width, heads=variant.heads, **shared),
-        MLP(variant.width, hidden=hidden, activation=variant.activation, **shared),
-    )
 
 
 def _initialise(module: nn.Module) -> None:

@@ -290,8 +290,17 @@ def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, An
     Raises:
         EntryError: facts from its creation are no longer true, and ``given`` lacks the new ones.
     """
-    facts = dict(network.facts)
-    if missing := [name for name in _stale(network) if name not in given]:
+    facts, entry, trained_on = dict(network.facts), network.entry, network.trained_on
+    stale: tuple[str, ...] = ()
+    if network.fresh_head and facts:
+        stale = _NEEDED  # the number of classes may be the same, but not the classes
+    elif entry is not None and not trained_on:
+        # {}: trained, but on unknown data
+        if trained_on is not None or entry.num_classes != network.num_classes:
+            stale = _NEEDED
+        elif entry.in_chans != network.in_chans:
+            stale = ("mean", "std")  # one value per channel; the classes are the same
+    if missing := [name for name in stale if name not in given]:
         raise EntryError(
             f"the network was changed or trained after its weights were loaded, so their "
             f"{', '.join(missing)} may be wrong: pass "
@@ -301,20 +310,3 @@ def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, An
     if network.in_chans != facts.get("input_size", (network.in_chans,))[0]:
         del facts["input_size"]  # it has the channels of the weights, not of this network
     return facts
-
-
-def _stale(network: SavableNetwork) -> tuple[str, ...]:
-    """The needed facts from the network's creation that may no longer be true."""
-    entry, trained_on = network.entry, network.trained_on
-    if network.fresh_head and network.facts:
-        return _NEEDED  # the number of classes may be the same, but not the classes
-    if trained_on is not None:
-        # {}: trained, but on unknown data
-        return () if trained_on or entry is None else _NEEDED
-    if entry is None:
-        return ()
-    if entry.num_classes != network.num_classes:
-        return _NEEDED
-    if entry.in_chans != network.in_chans:
-        return ("mean", "std")  # one value per channel; the classes are the same
-    return ()

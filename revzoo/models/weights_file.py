@@ -1,4 +1,4 @@
-"""Reads a model's weights from safetensors, a ``state_dict`` or a training checkpoint.
+"""Reads and checks tensors by name: safetensors, a ``state_dict`` or a training checkpoint.
 
 safetensors files hold only bytes and shapes. Of torch's files, ``torch.load(weights_only=True)``
 alone decides what they hold; it runs no code (``docs/decisions/017-one-reader-of-torch-files.md``).
@@ -23,15 +23,18 @@ from revzoo.weights.files import read_bytes
 
 PICKLED = (".pt", ".pth", ".ckpt")
 REMEDY = "use another copy of it, or another checkpoint of the run"
+WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
+"""Keys under which training scripts keep the state dict."""
 
 
 class TensorFile(NamedTuple):
-    """Tensors by name, the file's name for errors, and the file's facts about the network."""
+    """Tensors by name, the file's name for errors, and the known facts about the network."""
 
     tensors: dict[str, Tensor]
     where: str
     architecture: str | None = None
     in_chans: int | None = None
+    num_classes: int | None = None
 
 
 def parse_safetensors(data: bytes, where: str) -> TensorFile:
@@ -53,7 +56,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
 
 
 def read_weights_file(path: Path) -> TensorFile:
-    """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
+    """The tensors of a local file: safetensors, or as :func:`read_state_dict`.
 
     Raises:
         EntryError: the entry beside a safetensors file is not valid.
@@ -71,13 +74,40 @@ def read_weights_file(path: Path) -> TensorFile:
         raise UnreadableWeightsError(
             f"{path} has an unknown format; expected .safetensors, {', '.join(PICKLED)}"
         )
+    return read_state_dict(path)
+
+
+def read_state_dict(path: Path) -> TensorFile:
+    """The state dict in a file of ``torch.save``, of this or another program.
+
+    It may be the whole file or under a key of :data:`WRAPPERS`; other values beside it are ignored.
+    We remove the prefixes ``model.`` (of a training checkpoint), ``module.`` (``DataParallel``) and
+    ``_orig_mod.`` (``torch.compile``).
+
+    Raises:
+        UnreadableWeightsError: the file is missing or damaged, or its state dict holds more than
+            dense tensors.
+    """
     content = read_torch_file(path)
-    if not isinstance(content, Mapping):
+    tensors = content
+    while isinstance(tensors, Mapping):
+        inner = next((key for key in WRAPPERS if isinstance(tensors.get(key), Mapping)), None)
+        if inner is None:
+            break
+        tensors = tensors[inner]
+    if not (isinstance(tensors, Mapping) and any(isinstance(t, Tensor) for t in tensors.values())):
         raise UnreadableWeightsError(
-            f"{path} holds a {type(content).__name__}, expected tensors by name: save "
-            "model.state_dict()"
+            f"{path} holds no state_dict: expected one, as model.state_dict() gives, or a "
+            f"dictionary with one under {' or '.join(map(repr, WRAPPERS))}"
         )
-    tensors = tensors_in(content, str(path))
+    if "hyper_parameters" in content:  # a Classifier's: model.*, and states of metrics
+        own = [key for key in tensors if str(key).startswith("model.")]
+        tensors = {key.removeprefix("model."): tensors[key] for key in own}
+    check_dense(tensors, str(path))
+    tensors = {key.replace("_orig_mod.", ""): t for key, t in tensors.items()}
+    # a loop: a model wrapped in DataParallel twice has the prefix twice
+    while tensors and all(key.startswith("module.") for key in tensors):
+        tensors = {key.removeprefix("module."): t for key, t in tensors.items()}
     return TensorFile(tensors, str(path), *_model_in(content, str(path)))
 
 
@@ -145,43 +175,22 @@ def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int |
     return name, in_chans
 
 
-def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The model's tensors, without the prefixes of wrappers (Lightning, DDP, compilation).
-
-    Raises:
-        UnreadableWeightsError: an item is not a tensor.
-    """
-    tensors = content.get("state_dict", content)
-    if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
-        raise UnreadableWeightsError(
-            f"{where} holds no tensors by name: expected a state_dict, as model.state_dict() gives"
-        )
-    if "hyper_parameters" in content:  # a Classifier's checkpoint: model.*, and states of metrics
-        tensors = {
-            k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")
-        }
-    # module. from DistributedDataParallel, _orig_mod. from torch.compile, on any level
-    tensors = {k.removeprefix("module.").replace("_orig_mod.", ""): v for k, v in tensors.items()}
-    check_dense(tensors, where)
-    return tensors
-
-
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse a ``state_dict`` in which an item is not a dense tensor.
+    """Refuse a ``state_dict`` in which an item is not a dense tensor under a string.
 
     Raises:
         UnreadableWeightsError: names these items.
     """
-    if others := sorted(str(key) for key, value in tensors.items() if not _is_dense(key, value)):
+
+    def is_dense(key: Any, t: Any) -> bool:
+        dense = isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta
+        return dense and isinstance(key, str)
+
+    if others := sorted(str(key) for key, value in tensors.items() if not is_dense(key, value)):
         raise UnreadableWeightsError(
             f"{where} does not hold only tensors: {shortened(others)}; expected a "
             "state_dict: a dense tensor by each name"
         )
-
-
-def _is_dense(key: Any, value: Any) -> bool:
-    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-    return dense and isinstance(key, str)
 
 
 def check_finite(
@@ -213,10 +222,14 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], whe
     Raises:
         StateMismatchError: lists them.
     """
+
+    def kind(t: Tensor) -> str:
+        return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
     shared = expected.keys() & tensors.keys()
     # load_state_dict would convert integers to floats silently
     misshapen = [
-        f"{key} (file: {_kind(tensors[key])}, model: {_kind(expected[key])})"
+        f"{key} (file: {kind(tensors[key])}, model: {kind(expected[key])})"
         for key in shared
         if tensors[key].shape != expected[key].shape
         or tensors[key].is_floating_point() != expected[key].is_floating_point()
@@ -246,10 +259,6 @@ def check_module(
     check_dense(tensors, where)
     check_fit(expected, tensors, where)
     check_finite(tensors, where, expected)
-
-
-def _kind(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

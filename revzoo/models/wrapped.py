@@ -1,32 +1,46 @@
-"""Image classifiers from outside the zoo, in the interface of its networks.
+"""Image classifiers from outside the zoo: of torchvision, of timm, and your own.
 
-Training, saving, exports and audits then work as for the zoo's networks, and ``reversible_bits``
-makes the blocks reversible (:func:`revzoo.make_reversible`). ``net`` is the network as it was, so
-its weights fit its own class.
+In the interface of the zoo's networks, training, saving, exports and audits work as for these, and
+``reversible_bits`` makes the blocks reversible (:func:`revzoo.make_reversible`). ``net`` is the
+network as it was, so its weights fit its own class. Feature maps come from timm's
+``forward_intermediates``. Known limit: other networks have none; torchvision's
+``IntermediateLayerGetter`` works on ``net``.
 
-:class:`OwnNetwork` takes a user's module, :mod:`revzoo.models.library` the networks of libraries.
-
-Feature maps come from timm's ``forward_intermediates``. Known limit: other networks have none;
-torchvision's ``IntermediateLayerGetter`` works on ``net``.
+We accept only names that a library lists. Both libraries also accept hubs, folders and entry
+points ("hf-hub:...", "local-dir:..."), so a name could choose files to read or code to run.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, make_dataclass
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, make_dataclass
 from functools import partial
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_count
+from revzoo._libraries import LIBRARIES, check_library_name
 from revzoo.core.invertible import NotInvertibleError, label_steps, steps_in
 from revzoo.core.modes import mode_of
 from revzoo.core.set_memory import set_memory
-from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, taken_indices
-from revzoo.models.parts import Part
+from revzoo.models.components import adapt_channels
+from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, Part, taken_indices
+from revzoo.weights.errors import DownloadError, UnknownWeightsError
+from revzoo.weights.files import socket_timeout
+
+_SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
+# ImageNet's, for which both libraries publish weights
+LIBRARY_CLASSES, LIBRARY_CHANNELS = 1000, 3
+_HUB = "https://huggingface.co/"
+# Classifiers used only in training, which we leave out: a network returns one tensor.
+_AUXILIARY = ("aux1", "aux2", "AuxLogits")
 
 
 class WrappedNetwork(ImageNetwork):
@@ -42,24 +56,27 @@ class WrappedNetwork(ImageNetwork):
     net: nn.Module
     _heads: list[str]
 
-    def _find_layers(self, heads: Sequence[str], *, channels: int) -> None:
+    def _find_layers(self, classes: int, channels: int, *, heads: slice, missing: str) -> None:
         """Find the layers that depend on the numbers of classes and image channels.
 
         Args:
-            heads: paths of the classifiers in ``net``, linear layers.
+            classes: classes that ``net`` was built for.
             channels: image channels that ``net`` was built for.
+            heads: the classifiers among the linear layers of so many outputs.
+            missing: the error's message if there are none.
         """
-        self._heads = [f"net.{path}" for path in heads]
+        named = [(f"net.{name}", m) for name, m in self.net.named_modules()]
+        linear = {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == classes}
+        self._heads = list(linear)[heads]
+        if not linear:
+            raise ValueError(missing)
         self.classifier = self._heads[0]  # type: ignore[misc]
-        linear = self.get_classifier()
-        assert isinstance(linear, nn.Linear)
-        self.num_features = linear.in_features
+        self.num_features = linear[self.classifier].in_features
         # modules are registered in the order of use
-        named = self.net.named_modules()
         path, first = next(((n, m) for n, m in named if isinstance(m, nn.Conv2d)), ("", None))
         # another number: the convolution does not read the image itself
         if first is not None and first.in_channels == channels:
-            self.input_layer = f"net.{path}"  # type: ignore[misc]
+            self.input_layer = path  # type: ignore[misc]
 
     def _get_name(self) -> str:  # in repr and errors
         return type(self.net).__name__
@@ -141,12 +158,10 @@ class WrappedNetwork(ImageNetwork):
             if num_classes:
                 bias = getattr(old, "bias", True) is not None
                 new = nn.Linear(self.num_features, num_classes, bias)
-            self._replace(path, new.to(like.device, like.dtype).train(old.training))
+            new.to(like.device, like.dtype).train(old.training)
+            parent, _, name = path.rpartition(".")
+            setattr(self.get_submodule(parent), name, new)
         self.num_classes, self.fresh_head = num_classes, True
-
-    def _replace(self, path: str, module: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(self.get_submodule(parent), name, module)
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
@@ -164,7 +179,7 @@ class WrappedNetwork(ImageNetwork):
         rows: Any = self.net.feature_info
         return tuple(FeatureInfo(r["num_chs"], r["reduction"], f"net.{r['module']}") for r in rows)
 
-    def forward_intermediates(  # type: ignore[override]  # timm's own
+    def forward_intermediates(
         self,
         x: Tensor,
         indices: int | Sequence[int] | None = None,
@@ -172,7 +187,7 @@ class WrappedNetwork(ImageNetwork):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+    ) -> Any:
         """The last features, not pooled, and intermediate feature maps, from one pass.
 
         Arguments and results are timm's.
@@ -271,15 +286,12 @@ class OwnNetwork(WrappedNetwork):
         if not isinstance(net, nn.Module):
             raise TypeError(f"{keywords.called} returned {net!r:.80}: expected an nn.Module")
         self.net = net
-        linear = [(n, m) for n, m in net.named_modules() if isinstance(m, nn.Linear)]
-        heads = [path for path, layer in linear if layer.out_features == outputs]
-        if not heads:
-            raise ValueError(
-                f"{keywords.called}(num_classes={outputs}) returned a {type(net).__name__} without "
-                f"an nn.Linear of {outputs} outputs: expected one as its classifier"
-            )
+        missing = (
+            f"{keywords.called}(num_classes={outputs}) returned a {type(net).__name__} without an "
+            f"nn.Linear of {outputs} outputs: expected one as its classifier"
+        )
         # the last: others may have as many outputs by chance
-        self._find_layers(heads[-1:], channels=in_chans)
+        self._find_layers(outputs, in_chans, heads=slice(-1, None), missing=missing)
         self.num_classes = num_classes
         if not num_classes:
             self.reset_classifier(0)
@@ -309,13 +321,11 @@ def keywords_of(build: Callable[..., nn.Module]) -> Any:
             "and defaults for all others"
         )
     # a factory for each: dataclasses refuse lists as defaults
-    rows = [(n, Any, field(default_factory=partial(_same, p.default))) for n, p in taken.items()]
+    rows = [
+        (n, Any, field(default_factory=partial(getattr, p, "default"))) for n, p in taken.items()
+    ]
     functions = {"build": staticmethod(build), "called": called}
     return make_dataclass("Keywords", rows, frozen=True, namespace=functions)()
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def on_any_device(build: Callable[[], nn.Module]) -> nn.Module:
@@ -328,3 +338,188 @@ def on_any_device(build: Callable[[], nn.Module]) -> nn.Module:
         with torch.device("cpu"):
             net = build()
         return net.to(torch.get_default_device())
+
+
+def is_library_name(name: object) -> bool:
+    """Whether ``name`` has the form ``LIBRARY:NAME``; the library may not know it."""
+    return isinstance(name, str) and name.partition(":")[0] in LIBRARIES and ":" in name
+
+
+def weights_address(name: str) -> str:
+    """The web address of the default weights of ``LIBRARY:NAME``.
+
+    Raises:
+        UnknownWeightsError: the library publishes none.
+        ValueError: the library does not list it, or is not installed.
+    """
+    library, network = check_library_name(name)
+    if library == "timm":
+        import timm
+
+        config = timm.get_pretrained_cfg(network)
+        hub = config and config.hf_hub_id  # timm prefers it to the address
+        address = f"{_HUB}{hub}" if hub else config and config.url
+    else:
+        from torchvision import models
+
+        address = models.get_model_weights(network).DEFAULT.url
+    if not address:
+        raise UnknownWeightsError(
+            f"{library} publishes no weights of {network}: give pretrained=False "
+            "(model.pretrained=false), or your own file as checkpoint_path "
+            "(+model.checkpoint_path=FILE)"
+        )
+    return str(address)
+
+
+def weights_name(name: str) -> str:
+    """The published name of the default weights of ``LIBRARY:NAME``: ``resnet50-11ad3fa6.pth``."""
+    return weights_address(name).rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class LibraryVariant:
+    """The row of a library's network: its full name."""
+
+    network: str
+
+
+class LibraryNetwork(WrappedNetwork):
+    """A classifier of torchvision or timm, ``(B, in_chans, H, W) -> (B, num_classes)``.
+
+    Args:
+        variant: the name of the network.
+        num_classes: number of logits; 0 for pooled features instead. For other numbers than the
+            library's 1,000 the classifier is new.
+        in_chans: channels of the images.
+        memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
+        img_size: side of the images in pixels, for networks whose weights depend on it.
+        pretrained: let the library download and load its default weights.
+
+    Raises:
+        ValueError: the library does not list the network; it has no linear classifier; it cannot be
+            adapted to ``in_chans``.
+
+    Example:
+        >>> model = revzoo.create_model("torchvision:resnet18", reversible_bits=4)
+        >>> model(torch.zeros(2, 3, 64, 64)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        variant: LibraryVariant,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        img_size: int | None = None,
+        pretrained: bool = False,
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        library, name = check_library_name(variant.network)
+        self._name = variant.network
+        self.net = on_any_device(lambda: _built(library, name, img_size, pretrained))
+        missing = f"{self._name} has no linear classifier to replace: choose another network"
+        # all: distilled networks have two classifiers
+        self._find_layers(LIBRARY_CLASSES, LIBRARY_CHANNELS, heads=slice(None), missing=missing)
+        if in_chans != LIBRARY_CHANNELS:
+            if self.input_layer is None:
+                raise ValueError(
+                    f"in_chans={in_chans}: {variant.network} takes images of {LIBRARY_CHANNELS} "
+                    "channels only, since no convolution reads them: convert the images"
+                )
+            first = self.get_submodule(self.input_layer)
+            assert isinstance(first, nn.Conv2d)
+            first.in_channels = in_chans
+            first.weight = nn.Parameter(adapt_channels(first.weight.detach(), in_chans))
+        if not pretrained or num_classes != LIBRARY_CLASSES:
+            self.reset_classifier(num_classes)
+        self.num_classes = num_classes
+        if memory is not None:
+            set_memory(self, memory)  # raises for all modes but store: the network has no steps
+
+    def _get_name(self) -> str:  # in repr and errors
+        return self._name
+
+    @property
+    def image_size(self) -> int:
+        """Side in pixels that the weights need, or that the library used in training."""
+        config = getattr(self.net, "pretrained_cfg", {})  # timm's; torchvision trains with 224
+        return self._fixed_size or int(config.get("input_size", (224,))[-1])
+
+    def _other_size(self, height: int, width: int) -> str:
+        embed = getattr(self.net, "patch_embed", None)
+        size: Any = getattr(self.net, "patch_size", None) or getattr(embed, "patch_size", 1)
+        patch = int(size[0] if isinstance(size, (tuple, list)) else size)
+        fits = height == width and height % patch == 0
+        return f"create it with img_size={height} (model.img_size={height}), or " if fits else ""
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Also takes the library's own file: adds our prefix, drops auxiliary classifiers."""
+        expected = self.state_dict()
+        left_out = tuple(f"net.{head}." for head in _AUXILIARY)
+        tensors = super().adapt_state_dict(tensors)
+        return {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
+
+
+def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> nn.Module:
+    """The library's network with its 1,000 classes.
+
+    Raises:
+        DownloadError: the weights cannot be downloaded.
+        ValueError: the network does not take ``img_size``.
+    """
+    sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
+    try:
+        with _downloading(f"{library}:{name}") if pretrained else nullcontext():
+            if library == "timm":
+                import timm
+
+                net = timm.create_model(name, pretrained=pretrained, **sizes)
+            else:
+                from torchvision import models
+
+                weights = "DEFAULT" if pretrained else None
+                net = models.get_model(name, weights=weights, **sizes)
+    except TypeError as error:  # an unexpected keyword: convolutional networks take any size
+        raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
+    for head in _AUXILIARY:
+        if getattr(net, head, None) is not None:
+            setattr(net, head, None)
+    if hasattr(net, "aux_logits"):
+        net.aux_logits = False  # type: ignore[assignment]
+    return net
+
+
+@contextmanager
+def _downloading(name: str) -> Iterator[None]:
+    """Explain a failed download of the default weights of ``name``.
+
+    Raises:
+        DownloadError: names the address and the remedies.
+    """
+    retries = logging.getLogger("huggingface_hub")
+    level = retries.level
+    retries.setLevel(logging.ERROR)  # otherwise four lines for each of twelve attempts
+    try:
+        with socket_timeout(30):  # torch.hub waits forever
+            yield
+    except NotImplementedError:  # of the meta device; a RuntimeError, too
+        raise
+    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: the file's hash
+        address = weights_address(name)
+        cache = Path(torch.hub.get_dir()) / "checkpoints"
+        if address.startswith(_HUB):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            cache = Path(HF_HUB_CACHE)
+        raise DownloadError(
+            f"the pretrained weights of {name} cannot be loaded from {address} "
+            f"({str(error).rstrip('.')}). Check the network; or download their file on another "
+            "machine and give its path as checkpoint_path (+model.checkpoint_path=FILE); or start "
+            "from random weights, pretrained=False (model.pretrained=false). Cache of earlier "
+            f"downloads: {cache}"
+        ) from None  # a socket's traceback would not help
+    finally:
+        retries.setLevel(level)

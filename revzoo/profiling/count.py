@@ -206,7 +206,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             with self._inside(self._names.get(id(module))):
                 return self._call(module, *args, **kwargs)
 
-        # not hooks: hooked layers keep more (revzoo.models.components.lean); and not __call__: its
+        # not hooks: hooked layers keep more (revzoo.models.lean); and not __call__: its
         # identity tells which steps are containers
         self._call = _Module._call_impl
         _Module._call_impl = call

@@ -19,7 +19,7 @@ import torch
 import revzoo
 from revzoo.data import Digits
 from revzoo.models.revnet import RevNet
-from revzoo.models.variant import Variant
+from revzoo.models.revnet import Variant
 
 class MyDigits(Digits):
     def __init__(self, level=1, *, colour="grey", **loading):

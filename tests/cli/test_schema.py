@@ -21,10 +21,9 @@ from revzoo.data import registry as data
 from revzoo.data.augment import Augment
 from revzoo.data.module import ImageData
 from revzoo.layers.side_bits import MAX_BITS
-from revzoo.models.components.norm import ACTIVATIONS
-from revzoo.models.components.pool import POOLS
+from revzoo.models.components import ACTIVATIONS, POOLS
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
-from revzoo.models.variant import CONVENTIONS
+from revzoo.models.revnet import CONVENTIONS
 from revzoo.profiling.plan import PLANNED
 from revzoo.training import loggers
 from revzoo.training.callbacks import registry

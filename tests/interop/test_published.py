@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from revzoo import ConversionError, create_model, load_published, set_memory
-from revzoo.interop import irevnet
-from revzoo.interop.irevnet import FIRST_BLOCK, OTHER_BLOCKS
+from revzoo.interop.published import FIRST_BLOCK, OTHER_BLOCKS, irevnet_spec
 from revzoo.weights.errors import NotFiniteError
 
 BLOCKS = {"resnet": ("BasicBlock", "Bottleneck"), "revnet": ("RevBasicBlock", "RevBottleneck")}
@@ -142,7 +141,7 @@ def test_the_bijective_imagenet_network_is_recognised():
     with torch.device("meta"):
         model = create_model("irevnet301", num_classes=1000)
     keys = {k.removeprefix("module."): v for k, v in release_keys(model).items()}
-    assert irevnet.spec(keys) == {
+    assert irevnet_spec(keys) == {
         "name": "irevnet301",
         "num_classes": 1000,
         "in_chans": 3,
@@ -157,6 +156,11 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
             load_published(path, source)
     with pytest.raises(ValueError, match="source=tf: expected one of irevnet, memcnn"):
         load_published(path, "tf")
+    with pytest.raises(FileNotFoundError):
+        load_published(tmp_path / "none.pt", "memcnn")
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(ConversionError, match="holds no state_dict"):
+        load_published(path, "memcnn")
 
 
 def test_weights_that_do_not_fit_the_network_named_are_listed(tmp_path):

@@ -21,12 +21,16 @@ from revzoo.core import replay, tape
 from revzoo.core.fixedpoint.words import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.core.saved import SavedState
-from revzoo.models.components.attention import MLP, Attention
-from revzoo.models.components.branch import BasicBranch, BottleneckBranch, TripleBranch
-from revzoo.models.components.lean import Lean
-from revzoo.models.components.norm import ACTIVATIONS, NormAct
-from revzoo.models.staged import Stem
-from revzoo.models.unit import MergedUnit, PoolAndPad, ResidualUnit, Transition
+from revzoo.models.components import (
+    ACTIVATIONS,
+    BasicBranch,
+    BottleneckBranch,
+    NormAct,
+    TripleBranch,
+)
+from revzoo.models.lean import Lean
+from revzoo.models.revnet import MergedUnit, PoolAndPad, ResidualUnit, Stem, Transition
+from revzoo.models.revvit import MLP, Attention
 
 MODES = ("store", "invert", "exact")  # recompute is torch's checkpoint
 NORMS = nn.modules.batchnorm._BatchNorm | nn.GroupNorm | nn.LayerNorm

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from revzoo.layers.precision import narrowed, widened
-from revzoo.models.components.branch import BasicBranch
+from revzoo.models.components import BasicBranch
 
 AUTOCAST = [torch.bfloat16, torch.float16]
 

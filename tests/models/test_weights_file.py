@@ -1,7 +1,10 @@
 """Files of tensors: their content; reading them runs no code."""
 
+import argparse
 import os
 import random
+import tarfile
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -10,9 +13,9 @@ from small_weights import OPTIONS, write_entry
 from torch import nn
 from torch.serialization import set_crc32_options
 
-from revzoo.interop.foreign import read_tensors
+from revzoo.interop.published import load_published
 from revzoo.models import create_model
-from revzoo.models.weights_file import read_weights_file, safetensors_bytes
+from revzoo.models.weights_file import read_state_dict, read_weights_file, safetensors_bytes
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.weights.entry import entry_of_file, metadata_of
 from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError, WeightsError
@@ -55,14 +58,14 @@ def test_tensors_that_share_memory_are_written_each():
     assert safetensors_bytes({"a": shared, "b": shared.t()}, {})
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("suffix", [".pt", ".pth"])
-def test_state_dicts_lose_the_names_of_wrappers(tmp_path, prefix, suffix):
-    path = tmp_path / f"w{suffix}"
-    torch.save({prefix + k: v for k, v in TENSORS.items()}, path)
-    assert_tensors(read_weights_file(path).tensors)
-    torch.save({"state_dict": {prefix + k: v for k, v in TENSORS.items()}}, path)
-    assert_tensors(read_weights_file(path).tensors)
+@pytest.mark.parametrize("prefix", ["", "module.module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("keys", [[], ["state_dict"], ["model", "state_dict"]])
+def test_state_dicts_lose_their_wrappers(tmp_path, prefix, keys):
+    content = {prefix + k: v for k, v in TENSORS.items()}
+    for key in reversed(keys):
+        content = {key: content, "epoch": 3, "args": {"lr": 0.1}}
+    torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=bool(prefix))
+    assert_tensors(read_weights_file(tmp_path / "w.pth").tensors)
 
 
 def test_a_checkpoint_of_training_gives_its_model_alone(tmp_path):
@@ -75,15 +78,17 @@ def test_a_checkpoint_of_training_gives_its_model_alone(tmp_path):
 
 
 class Payload:
-    def __init__(self, path):
-        self.path = path
+    """Pickles as a call of ``function``."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
 
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return self.call
 
 
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
-    torch.save({"a": Payload(tmp_path / "run")}, tmp_path / "w.pt")
+    torch.save({"a": Payload(os.mkdir, str(tmp_path / "run"))}, tmp_path / "w.pt")
     with pytest.raises(UnreadableWeightsError, match=r"was not loaded.*GLOBAL posix.mkdir"):
         read_weights_file(tmp_path / "w.pt")
     assert not (tmp_path / "run").exists()
@@ -91,8 +96,34 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
     assert (tmp_path / "run").exists()  # unguarded, it runs
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("other", [argparse.Namespace(lr=0.1), nn.Linear(1, 1)])
+def test_other_objects_beside_the_weights_are_refused(tmp_path, other, zipped):
+    content = {"state_dict": TENSORS, "other": other}
+    torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnreadableWeightsError, match=r"a\.pt was not loaded.*state_dict\(\)"):
+        read_weights_file(tmp_path / "a.pt")
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_tensors_cannot_leave_their_storage(tmp_path):
+    storage = torch.ones(4).storage()
+    bad = Payload(torch._utils._rebuild_tensor_v2, storage, 2, (8,), (1,), False, OrderedDict())
+    torch.save({"state_dict": {"w": bad}}, tmp_path / "a.pt")
+    with pytest.raises(UnreadableWeightsError, match=r"a\.pt is damaged.*storage"):
+        read_weights_file(tmp_path / "a.pt")
+
+
+def test_tar_files_are_refused(tmp_path):
+    with tarfile.open(tmp_path / "b.pt", "w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+    with pytest.raises(UnreadableWeightsError, match=r"b\.pt was not loaded.*tar"):
+        read_weights_file(tmp_path / "b.pt")
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-@pytest.mark.parametrize("size", [0, 5, 100, -1])
+@pytest.mark.parametrize("size", [0, 100, -1])
 def test_a_truncated_file_is_refused(tmp_path, suffix, size):
     path = tmp_path / f"w{suffix}"
     if suffix == ".pt":
@@ -115,7 +146,11 @@ def test_a_damaged_header_of_safetensors_is_refused_by_name(tmp_path, new):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [([1, 2], "holds a list"), ({"a": torch.ones(1), "epoch": 3}, "not hold only tensors: epoch")],
+    [
+        ([1, 2], "holds no state_dict"),
+        ({"epoch": 3}, "holds no state_dict"),
+        ({"a": torch.ones(1), "epoch": 3}, "not hold only tensors: epoch"),
+    ],
 )
 def test_files_without_a_state_dict_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pt")
@@ -151,7 +186,7 @@ READERS = {
     "zoo": read_weights_file,
     "model": lambda path: create_model("revnet38", checkpoint_path=path),
     "training": read_checkpoint,
-    "published": read_tensors,
+    "published": lambda path: load_published(path, "memcnn"),
 }
 WEIGHT = torch.arange(1000.0)
 
@@ -181,8 +216,7 @@ def test_files_without_sums_are_read(tmp_path, zipped):
         torch.save(content, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     finally:
         set_crc32_options(True)
-    for tensors in (read_weights_file(tmp_path / "a.pt").tensors, read_tensors(tmp_path / "a.pt")):
-        assert torch.equal(tensors["w"], WEIGHT)
+    assert torch.equal(read_weights_file(tmp_path / "a.pt").tensors["w"], WEIGHT)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:.torch.load. received")
@@ -199,7 +233,7 @@ def test_damaged_archives_are_refused_by_name(tmp_path):
     path, rng = tmp_path / "a.pt", random.Random(0)
     whole = save(path)
     directory, refused = whole.index(b"PK\x01\x02"), 0
-    for _ in range(60):
+    for _ in range(30):
         damaged = bytearray(whole)
         damaged[rng.randrange(directory, len(whole))] = rng.randrange(256)
         path.write_bytes(damaged)
@@ -208,7 +242,7 @@ def test_damaged_archives_are_refused_by_name(tmp_path):
         except WeightsError as error:
             refused += str(path) in str(error)
             assert str(path) in str(error)  # noqa: PT017
-    assert refused > 20
+    assert refused > 8
 
 
 def test_a_pipe_is_not_a_checkpoint(tmp_path):
@@ -217,3 +251,9 @@ def test_a_pipe_is_not_a_checkpoint(tmp_path):
     for read in READERS.values():
         with pytest.raises((RuntimeError, ValueError), match=r"there is no .*a\.pt"):
             read(tmp_path / "a.pt")
+
+
+def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
+    path = tmp_path / "model_best.pth.tar"
+    torch.save({"epoch": 3, "state_dict": TENSORS, "best_acc1": torch.tensor(1.0)}, path)
+    assert_tensors(read_state_dict(path).tensors)

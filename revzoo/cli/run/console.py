@@ -22,8 +22,8 @@ from revzoo.cli.terminal import folded, folded_command, one_record
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
-from revzoo.models.library import weights_name
 from revzoo.models.network import ImageNetwork
+from revzoo.models.wrapped import weights_name
 from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.classifier import Classifier

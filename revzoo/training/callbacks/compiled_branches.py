@@ -34,7 +34,7 @@ from revzoo.core.fixedpoint import integer_kernels
 from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
-from revzoo.models.unit import ResidualUnit, Transition
+from revzoo.models.revnet import ResidualUnit, Transition
 from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 
 # training and evaluation, for full batches and other batch sizes, with and without frozen parts

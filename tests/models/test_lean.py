@@ -8,8 +8,8 @@ from compare import error
 from torch import nn
 
 import revzoo
-from revzoo.models.components.lean import Lean, avg_pool2d, run
-from revzoo.models.components.norm import ACTIVATIONS
+from revzoo.models.components import ACTIVATIONS
+from revzoo.models.lean import Lean, avg_pool2d, run
 
 
 def layers(activation="relu", *, dropout=0.0):
@@ -48,9 +48,18 @@ def assert_same(a, b):
         assert s is t or torch.equal(s, t)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("what", ["nothing", "norms", "weights", "affine", "all"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+FROZEN = ("nothing", "norms", "weights", "affine", "all")
+
+
+@pytest.mark.parametrize(
+    ("activation", "what", "layout"),
+    [
+        *(("relu", what, layout) for what in FROZEN[:-1] for layout in LAYOUTS),
+        *((name, "all", LAYOUTS[0]) for name in ACTIVATIONS),
+        *((name, "nothing", LAYOUTS[0]) for name in ACTIVATIONS if name != "relu"),
+    ],
+)
 def test_results_are_bit_equal_to_the_plain_layers(activation, what, layout):
     """But for an ELU, whose gradient torch computes from the output if it worked in place."""
     x = torch.randn(3, 4, 6, 6).to(memory_format=layout)
@@ -74,17 +83,17 @@ def test_under_autocast(what, dtype):
     assert_same(*found)
 
 
-@pytest.mark.parametrize("what", ["nothing", "norms", "weights", "affine", "all"])
+@pytest.mark.parametrize("what", FROZEN)
 def test_derivatives_never_read_what_was_not_kept(what):
     """torch fills new memory with NaN while it is deterministic."""
     torch.use_deterministic_algorithms(True)  # undone after each test
     net = frozen(Lean(*layers("tanh")), what).double()
-    x = torch.randn(2, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 4, 2, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(net, x)
     assert torch.autograd.gradgradcheck(net, x)
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_pooling(layout):
     torch.use_deterministic_algorithms(True)
     x = torch.randn(2, 4, 6, 6).to(memory_format=layout)
@@ -161,8 +170,9 @@ def gradients(net, dtype=torch.float32, layout=torch.contiguous_format):
     return [y, x.grad, *(p.grad for p in net.parameters()), *net.buffers()]
 
 
-@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("mode", "layout"), [("recompute", LAYOUTS[0]), ("invert", LAYOUTS[1]), ("exact", LAYOUTS[1])]
+)
 def test_a_replay_computes_the_same_values(mode, layout):
     """``exact`` compares every bit of the reconstruction."""
     net = chain(lambda: Lean(*layers()), mode)

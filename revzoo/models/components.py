@@ -1,0 +1,321 @@
+"""Layers of the convolutional networks: convolutions, norms, residual functions, pooling.
+
+The constants are those of A. Gomez, M. Ren, R. Urtasun, R. Grosse, "The Reversible Residual
+Network", NeurIPS 2017, arXiv 1707.04585, and its TensorFlow release. This is the one place where
+they are converted to torch's conventions.
+"""
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from revzoo._checks import check_choice, check_counts
+from revzoo.layers.precision import narrowed
+from revzoo.models.lean import Lean
+
+# TensorFlow: running = decay * running + (1 - decay) * batch with decay 0.99;
+# torch: running = (1 - momentum) * running + momentum * batch. So momentum = 1 - decay.
+MOMENTUM = 0.01
+# Default epsilon of the TensorFlow layer the release uses (tf.contrib.layers.batch_norm).
+EPSILON = 1e-3
+# Channels per group. Wu and He 2018 (arXiv 1803.08494) report about the same accuracy for 16
+# channels per group as for 32 groups, which would be single channels in a CIFAR network.
+GROUP_SIZE = 16
+# The cut-off of initial weights, in standard deviations (tf.truncated_normal_initializer).
+TRUNCATION = 2.0
+# Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
+BOTTLENECK_EXPANSION = 4
+
+NormKind = Literal["batch", "group", "none"]
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+
+def check_stages(row: Any, *names: str) -> None:
+    """Check that the fields ``names`` of a row are counts, one for each stage; make them tuples.
+
+    Raises:
+        ValueError: a field is no sequence of counts, or they differ in length.
+    """
+    for name in names:
+        # configurations give lists; the class is frozen, and rows must be hashable
+        object.__setattr__(row, name, check_counts(name, getattr(row, name)))
+    if len({len(getattr(row, name)) for name in names}) > 1:
+        got = ", ".join(f"{name}={getattr(row, name)}" for name in names)
+        raise ValueError(f"{got}: expected one value of each per stage")
+
+
+def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
+    """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))`` without bias.
+
+    A batch normalisation follows each one, directly or in the next unit, so none needs a bias.
+    Weights are drawn from a normal distribution, truncated at two standard deviations, with
+    ``std = sqrt(2 / (k * k * out_channels))`` before truncation (He et al. 2015, arXiv 1502.01852,
+    fan-out form), as in the release. ``torch.nn.init.kaiming_normal_`` does not truncate.
+
+    Known limit: for stride 2 and an even size, TensorFlow's "SAME" pads only after the image. The
+    sampling grid is shifted by one pixel, so converted TensorFlow weights would not give identical
+    outputs.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernel_size: side of the square kernel, odd; the padding is half of it.
+        stride: stride in both directions.
+    """
+    padding = kernel_size // 2
+    layer = nn.Conv2d(
+        in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False
+    )
+    # fan-out keeps the size of gradients; fan-in, torch's default, the size of activations
+    std = math.sqrt(2.0 / (kernel_size * kernel_size * out_channels))
+    nn.init.trunc_normal_(layer.weight, std=std, a=-TRUNCATION * std, b=TRUNCATION * std)
+    return layer
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
+
+    By timm's rules. For one channel: the sum, which acts like C equal channels. Otherwise: repeat
+    them and scale by ``C / channels``, so that the sum over channels stays about the same.
+    """
+    old = weight.shape[1]
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]  # rounded up, cut off
+    return repeated * (old / channels)
+
+
+@dataclass(frozen=True, slots=True)
+class NormAct:
+    """The normalisation and activation of a network; makes the layers.
+
+    Attributes:
+        norm: ``"batch"``, ``"group"`` (groups of 16 channels, or of the largest power of two that
+            divides them) or ``"none"``.
+        activation: a name in :data:`ACTIVATIONS`.
+        momentum: of batch normalisation, in torch's convention.
+        epsilon: added to the variance.
+
+    Raises:
+        ValueError: unknown normalisation or activation.
+    """
+
+    norm: NormKind = "batch"
+    activation: str = "relu"
+    momentum: float = MOMENTUM
+    epsilon: float = EPSILON
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, get_args(NormKind))
+        check_choice("activation", self.activation, ACTIVATIONS)
+
+    def normalise(self, channels: int) -> nn.Module:
+        """Normalisation of ``(B, channels, H, W)``."""
+        if self.norm == "batch":
+            return nn.BatchNorm2d(channels, eps=self.epsilon, momentum=self.momentum)
+        if self.norm == "group":
+            return nn.GroupNorm(channels // math.gcd(channels, GROUP_SIZE), channels, self.epsilon)
+        return nn.Identity()
+
+    def activate(self) -> nn.Module:
+        """The activation, out of place: its input may be a stream."""
+        return ACTIVATIONS[self.activation]()
+
+
+RELEASE = NormAct()
+"""Batch normalisation and ReLU with the constants of the RevNet release."""
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """The probabilities of ``depth`` units, from 0 for the first to ``rate`` for the last."""
+    return [rate * i / max(1, depth - 1) for i in range(depth)]
+
+
+def stochastic_depth(rate: float) -> nn.Module:
+    """Stochastic depth: in training, drops the whole value of a branch for random images.
+
+    Huang et al. 2016, arXiv 1603.09382; a kept value is divided by the probability of keeping it.
+    If the value is dropped, the coupling's stream passes unchanged, so the inverse works as usual,
+    and a replay draws the same images. On a grid, the value is rounded after the division.
+    """
+    if not rate:
+        return nn.Identity()
+    # imported only when needed: torchvision imports torch's compiler, which takes seconds
+    from torchvision.ops import StochasticDepth
+
+    layer: nn.Module = StochasticDepth(rate, mode="row")
+    return layer
+
+
+class Branch(Lean):
+    """A residual function F or G, in pre-activation order (He et al. 2016, arXiv 1603.05027).
+
+        [BN-ReLU] conv - BN-ReLU - conv - ... - BN-ReLU - [dropout] - conv - [drop path]
+
+    It has no skip connection: the coupling or unit around it adds. It computes in autocast's type
+    if autocast is on, and does not change its input, which is a stream. Dropout is between the last
+    two convolutions (as in Wide ResNets, arXiv 1605.07146). Dropout and drop path have no
+    parameters, and convolutions are numbered from 1: the ``state_dict`` keys are always the same.
+
+    Args:
+        widths: channels of the input and after each convolution.
+        kernels: side of each convolution's kernel.
+        strides: stride of each convolution.
+        activate_first: False omits the leading BN-ReLU, for the first branch after a stem that ends
+            in BN-ReLU.
+        dropout: probability of zeroing an activation before the last convolution.
+        drop_path: probability of dropping the whole value for an image.
+        dropout_at_conv: dropout before the last BN-ReLU, not after it.
+        norm_act: normalisation and activation.
+    """
+
+    def __init__(
+        self,
+        widths: tuple[int, ...],
+        *,
+        kernels: tuple[int, ...],
+        strides: tuple[int, ...],
+        activate_first: bool = True,
+        dropout: float = 0.0,
+        drop_path: float = 0.0,
+        dropout_at_conv: bool = False,
+        norm_act: NormAct = RELEASE,
+    ) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        last = len(kernels)
+        convolutions = zip(itertools.pairwise(widths), kernels, strides, strict=True)
+        for i, ((before, after), kernel, stride) in enumerate(convolutions, start=1):
+            if i > 1 or activate_first:
+                layers[f"norm{i}"] = norm_act.normalise(before)
+                layers[f"relu{i}"] = norm_act.activate()
+            if dropout and i == last and not dropout_at_conv:
+                layers[f"dropout{i}"] = nn.Dropout(dropout)
+            layers[f"conv{i}"] = conv2d(
+                before, out_channels=after, kernel_size=kernel, stride=stride
+            )
+            if dropout and i == last - 1 and dropout_at_conv:
+                layers[f"dropout{i}"] = nn.Dropout(dropout)
+        if drop_path:
+            layers["drop_path"] = stochastic_depth(drop_path)
+        super().__init__(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(narrowed(x))
+
+
+class BasicBranch(Branch):
+    """Two 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    The first has the stride. ``options`` are those of :class:`Branch`.
+    """
+
+    def __init__(
+        self, in_channels: int, *, out_channels: int, stride: int = 1, **options: Any
+    ) -> None:
+        widths = (in_channels, out_channels, out_channels)
+        super().__init__(widths, kernels=(3, 3), strides=(stride, 1), **options)
+
+
+class BottleneckBranch(Branch):
+    """1x1, 3x3 and 1x1 convolution, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    The inner width is ``out_channels / 4``. The first convolution has the stride; with
+    ``stride_at_3x3`` the second.
+
+    Raises:
+        ValueError: ``out_channels`` is not a multiple of 4.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        *,
+        out_channels: int,
+        stride: int = 1,
+        stride_at_3x3: bool = False,
+        **options: Any,
+    ) -> None:
+        inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
+        if remainder or inner < 1:
+            raise ValueError(
+                f"out_channels={out_channels}: expected a positive multiple of "
+                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
+            )
+        widths = (in_channels, inner, inner, out_channels)
+        strides = (1, stride, 1) if stride_at_3x3 else (stride, 1, 1)
+        super().__init__(widths, kernels=(1, 3, 1), strides=strides, **options)
+
+
+class TripleBranch(Branch):
+    """Three 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    The branch of i-RevNets (arXiv 1802.07088): ``inner`` channels between the convolutions, stride
+    of the first, and dropout where their release has it.
+    """
+
+    def __init__(
+        self, in_channels: int, *, out_channels: int, inner: int, stride: int = 1, **options: Any
+    ) -> None:
+        widths = (in_channels, inner, inner, out_channels)
+        options["dropout_at_conv"] = True
+        super().__init__(widths, kernels=(3, 3, 3), strides=(stride, 1, 1), **options)
+
+
+BranchKind = Literal["basic", "bottleneck"]
+BRANCHES: dict[BranchKind, type[BasicBranch | BottleneckBranch]] = {
+    "basic": BasicBranch,
+    "bottleneck": BottleneckBranch,
+}
+
+
+# by timm's names (R. Wightman); over the dimensions of all places
+POOLS: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {
+    "avg": lambda x, places: x.mean(places),
+    "max": lambda x, places: x.amax(places),
+    "avgmax": lambda x, places: 0.5 * (x.mean(places) + x.amax(places)),
+    "catavgmax": lambda x, places: torch.cat((x.mean(places), x.amax(places)), dim=1),
+    "": lambda x, places: x,  # returns the map or the tokens
+}
+
+
+class GlobalPool(nn.Module):
+    """``(B, C, H, W)`` or ``(B, N, C)`` to ``(B, C * widening)``.
+
+    Args:
+        kind: ``"avg"``, ``"max"``, ``"avgmax"`` (half of their sum), ``"catavgmax"`` (both, side by
+            side: twice the channels), or empty for none.
+        places: the dimensions to pool over: ``(2, 3)`` of maps, ``(1,)`` of tokens.
+
+    Raises:
+        ValueError: unknown kind.
+    """
+
+    def __init__(self, kind: str, *, places: tuple[int, ...]) -> None:
+        super().__init__()
+        check_choice("global_pool", kind, POOLS)
+        self.kind = kind
+        self.places = places
+
+    @property
+    def widening(self) -> int:
+        """Output channels divided by input channels."""
+        return 2 if self.kind == "catavgmax" else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return POOLS[self.kind](x, self.places)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, places={self.places}"

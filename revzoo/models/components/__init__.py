@@ -1,1 +1,0 @@
-"""Residual functions and the layers inside them, which have no inverse."""
