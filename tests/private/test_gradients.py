@@ -299,3 +299,57 @@ def test_an_attention_with_a_forward_of_its_own():
         rows = torch.autograd.grad(layer(x[i : i + 1]), layer.parameters(), gradient[i : i + 1])
         for g, row in zip(found.values(), rows, strict=True):
             torch.testing.assert_close(g[i], row, rtol=1e-10, atol=1e-10)
+
+
+class Pulled(Weighted):
+    """Mixes samples in training, but not the only sample of a batch with itself alone."""
+
+    def forward(self, x):
+        return (x + x.mean(0) if self.training else x)[:, None] * self.weight
+
+
+@pytest.mark.parametrize("first", ["one sample", "evaluation"])
+def test_a_layer_is_checked_until_it_could_mix(first):
+    """The first call was the only check; one sample, or evaluation, passed it."""
+    torch.manual_seed(0)
+    layer, x = Pulled(), torch.randn(4, 3)
+    layer.train(first == "one sample")
+    part = x[:1] if first == "one sample" else x
+    per_sample_gradients(layer, [part], torch.randn(len(part), 1, 3))
+    layer.train()
+    with pytest.raises(ValueError, match="mixes samples"):
+        per_sample_gradients(layer, [x], torch.randn(4, 1, 3))
+
+
+def test_norms_of_a_large_layer_are_checked(monkeypatch):
+    """Norms take a part of the batch at a time: parts of one sample passed the check."""
+    monkeypatch.setattr(rules, "LARGEST", 1)
+    torch.manual_seed(0)
+    layer, x = Pulled(), torch.randn(4, 3)
+    layer.weight = nn.Parameter(torch.ones(64, 3))  # more values than the input
+    with pytest.raises(ValueError, match="mixes samples"):
+        squared_norms(layer, [x], torch.randn(4, 64, 3))
+
+
+def test_a_layer_that_changes_its_input_is_refused():
+    """This was torch's error, which does not name the layer."""
+
+    class InPlace(Weighted):
+        def forward(self, x):
+            return x.mul_(self.weight)
+
+    with pytest.raises(ValueError, match="InPlace has parameters and changes its input"):
+        per_sample_gradients(InPlace(), [torch.ones(4, 3)], torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)])
+def test_a_layer_whose_forward_was_replaced_has_no_rule(make):
+    """Libraries replace ``forward`` on an instance: the rules of its class were wrong for it."""
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(2, 3)
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+    gradient = torch.randn(2, 3)
+    expected = per_sample_gradients(make(), [x], 3 * gradient)
+    for name, norm in squared_norms(layer, [x], gradient).items():
+        torch.testing.assert_close(norm, expected[name].flatten(1).square().sum(1))
