@@ -62,6 +62,12 @@ class _OnReplays(Captures):
         self._module.autograd_grad_sample_hooks = self.handles  # type: ignore[assignment]
         self.hooks_enabled = True
 
+    def begin(self) -> None:
+        """Refuse a batch normalisation that ``train()`` has switched on after make_private."""
+        super().begin()
+        if self.hooks_enabled:
+            refuse_unsupported(self._module)
+
     def add(self, call: Call, gradient: Tensor) -> None:
         module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
@@ -70,6 +76,7 @@ class _OnReplays(Captures):
         if not self.batch_first and gradient.dim() > 2:
             gradient = gradient.transpose(0, 1)
             inputs = tuple(x.transpose(0, 1) if isinstance(x, Tensor) else x for x in inputs)
+        self.check_samples(self._module, module, gradient)
         if self.loss_reduction == "mean":  # a sample's gradient is the whole of its part
             gradient = gradient * len(gradient)
         self.measure(module, inputs, gradient)
@@ -144,7 +151,8 @@ class _Ghost(_OnReplays):
         if unused := [n for n, p in named if p.requires_grad and not hasattr(p, "_norm_sample")]:
             raise RuntimeError(
                 f"{unused[0]!r} got no gradient, so the norms lack its part: freeze it before "
-                "make_private, or use it in the forward pass, in a layer that is called"
+                "make_private, or use it in the forward pass, in a layer that is called and in "
+                "training mode"
             )
         norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
         refuse_infinite(norms)
