@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.private.capture import Call, Captures, Hook
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     mixes_samples,
     own_parameters,
@@ -50,14 +51,14 @@ class BatchDotGrad(FirstOrderBackpropExtension):  # type: ignore[misc]
 
 
 def _dot(gradients: Tensor) -> Tensor:
-    rows = gradients.flatten(1)
+    rows = as_rows(gradients)
     return rows @ rows.T
 
 
 # each extension's quantity, from per-sample gradients (B, ...)
 _QUANTITIES: dict[type, Callable[[Tensor], Tensor]] = {
     BatchGrad: lambda g: g,
-    BatchL2Grad: lambda g: g.flatten(1).square().sum(1),
+    BatchL2Grad: lambda g: as_rows(g).square().sum(1),
     BatchDotGrad: _dot,
     SumGradSquared: lambda g: g.square().sum(0),
     Variance: lambda g: g.var(0, correction=0),

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from revzoo._checks import check_number
 from revzoo.private.capture import Call, Captures
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     refuse_infinite,
     refuse_unsupported,
@@ -86,7 +87,7 @@ class SampleNorms(Captures):
                     "or use it in the forward pass, as a layer that is called"
                 )
         assert total is not None, "the model has trainable layers"
-        return total + sum(g.flatten(1).square().sum(1) for g in sums.values())
+        return total + sum(as_rows(g).square().sum(1) for g in sums.values())
 
     def begin(self) -> None:
         """Go on with the sums: :meth:`take` ends them, not a backward pass."""

@@ -74,6 +74,11 @@ def returned_tensors(output: Any) -> list[Tensor]:
     return [t for t in leaves if t.is_floating_point() or t.is_complex()]
 
 
+def as_rows(gradients: Tensor) -> Tensor:
+    """Per-sample gradients ``(N, ...)`` as ``(N, values)``, also of a parameter without shape."""
+    return gradients.unsqueeze(-1).flatten(1)
+
+
 def refuse_infinite(norms: Tensor) -> None:
     """Raise a FloatingPointError if a norm ``(N,)`` is not finite: it would spoil the whole sum."""
     if not norms.isfinite().all():
@@ -183,7 +188,7 @@ def squared_norms(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) ->
             norms = _norms_from_places(module, part[0].to(g.dtype), g)
         else:
             gradients = _gradients(module, part, g)
-            norms = {name: each.flatten(1).square().sum(1) for name, each in gradients.items()}
+            norms = {name: as_rows(each).square().sum(1) for name, each in gradients.items()}
         for name in found:
             found[name].append(norms[name])
     return {name: torch.cat(norms) for name, norms in found.items()}
@@ -398,7 +403,9 @@ def _of_any(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradi
     if module not in _checked[module.training] and gradient.any():
         of_batch = gradients(tensors, gradient)
         for name, g in found.items():
-            if (of_batch[name] - g.sum(0)).norm() > torch.finfo(dtype).eps ** 0.25 * g.norm():
+            difference, eps = (of_batch[name] - g.sum(0)).norm(), torch.finfo(dtype).eps
+            # the second term: rounding, for example of a bias that a norm removes
+            if difference > eps**0.25 * g.norm() + eps**0.75 * gradient.norm():
                 raise ValueError(
                     f"the per-sample gradients of {kind}.{name} do not add up to the gradient of "
                     "the batch: the layer mixes samples, or one of its inputs has no samples"

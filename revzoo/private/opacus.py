@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from revzoo.private.capture import Call, Captures
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     own_parameters,
     refuse_infinite,
@@ -109,7 +110,7 @@ class _Samples(_OnReplays):
         # the summed gradient tells cheaply whether any sample is bad; only then look for it
         summed = [p.grad for p in sums if p.grad is not None]
         if summed and not torch.stack([g.isfinite().all() for g in summed]).all():
-            norms = [g.flatten(1).norm(dim=1) for g in sums.values()]
+            norms = [as_rows(g).norm(dim=1) for g in sums.values()]
             refuse_infinite(torch.stack(norms).norm(dim=0))
 
 
@@ -136,7 +137,7 @@ class _Ghost(_OnReplays):
 
     def end(self) -> None:
         for p, g in self.sums.items():
-            p._norm_sample = g.flatten(1).norm(dim=1)  # type: ignore[attr-defined]
+            p._norm_sample = as_rows(g).norm(dim=1)  # type: ignore[attr-defined]
         self.forget()
 
     def get_norm_sample(self) -> Tensor:

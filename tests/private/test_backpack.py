@@ -38,7 +38,7 @@ def assert_equals_loop(net, loop):
     """All five quantities of each parameter; BackPACK's are of the loss's terms, here a sum's."""
     for name, p in net.named_parameters():
         g = loop[name]
-        rows = g.flatten(1)
+        rows = g.reshape(len(g), -1)
         expected = {
             "grad_batch": g,
             "batch_l2": rows.square().sum(1),

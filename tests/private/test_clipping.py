@@ -28,7 +28,7 @@ CLIP = 0.5
 
 
 def norms_of(loop):
-    return sum(g.flatten(1).square().sum(1) for g in loop.values()).sqrt()
+    return sum(g.reshape(len(g), -1).square().sum(1) for g in loop.values()).sqrt()
 
 
 def assert_clipped(net, loop, count):

@@ -52,7 +52,7 @@ def private(net, mode="hooks", *, noise=0.0, size=3, **options):
 
 def clipped_mean(loop):
     """The gradient of a private step without noise, by parameter."""
-    norms = sum(g.flatten(1).square().sum(1) for g in loop.values()).sqrt()
+    norms = sum(g.reshape(len(g), -1).square().sum(1) for g in loop.values()).sqrt()
     scale = (CLIP / (norms + 1e-6)).clamp(max=1)
     assert scale.min() < 1
     return {n: torch.tensordot(scale, g, 1) / len(scale) for n, g in loop.items()}
