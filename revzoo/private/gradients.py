@@ -203,8 +203,14 @@ def _of_samples(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> S
             mask = mask.expand(count * module.num_heads, *mask.shape[-2:])  # type: ignore[operator]
             mask = mask.unflatten(0, (count, module.num_heads))
         inputs = q, k, v, padding, True, mask  # weights: the kernels without have no rule for vmap
-    for t in tree_leaves(inputs):
-        if isinstance(t, Tensor) and t.shape[:1] != gradient.shape[:1] and trainable(module):
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+    if not tensors and trainable(module):
+        raise ValueError(
+            f"{type(module).__name__} was called without a tensor, so its output has no samples: "
+            "freeze its parameters, or pass it the input of the layer that uses its output"
+        )
+    for t in tensors:
+        if t.shape[:1] != gradient.shape[:1] and trainable(module):
             raise ValueError(
                 f"{type(module).__name__} was called with a tensor of shape {tuple(t.shape)} for "
                 f"{count} samples: expected them along dimension 0 of each input of a layer with "

@@ -371,3 +371,18 @@ def test_gradients_of_zero_up_to_rounding_pass_the_check(dtype):
     (gradient,) = torch.autograd.grad(norm(out).sin().sum(), out)
     for measure in (per_sample_gradients, squared_norms):
         assert measure(layer, [x], gradient)["bias"].abs().max() < 1e-3 * gradient.norm()
+
+
+def test_a_layer_without_inputs_is_refused():
+    """Its rows are no samples. With as many of them, this was torch's error about shapes."""
+
+    class Matrix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 3))
+
+        def forward(self):
+            return self.weight.exp()
+
+    with pytest.raises(ValueError, match="Matrix was called without a tensor"):
+        squared_norms(Matrix(), [], torch.ones(3, 3))
