@@ -36,10 +36,21 @@ def network(name, mode="store"):
     return net
 
 
+class Gain(nn.Module):
+    """Its parameter is one number, without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.gain
+
+
 def tied_network(mode):
-    """A layer that is used twice and a weight that two layers share, on 8 features."""
+    """Layers that are used twice and a weight that two layers share, on 8 features."""
     torch.manual_seed(0)
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    shared = nn.Sequential(nn.Linear(4, 4), Gain(), nn.Tanh())
     blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
     blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
     sequence = revzoo.ReversibleSequence(blocks, memory=mode)

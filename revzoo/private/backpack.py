@@ -23,9 +23,12 @@ from backpack.context import CTX
 from backpack.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.private.capture import Call, Captures, Hook
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     mixes_samples,
     own_parameters,
@@ -48,14 +51,14 @@ class BatchDotGrad(FirstOrderBackpropExtension):  # type: ignore[misc]
 
 
 def _dot(gradients: Tensor) -> Tensor:
-    rows = gradients.flatten(1)
+    rows = as_rows(gradients)
     return rows @ rows.T
 
 
 # each extension's quantity, from per-sample gradients (B, ...)
 _QUANTITIES: dict[type, Callable[[Tensor], Tensor]] = {
     BatchGrad: lambda g: g,
-    BatchL2Grad: lambda g: g.flatten(1).square().sum(1),
+    BatchL2Grad: lambda g: as_rows(g).square().sum(1),
     BatchDotGrad: _dot,
     SumGradSquared: lambda g: g.square().sum(0),
     Variance: lambda g: g.var(0, correction=0),
@@ -65,7 +68,8 @@ _QUANTITIES: dict[type, Callable[[Tensor], Tensor]] = {
 def extend(model: nn.Module) -> nn.Module:
     """Prepare every layer of ``model`` for BackPACK's extensions; returns the model.
 
-    A second call changes nothing. Layers whose parameters are frozen cost nothing.
+    A second call changes nothing, unless the model has new layers. Layers whose parameters are
+    frozen cost nothing. Modules that share parameters must be extended as parts of one model.
 
     Raises:
         ValueError: the model was extended by BackPACK's own ``extend``, which keeps every input and
@@ -82,14 +86,18 @@ def extend(model: nn.Module) -> nn.Module:
         torch.Size([2, 10, 112])
     """
     # batch normalisation without parameters is not a layer, but must raise when an extension runs
-    named = layers(model) | {n: m for n, m in model.named_modules() if mixes_samples(m)}
+    norms = (_BatchNorm, InvertibleBatchNorm)
+    named = layers(model) | {n: m for n, m in model.named_modules() if isinstance(m, norms)}
     for name, module in named.items():
         if hook_store_io in module._forward_hooks.values():
             raise ValueError(
                 f"{name!r} was extended by backpack.extend, which keeps its input and output: "
                 "extend the model with revzoo.integrations.backpack.extend instead"
             )
-    for handle in _Extended(m for m in named.values() if not _hooks(m)).handles:
+    if all(map(_hooks, named.values())):
+        return model
+    remove(model)  # gradients of shared parameters add up only if their layers are hooked together
+    for handle in _Extended(named.values()).handles:
         CTX.add_hook_handle(handle)  # CTX.remove_hooks() removes the hooks that BackPACK knows
     return model
 
@@ -115,6 +123,7 @@ class _Extended(Captures):
         if not exts or not (trainable(module) or mixes_samples(module)):
             return
         refuse_unsupported(module)
+        self.check_samples(module, module, gradient)
         for ext in exts:
             if type(ext) not in _QUANTITIES:
                 known = ", ".join(kind.__name__ for kind in _QUANTITIES)

@@ -31,12 +31,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.saved import graph_is_kept, save_for_backward
-from revzoo.private.gradients import own_parameters, per_sample_gradients, trainable
+from revzoo.private.gradients import (
+    own_parameters,
+    per_sample_gradients,
+    returned_tensors,
+    trainable,
+)
 
 
 class Captures(ABC):
@@ -52,9 +57,9 @@ class Captures(ABC):
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.handles: list[RemovableHandle] = []
+        self.hooks = {layer: Hook(self) for layer in layers}
         self._hooks: dict[nn.Parameter, list[Hook]] = {}
-        for layer in layers:
-            hook = Hook(self)
+        for layer, hook in self.hooks.items():
             # prepend: rule 3
             handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
             self.handles.append(handle)
@@ -79,19 +84,30 @@ class Captures(ABC):
         """Called at the end of a backward pass that did not fail."""
 
     def forget(self) -> None:
-        """Drop the sums, and which parameters were used."""
+        """Drop the sums, the number of samples, and which parameters were used."""
         self.sums: dict[nn.Parameter, Tensor] = {}
+        self.samples: int | None = None
         self._single: set[nn.Parameter] = set()
 
     def restart(self) -> None:
         """Forget calls whose graph will not be used."""
-        for hook in {hook for hooks in self._hooks.values() for hook in hooks}:
+        for hook in self.hooks.values():
             hook.calls = 0
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+
+    def check_samples(self, model: nn.Module, module: nn.Module, gradient: Tensor) -> None:
+        """Raise a ValueError if a layer of ``model`` has another number of rows than the first."""
+        samples = self.samples = len(gradient) if self.samples is None else self.samples
+        if len(gradient) != samples:
+            name = next(n for n, m in model.named_modules() if m is module)
+            raise ValueError(
+                f"{(name or type(module).__name__)!r} returned {len(gradient)} rows for {samples} "
+                "samples: keep the samples along dimension 0 of each layer with parameters"
+            )
 
     def several(self, module: nn.Module) -> bool:
         """Whether one backward pass may use a parameter of ``module`` several times (rule 5).
@@ -108,7 +124,8 @@ class Captures(ABC):
             raise RuntimeError(
                 f"the parameters of a {type(module).__name__} got gradients a second time, but "
                 "norms of several uses do not add up: run one backward pass for all losses, before "
-                "the next forward pass"
+                "the next forward pass. If parameters were tied or replaced after the hooks were "
+                "set, remove the hooks (remove(), cleanup()) and set them again"
             )
         self._single.update(parameters)
         return False
@@ -185,9 +202,8 @@ class Hook:
     ) -> None:
         if not torch.is_grad_enabled() or not runs_eagerly():
             return
-        leaves = tree_leaves(output)
-        tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
-        if not tensors:
+        tensors = returned_tensors(output)
+        if not any(t.grad_fn is not None for t in tensors):
             return
         # private in torch 2.15; public functions do not say whether a backward pass runs
         if torch._C._current_graph_task_id() == -1:
@@ -198,19 +214,21 @@ class Hook:
         if kwargs or isinstance(module, nn.MultiheadAttention):
             args = _by_position(module, args, kwargs)
         first, *others = dict.fromkeys(tensors)
-        first.register_hook(Call(self, module, args))  # type: ignore[no-untyped-call]
+        if first.grad_fn is not None:
+            first.register_hook(Call(self, module, args))  # type: ignore[no-untyped-call]
 
         def refuse(gradient: Tensor) -> None:
             if self.is_on(module) and trainable(module):
                 raise TypeError(
-                    f"the loss uses several tensors that {type(module).__name__} returned, but the "
-                    "gradients of its parameters are computed from the gradient of the first: "
-                    "detach the others (the weights of an attention), or put the parameters into "
-                    "layers that return one tensor"
+                    f"the loss uses not only the first tensor that {type(module).__name__} "
+                    "returned, but the gradients of its parameters are computed from the gradient "
+                    "of the first: detach the others (the weights of an attention), or put the "
+                    "parameters into layers that return one tensor"
                 )
 
         for t in others:
-            t.register_hook(refuse)  # type: ignore[no-untyped-call]
+            if t.grad_fn is not None:
+                t.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 class _Pass:

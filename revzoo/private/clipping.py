@@ -16,6 +16,7 @@ Shapes: B samples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from revzoo._checks import check_number
 from revzoo.private.capture import Call, Captures
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     refuse_infinite,
     refuse_unsupported,
@@ -54,8 +56,6 @@ class SampleNorms(Captures):
         torch.Size([2])
     """
 
-    _samples: int | None
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(layers(model).values())
         self.model = model
@@ -69,7 +69,7 @@ class SampleNorms(Captures):
     def collect(self, samples: int | None) -> None:
         """Collect from the next backward pass on."""
         self.forget()  # the rest of an interrupted backward pass
-        self.collecting, self._samples = True, samples
+        self.collecting, self.samples = True, samples
 
     def take(self) -> Tensor:
         """The squared norms ``(B,)`` since the last call, in the gradients' own precision.
@@ -87,7 +87,7 @@ class SampleNorms(Captures):
                     "or use it in the forward pass, as a layer that is called"
                 )
         assert total is not None, "the model has trainable layers"
-        return total + sum(g.flatten(1).square().sum(1) for g in sums.values())
+        return total + sum(as_rows(g).square().sum(1) for g in sums.values())
 
     def begin(self) -> None:
         """Go on with the sums: :meth:`take` ends them, not a backward pass."""
@@ -95,31 +95,35 @@ class SampleNorms(Captures):
     def forget(self) -> None:
         super().forget()
         self._total: Tensor | None = None
-        self._samples = None
-        self._seen: set[nn.Module] = set()
+        self._seen: Counter[nn.Module] = Counter()
 
     def add(self, call: Call, gradient: Tensor) -> None:
         module = call.module
         if not self.collecting or not trainable(module):
             return
         # without `start(samples)` the first layer of the backward pass decides
-        samples = self._samples = len(gradient) if self._samples is None else self._samples
+        self.check_samples(self.model, module, gradient)
         if self._total is None:
             # on the gradient's device and in its precision
-            self._total = gradient.new_zeros(samples)
-        if len(gradient) != samples:
-            name = next(n for n, m in self.model.named_modules() if m is module)
-            raise ValueError(
-                f"{name!r} returned {len(gradient)} rows for {samples} samples: keep the "
-                "samples along dimension 0 of each layer with parameters"
-            )
+            self._total = gradient.new_zeros(len(gradient))
         # the norm of a sum is not a sum of norms: add the gradients of shared parameters first
         if self.several(module):
             self.sum_up(module, call.inputs(), gradient)
         else:
             for square in squared_norms(module, call.inputs(), gradient).values():
                 self._total = self._total + square
-        self._seen.add(module)
+        self._seen[module] += 1
+
+    def check_all_seen(self) -> None:
+        """Raise a RuntimeError if the backward pass left out a call since :meth:`restart`."""
+        for name, module in layers(self.model).items():
+            calls, seen = self.hooks[module].calls, self._seen[module]
+            if trainable(module) and seen < calls:
+                raise RuntimeError(
+                    f"{name!r} was called {calls} times, but {calls - seen} of its outputs do not "
+                    "depend on the images, or are not used, so the norms lack their part: freeze "
+                    "its parameters, or move them to the layer that adds its output to the images"
+                )
 
 
 class ClippedGradients:
@@ -235,6 +239,7 @@ class ClippedGradients:
         try:
             # a first pass only to the images, which accumulates no gradients of parameters
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)
+            self._sums.check_all_seen()
             # the loss is a mean over the batch: a sample contributes 1 / count of its gradient
             norms = self._sums.take().clamp(min=0).sqrt() * count
         finally:
@@ -244,4 +249,5 @@ class ClippedGradients:
         # 1e-6 is Opacus' constant; it matters only for gradients near zero
         weights = (self.max_norm / (norms + 1e-6)).clamp(max=1)
         weights = weights * (count / self.size(count))  # replaces the divisor B of the mean
-        return gradient * weights.view(-1, *[1] * (gradient.dim() - 1))
+        weighted = gradient * weights.view(-1, *[1] * (gradient.dim() - 1))
+        return weighted.to(gradient.dtype)  # norms have at least 32 bits

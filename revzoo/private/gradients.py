@@ -68,6 +68,17 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if own_parameters(m) and m not in uncalled}
 
 
+def returned_tensors(output: Any) -> list[Tensor]:
+    """The tensors that a layer returned, without indices and masks."""
+    leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+    return [t for t in leaves if t.is_floating_point() or t.is_complex()]
+
+
+def as_rows(gradients: Tensor) -> Tensor:
+    """Per-sample gradients ``(N, ...)`` as ``(N, values)``, also of a parameter without shape."""
+    return gradients.unsqueeze(-1).flatten(1)
+
+
 def refuse_infinite(norms: Tensor) -> None:
     """Raise a FloatingPointError if a norm ``(N,)`` is not finite: it would spoil the whole sum."""
     if not norms.isfinite().all():
@@ -177,7 +188,7 @@ def squared_norms(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) ->
             norms = _norms_from_places(module, part[0].to(g.dtype), g)
         else:
             gradients = _gradients(module, part, g)
-            norms = {name: each.flatten(1).square().sum(1) for name, each in gradients.items()}
+            norms = {name: as_rows(each).square().sum(1) for name, each in gradients.items()}
         for name in found:
             found[name].append(norms[name])
     return {name: torch.cat(norms) for name, norms in found.items()}
@@ -192,8 +203,14 @@ def _of_samples(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> S
             mask = mask.expand(count * module.num_heads, *mask.shape[-2:])  # type: ignore[operator]
             mask = mask.unflatten(0, (count, module.num_heads))
         inputs = q, k, v, padding, True, mask  # weights: the kernels without have no rule for vmap
-    for t in tree_leaves(inputs):
-        if isinstance(t, Tensor) and t.shape[:1] != gradient.shape[:1] and trainable(module):
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+    if not tensors and trainable(module):
+        raise ValueError(
+            f"{type(module).__name__} was called without a tensor, so its output has no samples: "
+            "freeze its parameters, or pass it the input of the layer that uses its output"
+        )
+    for t in tensors:
+        if t.shape[:1] != gradient.shape[:1] and trainable(module):
             raise ValueError(
                 f"{type(module).__name__} was called with a tensor of shape {tuple(t.shape)} for "
                 f"{count} samples: expected them along dimension 0 of each input of a layer with "
@@ -211,7 +228,9 @@ def _parts(
     if _has_few_places(module, gradient):
         places, width = _count_places(module, gradient), module.weight[0].numel()  # type: ignore
         size = _groups(module) * places * max(width, places)
-    step = max(1, max([LARGEST, *(t.numel() for t in given)]) // max(1, size))
+    # _of_any sees only on two samples whether a layer mixes them
+    least = 1 if _rule(module) in _RULES or module in _checked[module.training] else 2
+    step = max(least, max([LARGEST, *(t.numel() for t in given)]) // max(1, size))
     for i in range(0, len(gradient) or 1, step):
         rows = slice(i, i + step)
         yield tree_map_only(Tensor, operator.itemgetter(rows), tuple(inputs)), gradient[rows]
@@ -222,7 +241,7 @@ def _gradients(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gr
     needed = _needed(module)
     if not len(gradient):
         return {name: gradient.new_empty(0, *p.shape) for name, p in needed.items()}
-    if type(module) in _PRODUCTS:
+    if _rule(module) in _PRODUCTS:
         x = inputs[0].to(gradient.dtype)  # autocast
         return {
             name: _weight_gradients(module, x, gradient)
@@ -230,7 +249,7 @@ def _gradients(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gr
             else _places(module, gradient).sum(2).flatten(1)
             for name in needed
         }
-    if type(module) in (nn.GroupNorm, nn.LayerNorm):
+    if _rule(module) in _NORMS:
         return {name: g for name, g in _of_norm(module, inputs[0], gradient) if name in needed}
     return _of_any(module, inputs, gradient)
 
@@ -242,6 +261,13 @@ _CONV_WEIGHT: dict[type[nn.Module], Callable[..., Tensor]] = {
 }
 # the weight's gradient is a product of the input and the output's gradient
 _PRODUCTS = (nn.Linear, *_CONV_WEIGHT)
+_NORMS = (nn.GroupNorm, nn.LayerNorm)
+_RULES = (*_PRODUCTS, *_NORMS)
+
+
+def _rule(module: nn.Module) -> type | None:
+    """The class of ``module``, if it may have a rule: it has no ``forward`` of its own."""
+    return None if "forward" in vars(module) else type(module)
 
 
 def _weight_gradients(module: Any, x: Tensor, gradient: Tensor) -> Tensor:
@@ -275,7 +301,7 @@ def _norms_from_places(module: Any, x: Tensor, gradient: Tensor) -> Gradients:
 
 def _has_few_places(module: Any, gradient: Tensor) -> bool:
     """Whether products of places are cheaper; torch unfolds images only."""
-    if type(module) not in (nn.Linear, nn.Conv1d, nn.Conv2d) or not len(gradient):
+    if _rule(module) not in (nn.Linear, nn.Conv1d, nn.Conv2d) or not len(gradient):
         return False
     return 2 * _count_places(module, gradient) ** 2 <= module.weight.numel() // _groups(module)
 
@@ -340,7 +366,7 @@ class _Bare(nn.Module):
         if type(self.layer).forward is nn.MultiheadAttention.forward and inputs[-1] is not None:
             inputs = (*inputs[:-1], inputs[-1].flatten(0, 1))  # the mask, see _of_samples
         output = self.layer.forward(*inputs)
-        return output if isinstance(output, Tensor) else tree_leaves(output)[0]
+        return returned_tensors(output)[0]
 
 
 def _of_any(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradients:
@@ -374,16 +400,18 @@ def _of_any(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradi
     try:
         found: Gradients = vmap(of_sample)(tensors, gradient)
     except RuntimeError as error:
-        if "random operation" not in str(error):
-            raise
-        raise ValueError(
-            f"{kind} has parameters and draws random numbers, so its per-sample gradients cannot "
-            "be computed again: set its dropout to 0, or put the parameters into layers inside it"
-        ) from error
-    if module not in _checked and gradient.any():
+        for words, why in _NOT_AGAIN.items():
+            if words in str(error):
+                raise ValueError(
+                    f"{kind} has parameters and {why}, or put the parameters into layers inside it"
+                ) from error
+        raise
+    if module not in _checked[module.training] and gradient.any():
         of_batch = gradients(tensors, gradient)
         for name, g in found.items():
-            if (of_batch[name] - g.sum(0)).norm() > torch.finfo(dtype).eps ** 0.25 * g.norm():
+            difference, eps = (of_batch[name] - g.sum(0)).norm(), torch.finfo(dtype).eps
+            # the second term: rounding, for example of a bias that a norm removes
+            if difference > eps**0.25 * g.norm() + eps**0.75 * gradient.norm():
                 raise ValueError(
                     f"the per-sample gradients of {kind}.{name} do not add up to the gradient of "
                     "the batch: the layer mixes samples, or one of its inputs has no samples"
@@ -396,8 +424,18 @@ def _of_any(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradi
                     f"the output of {kind} does not depend on its attribute {name!r}: freeze this "
                     "parameter, or read the attribute in forward, not a copy of it"
                 )
-        _checked.add(module)
+        if len(gradient) > 1:  # one sample mixes with no other
+            _checked[module.training].add(module)
     return found
 
 
-_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers that _of_any has checked once
+# by words of torch's error: why a layer cannot be evaluated again for each sample
+_NOT_AGAIN = {
+    "random operation": "draws random numbers, so its per-sample gradients cannot be computed "
+    "again: set its dropout to 0",
+    "in-place operation": "changes its input or a buffer in place, so its per-sample gradients "
+    "cannot be computed again: use an operation that makes a new tensor",
+}
+
+# layers that _of_any has checked once, in evaluation mode and in training mode
+_checked: tuple[weakref.WeakSet[nn.Module], ...] = (weakref.WeakSet(), weakref.WeakSet())

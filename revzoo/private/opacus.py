@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from revzoo.private.capture import Call, Captures
 from revzoo.private.gradients import (
+    as_rows,
     layers,
     own_parameters,
     refuse_infinite,
@@ -62,6 +63,12 @@ class _OnReplays(Captures):
         self._module.autograd_grad_sample_hooks = self.handles  # type: ignore[assignment]
         self.hooks_enabled = True
 
+    def begin(self) -> None:
+        """Refuse a batch normalisation that ``train()`` has switched on after make_private."""
+        super().begin()
+        if self.hooks_enabled:
+            refuse_unsupported(self._module)
+
     def add(self, call: Call, gradient: Tensor) -> None:
         module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
@@ -70,6 +77,7 @@ class _OnReplays(Captures):
         if not self.batch_first and gradient.dim() > 2:
             gradient = gradient.transpose(0, 1)
             inputs = tuple(x.transpose(0, 1) if isinstance(x, Tensor) else x for x in inputs)
+        self.check_samples(self._module, module, gradient)
         if self.loss_reduction == "mean":  # a sample's gradient is the whole of its part
             gradient = gradient * len(gradient)
         self.measure(module, inputs, gradient)
@@ -102,7 +110,7 @@ class _Samples(_OnReplays):
         # the summed gradient tells cheaply whether any sample is bad; only then look for it
         summed = [p.grad for p in sums if p.grad is not None]
         if summed and not torch.stack([g.isfinite().all() for g in summed]).all():
-            norms = [g.flatten(1).norm(dim=1) for g in sums.values()]
+            norms = [as_rows(g).norm(dim=1) for g in sums.values()]
             refuse_infinite(torch.stack(norms).norm(dim=0))
 
 
@@ -129,7 +137,7 @@ class _Ghost(_OnReplays):
 
     def end(self) -> None:
         for p, g in self.sums.items():
-            p._norm_sample = g.flatten(1).norm(dim=1)  # type: ignore[attr-defined]
+            p._norm_sample = as_rows(g).norm(dim=1)  # type: ignore[attr-defined]
         self.forget()
 
     def get_norm_sample(self) -> Tensor:
@@ -144,7 +152,8 @@ class _Ghost(_OnReplays):
         if unused := [n for n, p in named if p.requires_grad and not hasattr(p, "_norm_sample")]:
             raise RuntimeError(
                 f"{unused[0]!r} got no gradient, so the norms lack its part: freeze it before "
-                "make_private, or use it in the forward pass, in a layer that is called"
+                "make_private, or use it in the forward pass, in a layer that is called and in "
+                "training mode"
             )
         norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
         refuse_infinite(norms)

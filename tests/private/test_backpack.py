@@ -38,7 +38,7 @@ def assert_equals_loop(net, loop):
     """All five quantities of each parameter; BackPACK's are of the loss's terms, here a sum's."""
     for name, p in net.named_parameters():
         g = loop[name]
-        rows = g.flatten(1)
+        rows = g.reshape(len(g), -1)
         expected = {
             "grad_batch": g,
             "batch_l2": rows.square().sum(1),
@@ -310,3 +310,34 @@ def test_instances_of_a_class_may_have_other_parameters(order: tuple[bool, bool]
     for p in net.parameters():
         assert torch.allclose(p.grad_batch.sum(0), p.grad, atol=1e-5)
     remove(net)
+
+
+def test_a_model_extended_in_parts():
+    """Layers of the second call did not know those of the first, so a shared weight had one use."""
+    images, labels = tied_batch()
+    first, second = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+    second.weight = first.weight
+    net = nn.Sequential(first, second)
+    loop = looped(net, images, labels)
+    extend(first)
+    extend(net)
+    with backpack(*(kind() for kind in EXTENSIONS)):
+        summed_loss(net, images, labels).backward()
+    assert_equals_loop(net, loop)
+
+
+def test_batch_normalisation_that_train_switched_on():
+    """Without parameters it had no hook, if it was in evaluation mode before."""
+    norm = nn.BatchNorm2d(3, affine=False).eval()
+    net = extend(nn.Sequential(nn.Conv2d(3, 3, 1), norm, nn.Flatten()).double())
+    net.train()
+    with backpack(BatchGrad()), pytest.raises(ValueError, match="batch normalisation in training"):
+        net(batch()[0]).sum().backward()
+
+
+def test_rows_that_are_not_samples_are_refused():
+    """``batch_l2`` of this layer belonged to tokens."""
+    tokens = nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 4), nn.Unflatten(0, (3, -1)))
+    net = extend(nn.Sequential(tokens, nn.Flatten(), nn.Linear(96, 2)))
+    with backpack(BatchL2Grad()), pytest.raises(ValueError, match="'Linear' returned 72 rows for"):
+        net(torch.randn(3, 24, 8)).sum().backward()

@@ -10,6 +10,7 @@ from torch import nn
 
 import revzoo
 from revzoo.private.capture import Captures, Hook
+from revzoo.private.gradients import per_sample_gradients
 from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
@@ -230,7 +231,7 @@ def test_a_gradient_of_a_second_output_is_refused():
     first, second = module(torch.ones(2))
     first.sum().backward()
     assert len(got) == 1
-    with pytest.raises(TypeError, match="uses several tensors that Two returned"):
+    with pytest.raises(TypeError, match="not only the first tensor that Two returned"):
         second.sum().backward()
 
 
@@ -327,3 +328,27 @@ def test_a_captured_module_is_copied_and_pickled():
         assert len(hooks) == len(captures.handles)
         assert all(isinstance(h, Hook) and h.captures is hooks[0].captures for h in hooks)
         assert hooks[0].captures is not captures
+
+
+@pytest.mark.parametrize("before", [lambda y: y.detach(), lambda y: None, lambda y: y.int()])
+def test_a_layer_that_returns_something_before_its_output(before):
+    """The gradient belonged to the first tensor that needs one, the evaluation to the first."""
+
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return before(x * self.scale), x * self.scale
+
+    module, got = Returns(), []
+    Watch(module, lambda call, g: got.append(per_sample_gradients(module, call.inputs(), g)))
+    x = torch.randn(3, 2)
+    loss = module(x)[1].sum()
+    if isinstance(before(x), torch.Tensor) and before(x).is_floating_point():
+        with pytest.raises(TypeError, match="not only the first tensor that Returns returned"):
+            loss.backward()
+    else:
+        loss.backward()
+        torch.testing.assert_close(got[0]["scale"], x)

@@ -28,7 +28,7 @@ CLIP = 0.5
 
 
 def norms_of(loop):
-    return sum(g.flatten(1).square().sum(1) for g in loop.values()).sqrt()
+    return sum(g.reshape(len(g), -1).square().sum(1) for g in loop.values()).sqrt()
 
 
 def assert_clipped(net, loop, count):
@@ -330,3 +330,33 @@ def test_a_step_of_clipping_does_not_grow_with_depth():
         return memory.peak - sum(p.nbytes for p in net.parameters())
 
     assert peak(6) < 1.05 * peak(2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_that_does_not_depend_on_the_images_is_refused(mode):
+    """The pass that measures norms ends at the images, so it left out such calls."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.chain = nn.Linear(8, 8), tied_network(mode)
+
+        def forward(self, x):
+            return self.chain(self.inner(x) + self.inner(torch.ones_like(x)))
+
+    net = Twice().double()
+    ClippedGradients(net, CLIP)
+    images, labels = tied_batch()
+    with pytest.raises(RuntimeError, match=r"'inner' was called 2 times, but 1 of its outputs"):
+        functional.cross_entropy(net(images), labels).backward()
+
+
+def test_autocast():
+    """The weights have 32 bits: autograd refused a gradient of another type."""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    ClippedGradients(net, 1e-3)
+    images, labels = tied_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        functional.cross_entropy(net(images.float()), labels).backward()
+    norm = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+    assert 0 < norm < 1.01e-3

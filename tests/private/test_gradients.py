@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from per_sample_nets import Gain
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -45,6 +46,7 @@ LAYERS = {
     "layer norm without bias": (lambda: nn.LayerNorm((3, 6), bias=False), (4, 3, 6)),
     "batch norm in evaluation": (lambda: nn.BatchNorm2d(6).eval(), (4, 6, 5, 3)),
     "unknown": (Scaled, (4, 6)),
+    "one number": (Gain, (4, 6)),
 }
 
 
@@ -109,7 +111,9 @@ def test_attention_equals_a_loop(options, masks):
     for key, e in zip(own, zip(*rows, strict=True), strict=True):
         e = torch.stack(e)
         torch.testing.assert_close(gradients[key], e, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(norms[key], e.flatten(1).square().sum(1), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            norms[key], e.reshape(len(e), -1).square().sum(1), rtol=1e-10, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -124,7 +128,9 @@ def test_gradients_and_norms_equal_a_loop(name, largest, monkeypatch):
     assert gradients.keys() == norms.keys() == expected.keys()
     for key, e in expected.items():
         torch.testing.assert_close(gradients[key], e, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(norms[key], e.flatten(1).square().sum(1), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            norms[key], e.reshape(len(e), -1).square().sum(1), rtol=1e-10, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -299,3 +305,84 @@ def test_an_attention_with_a_forward_of_its_own():
         rows = torch.autograd.grad(layer(x[i : i + 1]), layer.parameters(), gradient[i : i + 1])
         for g, row in zip(found.values(), rows, strict=True):
             torch.testing.assert_close(g[i], row, rtol=1e-10, atol=1e-10)
+
+
+class Pulled(Weighted):
+    """Mixes samples in training, but not the only sample of a batch with itself alone."""
+
+    def forward(self, x):
+        return (x + x.mean(0) if self.training else x)[:, None] * self.weight
+
+
+@pytest.mark.parametrize("first", ["one sample", "evaluation"])
+def test_a_layer_is_checked_until_it_could_mix(first):
+    """The first call was the only check; one sample, or evaluation, passed it."""
+    torch.manual_seed(0)
+    layer, x = Pulled(), torch.randn(4, 3)
+    layer.train(first == "one sample")
+    part = x[:1] if first == "one sample" else x
+    per_sample_gradients(layer, [part], torch.randn(len(part), 1, 3))
+    layer.train()
+    with pytest.raises(ValueError, match="mixes samples"):
+        per_sample_gradients(layer, [x], torch.randn(4, 1, 3))
+
+
+def test_norms_of_a_large_layer_are_checked(monkeypatch):
+    """Norms take a part of the batch at a time: parts of one sample passed the check."""
+    monkeypatch.setattr(rules, "LARGEST", 1)
+    torch.manual_seed(0)
+    layer, x = Pulled(), torch.randn(4, 3)
+    layer.weight = nn.Parameter(torch.ones(64, 3))  # more values than the input
+    with pytest.raises(ValueError, match="mixes samples"):
+        squared_norms(layer, [x], torch.randn(4, 64, 3))
+
+
+def test_a_layer_that_changes_its_input_is_refused():
+    """This was torch's error, which does not name the layer."""
+
+    class InPlace(Weighted):
+        def forward(self, x):
+            return x.mul_(self.weight)
+
+    with pytest.raises(ValueError, match="InPlace has parameters and changes its input"):
+        per_sample_gradients(InPlace(), [torch.ones(4, 3)], torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3), lambda: nn.LayerNorm(3)])
+def test_a_layer_whose_forward_was_replaced_has_no_rule(make):
+    """Libraries replace ``forward`` on an instance: the rules of its class were wrong for it."""
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(2, 3)
+    forward = layer.forward
+    layer.forward = lambda x: 3 * forward(x)
+    gradient = torch.randn(2, 3)
+    expected = per_sample_gradients(make(), [x], 3 * gradient)
+    for name, norm in squared_norms(layer, [x], gradient).items():
+        torch.testing.assert_close(norm, expected[name].flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_zero_up_to_rounding_pass_the_check(dtype):
+    """The norm removes the bias: its gradient is rounding, which differs between the two sums."""
+    torch.manual_seed(0)
+    layer, norm = nn.ConvTranspose2d(3, 4, 2, stride=2).to(dtype), nn.InstanceNorm2d(4)
+    x = torch.randn(4, 3, 32, 32, dtype=dtype)
+    out = layer(x)
+    (gradient,) = torch.autograd.grad(norm(out).sin().sum(), out)
+    for measure in (per_sample_gradients, squared_norms):
+        assert measure(layer, [x], gradient)["bias"].abs().max() < 1e-3 * gradient.norm()
+
+
+def test_a_layer_without_inputs_is_refused():
+    """Its rows are no samples. With as many of them, this was torch's error about shapes."""
+
+    class Matrix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3, 3))
+
+        def forward(self):
+            return self.weight.exp()
+
+    with pytest.raises(ValueError, match="Matrix was called without a tensor"):
+        squared_norms(Matrix(), [], torch.ones(3, 3))

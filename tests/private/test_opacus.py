@@ -52,7 +52,7 @@ def private(net, mode="hooks", *, noise=0.0, size=3, **options):
 
 def clipped_mean(loop):
     """The gradient of a private step without noise, by parameter."""
-    norms = sum(g.flatten(1).square().sum(1) for g in loop.values()).sqrt()
+    norms = sum(g.reshape(len(g), -1).square().sum(1) for g in loop.values()).sqrt()
     scale = (CLIP / (norms + 1e-6)).clamp(max=1)
     assert scale.min() < 1
     return {n: torch.tensordot(scale, g, 1) / len(scale) for n, g in loop.items()}
@@ -376,3 +376,28 @@ def test_ghost_clipping_holds_one_branch():
     norms = 4 * 4 * 2 * 512 * 4
     assert peak(8, "invert") - peak(4, "invert") < 2 * (gradients + norms) < 8 * stream
     assert peak(8, "store") - peak(4, "store") > 16 * stream
+
+
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+def test_batch_normalisation_that_train_switched_on(sampling):
+    """Frozen and in evaluation mode it is no layer of ours, but ``train()`` mixes samples again."""
+    norm = nn.BatchNorm2d(4).eval().requires_grad_(False)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.Flatten(), nn.Linear(256, 5)).double()
+    images, labels = batch()
+    model, _, criterion = private(net, sampling)
+    criterion(model(images), labels).backward()
+    model.train()
+    with pytest.raises(ValueError, match="batch normalisation in training"):
+        criterion(model(images), labels).backward()
+
+
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+def test_rows_that_are_not_samples_are_refused(sampling):
+    """This was torch's error of ``stack``."""
+
+    rows = nn.Sequential(nn.Flatten(0, 1), nn.Linear(8, 8), nn.Unflatten(0, (3, -1)))
+    net = nn.Sequential(nn.Flatten(1, 2), rows, nn.Flatten(), nn.Linear(192, 5)).double()
+    images, labels = batch()
+    model, _, criterion = private(net, sampling)
+    with pytest.raises(ValueError, match=r"'1\.1' returned 72 rows for 3 samples"):
+        criterion(model(images), labels).backward()
