@@ -2,6 +2,7 @@
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
 #   make test                       all tests but the slow ones, notebooks included (installs the test tools)
 #   make gpu OUT=results            tests and benchmarks on a GPU, in twelve minutes; STAGES=1,2 for some of them
+#   make smoke                      half a minute of tests: the engine, sequences, models, configurations
 #   make docs                       the site: docs/_build/html/index.html
 #   make test WORKERS=0             in one process, instead of two
 #   make test PYTHON=python3.12     with another interpreter
@@ -11,12 +12,14 @@ ARGS ?=
 WORKERS ?= 2
 OUT ?= gpu-results
 STAGES ?= 1,2,3
+SMOKE := $(addprefix tests/,core/test_tape.py core/test_contract.py layers/test_sequence.py \
+  models/test_registry.py cli/test_config.py cli/test_check.py data/test_digits.py test_facade.py)
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.installed-package
 TOOLS := $(VENV)/.installed
 SITE := $(VENV)/.installed-docs
 
-.PHONY: train test test-slow lint docs gpu bench clean
+.PHONY: train test smoke test-slow lint docs gpu bench clean
 .DEFAULT_GOAL := test
 
 train: $(PACKAGE)
@@ -25,6 +28,9 @@ train: $(PACKAGE)
 test: $(TOOLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --nbmake --nbmake-timeout=300 --timeout=300 notebooks
+
+smoke: $(TOOLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile -q $(SMOKE) $(ARGS)
 
 test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)

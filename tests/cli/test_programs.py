@@ -140,14 +140,9 @@ def test_a_signal_ends_a_search_and_leaves_no_files(
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        deadline = time.monotonic() + 80
-        while not list(
-            temporary.glob("revzoo-trial-*/*.ckpt")
-        ):  # the state that the search restores
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.05)
-        time.sleep(0.5)
+        assert process.stdout is not None
+        assert any("searching for optim.lr" in line for line in process.stdout)
+        time.sleep(2)  # it trains
         process.send_signal(signum)
         result, _ = process.communicate(timeout=30)
     assert process.returncode == status, result

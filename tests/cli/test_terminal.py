@@ -77,7 +77,6 @@ def test_tables_are_folded(
     "arguments",
     [
         "train trainer.accelerator=mps",
-        "train --resume {run}",
         "train --import json modle=x",
         "predict {run}/x.ckpt {run}",
         "eval ckpt={run}/x.ckpt",

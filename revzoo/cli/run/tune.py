@@ -62,6 +62,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     # the first file of the run, if it is only a search
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
+    log.info("searching for %s.%s", kind.section, kind.key)
     value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
     log.info("wrote %s", ", ".join(map(str, files)))
     following = {name: section for name, section in config.items() if name != "tuner"}
