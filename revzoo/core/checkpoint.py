@@ -218,7 +218,6 @@ def limit_of(step: Step | type[Step], inputs: Iterable[Tensor]) -> float:
 class _Named:
     """Stands for a step in the guard's messages."""
 
-    grid = None
     drift = None
 
     def __init__(self, remedy: str) -> None:

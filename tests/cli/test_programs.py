@@ -146,7 +146,8 @@ def test_a_signal_ends_a_search_and_leaves_no_files(
         process.send_signal(signum)
         result, _ = process.communicate(timeout=30)
     assert process.returncode == status, result
-    assert "Traceback" not in result
+    # Python reports, and ignores, an interrupt inside a weak reference's callback
+    assert "Traceback" not in result.partition("Exception ignored")[0]
     assert list(cwd.iterdir()) == []
     assert not list(temporary.glob("revzoo-*"))
 

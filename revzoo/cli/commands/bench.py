@@ -3,7 +3,7 @@
 The modes of a model run in turn, round by round; ratios are relative to the first mode. On one CPU
 thread (OMP_NUM_THREADS=1) it measures the thread's CPU time.
 
-    revzoo bench revnet38 revnet110 --memory store,invert,balanced --batch-size 128
+    revzoo bench revnet38 revnet110 --memory store,balanced --batch-size 128
     revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
     revzoo bench torchvision:resnet50 --bits 4 --batch-size 16
 

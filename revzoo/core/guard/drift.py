@@ -349,7 +349,8 @@ def _failure(steps: tuple[Step, ...], reason: str, advice: str) -> DriftError:
     for step in steps:  # the next passes compare each by itself
         step.close_checks = Step.close_checks
     error = DriftError(reason + advice)
-    error.step, error.reason = steps[0], reason
+    error.step = steps[0] if isinstance(steps[0], Step) else None  # of checkpoint(): no step
+    error.reason = reason
     return error
 
 

@@ -404,7 +404,7 @@ def test_another_precision_makes_another_plan(
 def test_a_run_resumes_within_a_budget(stopped: Path) -> None:
     """``memory.bytes`` was refused with ``memory=budget``, and missed without."""
     assert "memory.bytes is needed" in refused(stopped, "memory=budget")
-    assert "add memory=budget" in refused(stopped, "memory.bytes=5MiB")
+    assert "add memory=budget" in refused(stopped, "memory=exact", "memory.bytes=5MiB")
     assert "test/acc" in go_on(stopped, "memory=budget", "memory.bytes=5MiB")
     memory = config_of(stopped)["memory"]
     assert (memory["mode"], memory["bytes"]) == ("budget", "5MiB")
