@@ -13,6 +13,7 @@ captured only in mode ``store``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,7 +49,8 @@ def graphed_step(
     Args:
         module: on its device, in the mode (train or eval) and memory mode in which it will run.
         loss: ``loss(module(first), *others)`` is a scalar, for a batch ``(first, *others)``.
-        optimizer: of the module's parameters. Clip gradients by ``register_step_pre_hook``.
+        optimizer: of the module's parameters, or some of them; not one that needs a closure, such
+            as LBFGS. Clip gradients by ``register_step_pre_hook``.
         example_batch: a tensor, or a tuple such as images ``(B, C, H, W)`` and labels ``(B,)``,
             with the shapes, types and layout of all batches. Not trained on.
         check_every: how many steps lie between two with the guard.
@@ -98,7 +100,6 @@ class GraphedStep:
         self._check_every = check_every
         self._calls = 0
         self._static = tuple(t.clone() for t in batch)  # the graph reads these
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         kind = batch[0].device.type
         self._autocast: dict[str, Any] = {
             "device_type": kind,
@@ -111,6 +112,7 @@ class GraphedStep:
         self._value: Tensor | None = None
         self._gradients: list[Tensor | None] = []
         self._grids: list[Any] = []
+        self._trained: list[Any] = []
         self.reason = ""
         self._capture()
 
@@ -118,6 +120,8 @@ class GraphedStep:
         """The loss of a batch, before the optimiser's step."""
         tensors = _as_batch(batch[0] if len(batch) == 1 else batch)
         self._calls += 1
+        if self._replay is not None and self._trained != _trained_of(self._parameters):
+            self._capture()  # parameters were frozen, unfrozen or added to the optimiser
         alike = [_kind(t) for t in tensors] == [_kind(t) for t in self._static]
         checks = self._calls % self._check_every == 0
         if self._replay is None or not alike or checks:
@@ -138,13 +142,19 @@ class GraphedStep:
         self._optimizer.step()
         return value
 
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """Of the module, also those of another optimiser; and of the optimiser, as of now."""
+        groups = (group["params"] for group in self._optimizer.param_groups)
+        return [*dict.fromkeys(itertools.chain(self._module.parameters(), *groups))]
+
     def _run(self, batch: Batch) -> Tensor:
         """One pass with new gradients; returns the loss."""
         for p in self._parameters:
             p.grad = None
         with torch.autocast(**self._autocast):
             value = self._loss(self._module(batch[0]), *batch[1:])
-        torch.autograd.backward(value)
+        value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
     def _capture(self) -> None:
@@ -162,6 +172,7 @@ class GraphedStep:
                         self.reason = str(error).splitlines()[0]
             self._gradients = [p.grad for p in self._parameters]
             self._grids = _grids_of(self._module)
+            self._trained = _trained_of(self._parameters)
         if self.reason:
             _log.info("the training step runs without a CUDA graph: %s", self.reason)
         for p, g in zip(self._parameters, gradients, strict=True):
@@ -226,6 +237,11 @@ def _grids_of(module: nn.Module) -> list[Any]:
     """The figures from which the grids of the module's chains follow."""
     grown = [step.growth for step in all_steps(module).values()]
     return [None if g is None else (g.ratio, g.floor) for g in grown]
+
+
+def _trained_of(parameters: Sequence[Tensor]) -> list[Any]:
+    """The parameters of which a pass computes gradients, by identity."""
+    return [(id(p), p.requires_grad) for p in parameters]
 
 
 def _as_batch(batch: Any) -> Batch:

@@ -28,7 +28,8 @@ def stand_in(run):
         with torch.no_grad():
             value.copy_(step._value)
             for g, p in zip(grads, step._parameters, strict=True):
-                g.copy_(p.grad)
+                if g is not None:
+                    g.copy_(p.grad)
         step._value = value
         for p, g in zip(step._parameters, held, strict=True):
             p.grad = g
@@ -105,6 +106,55 @@ def test_building_it_changes_nothing(captured):
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_unfrozen_parameters_train(graph, monkeypatch):
+    """They join the optimiser later, or were in it all along; then they freeze again."""
+    if graph:
+        monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
+        monkeypatch.setattr(graphs, "_captured", stand_in)
+    found = []
+    for own_loop in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        first, second, last = net
+        first.requires_grad_(False)
+        second.requires_grad_(False)
+        optimizer = torch.optim.SGD([*second.parameters(), *last.parameters()], 0.1)
+        x = torch.randn(2, 3)
+        step = revzoo.graphed_step(net, lambda y: y.square().mean(), optimizer, x)
+        for n in range(8):
+            if n == 2:
+                second.requires_grad_(True)
+            if n == 4:
+                optimizer.add_param_group({"params": [*first.requires_grad_(True).parameters()]})
+            if n == 6:
+                second.requires_grad_(False)
+            if own_loop:
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+            else:
+                step(x)
+        found.append(net.state_dict())
+    assert (step.reason == "") == graph
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_an_optimiser_of_a_part(captured):
+    """A second optimiser finds new gradients, and none of the capture."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    x = torch.randn(2, 3)
+    optimizer = torch.optim.SGD(net[1].parameters(), 0.0)
+    step = revzoo.graphed_step(net, lambda y: y.square().mean(), optimizer, x)
+    assert all(p.grad is None for p in net.parameters())
+    step(x)
+    expected = net[0].weight.grad.clone()
+    net.zero_grad()
+    step(x)
+    step(x)
+    assert torch.equal(net[0].weight.grad, expected)
+
+
 def test_the_guard_checks_every_nth_step(captured):
     class Odd(nn.Module):
         scale = 1.0
@@ -167,6 +217,9 @@ def test_arguments():
     model, optimizer, _, batches = setup("store")
     step = revzoo.graphed_step(model, lambda y: y.sum(), optimizer, batches[0][0])
     assert step(batches[0][0]).shape == ()
+    broken = revzoo.graphed_step(model, lambda y: (y.sum(), 1), optimizer, batches[0][0])
+    with pytest.raises(AttributeError, match="'tuple' object has no attribute 'backward'"):
+        broken(batches[0][0])
     for wrong in ("images", [], (batches[0][0], 3)):
         with pytest.raises(TypeError, match="expected a tensor, or a tuple of tensors"):
             revzoo.graphed_step(model, nn.functional.cross_entropy, optimizer, wrong)

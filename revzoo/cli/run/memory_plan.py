@@ -59,6 +59,14 @@ def with_plan(
     memory = config["memory"]
     mode = PLANNED.get(memory["mode"])
     if mode is None or not mode.plans(module.model):
+        if mode is not None and memory.get("bytes") is not None and is_first_process():
+            log.warning(
+                "memory.bytes=%s has no effect: %s has no step, so it stores every activation; "
+                "make its blocks reversible, as with model.reversible_bits=4 for timm and "
+                "torchvision",
+                memory["bytes"],
+                config["model"]["name"],
+            )
         return dict(config)
     plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
     made_for = memory.get("planned_for")
@@ -171,14 +179,15 @@ def _new_plan(
         plan = mode.plan(planner, limit)
     if is_first_process():
         seconds = time.perf_counter() - start
-        summary = _summary(plan, planner, free)
+        summary = _summary(plan, planner, free, conditions["budget"])
         log.info("memory=%s: %s; planned in %s", mode.name, summary, clock(seconds))
     return plan
 
 
-def _summary(plan: Plan, planner: Planner, free: int | None) -> str:
+def _summary(plan: Plan, planner: Planner, free: int | None, given: Any) -> str:
     if free is not None:
-        return _summary_of_auto(plan, planner, free)
+        limit = f"{about(free)} free" if given is None else f"memory.bytes={given}"
+        return _summary_of_auto(plan, planner, limit)
     pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
     peaks = {mode: outcome.peak for mode, outcome in pure.items() if outcome is not None}
     sized = in_one_unit(max(plan.peak_bytes, *peaks.values()))
@@ -190,11 +199,11 @@ def _summary(plan: Plan, planner: Planner, free: int | None) -> str:
     )
 
 
-def _summary_of_auto(plan: Plan, planner: Planner, free: int) -> str:
+def _summary_of_auto(plan: Plan, planner: Planner, limit: str) -> str:
     """``store, 99 MiB of 18 GiB free (exact: 18 MiB in 1.4 times the time)``."""
     modes = {*plan.values()}
     what = modes.pop() if len(modes) == 1 else count_modes([*plan.values()])
-    text = f"{what}, {about(plan.peak_bytes)} of {about(free)} free"
+    text = f"{what}, {about(plan.peak_bytes)} of {limit}"
     other = planner.pure(planner.inverting)
     if other is None or what == planner.inverting:
         return text

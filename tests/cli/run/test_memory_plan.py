@@ -123,6 +123,27 @@ def test_auto_fits_what_is_free(
         assert "at least 8.04 MiB" in warnings[0]
 
 
+def test_auto_with_bytes_names_them(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    train(compose(*FEW, "memory.bytes=9MiB"), run_dir=tmp_path)
+    (line,) = lines(caplog, "memory=auto")
+    assert re.search(r"8\.\d+ MiB of memory\.bytes=9MiB \(exact", line)
+
+
+def test_bytes_that_no_plan_can_keep_warn(
+    compose: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A network without steps stores, whatever ``memory.bytes`` says."""
+    monkeypatch.setattr(PLANNED["auto"], "plans", lambda model: False)
+    train(compose(*FEW, "memory.bytes=9MiB"), run_dir=tmp_path)
+    assert lines(caplog, "memory.bytes=9MiB has no effect: revnet38 has no step")
+
+
 def test_a_resumed_auto_plans_again_if_its_plan_no_longer_fits(
     compose: Any,
     tmp_path: Path,
