@@ -20,7 +20,7 @@ import revzoo
 
 
 def steps(name: str, mode: str, args: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """The two training steps of one model in one mode, each with weights of its own."""
+    """The two training steps of one model in one mode, with separate weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, args.dtype)
     images = torch.randn(args.batch, 3, 32, 32, device=device)

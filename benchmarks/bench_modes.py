@@ -21,6 +21,7 @@ from torch import nn
 import revzoo
 from revzoo.core.guard.drift import set_drift_limit
 from revzoo.core.modes import MODES
+from revzoo.training.graphed_step import captured
 
 FLOOR = "store and one more forward pass"
 
@@ -50,21 +51,6 @@ def step(
     return run
 
 
-def captured(model: nn.Module, run: Callable[[], None]) -> Callable[[], None]:
-    """``run`` as a CUDA graph."""
-    set_drift_limit(model, None)  # the guard reads values, which a graph cannot
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def build(name: str, mode: str) -> nn.Module:
     """The model in training mode and channels-last layout, on a GPU if there is one."""
     torch.manual_seed(0)
@@ -85,7 +71,9 @@ def table(name: str, args: argparse.Namespace) -> str:
     steps, failures = {}, {}
     for row, run in eager.items():
         try:
-            steps[row] = captured(models[row], run) if args.graph else run
+            if args.graph:
+                set_drift_limit(models[row], None)  # the guard reads values, which a graph cannot
+            steps[row] = captured(run) if args.graph else run
             steps[row]()
         except revzoo.DriftError as error:  # part of the result
             failures[row] = f"| {name} | {row} | DriftError: {error.reason} | | |"

@@ -43,7 +43,7 @@ GIVE_UP = 3  # consecutive failures that end a sweep without any success
 
 
 def split_options(words: Sequence[str]) -> dict[str, Any]:
-    """The options of a sweep; ``overrides`` are those of ``revzoo train``, with ranges."""
+    """The options of a sweep. ``overrides`` are overrides of ``revzoo train``, with ranges."""
     names = ("dir", *OPTIONS)
     options: dict[str, Any] = {}
     for override in parse(words):

@@ -381,6 +381,11 @@ class Conditions:
         """The name for error messages."""
         return name_of(self._steps[0]) if self._steps else self._name
 
+    @property
+    def remedy(self) -> str:
+        """How to do without a replay, for error messages."""
+        return self._steps[0].remedy if self._steps else self._remedy
+
     def finish(self) -> None:
         """Complete after the forward pass."""
         # after it: an initialisation from the first batch may change parameters
@@ -391,13 +396,12 @@ class Conditions:
 
     def check(self) -> None:
         """Raise a RuntimeError if a parameter or large buffer changed in place, or a module."""
-        remedy = self._steps[0].remedy if self._steps else self._remedy
         if self._children is not None and (found := self.members.children()) != self._children:
             old = next(a for a, b in zip_longest(self._children, found) if a is not b)
             raise RuntimeError(
                 f"a module of {self.name}, {kind_of(old) if old is not None else 'None'}, was "
                 "replaced between its forward pass and its replay, so its parameters would get no "
-                f"gradient. Replace it after the backward pass, or {remedy}"
+                f"gradient. Replace it after the backward pass, or {self.remedy}"
             )
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
@@ -405,7 +409,7 @@ class Conditions:
             raise RuntimeError(
                 f"requires_grad of {self.members.parameters[changed][1]!r} of {self.name} changed "
                 f"to {trained[changed]} between its forward pass and its replay: set it before the "
-                f"forward pass, or after the backward pass, or {remedy}"
+                f"forward pass, or after the backward pass, or {self.remedy}"
             )
         now = versions_of(self._parameters)
         if self._versions is not None and now != self._versions:
@@ -423,7 +427,7 @@ class Conditions:
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: {name!r} of {holder}, of shape {tuple(t.shape)}, "
             "changed between its forward pass and its replay. Change it after the backward pass, "
-            f"or {self._steps[0].remedy if self._steps else self._remedy}"
+            f"or {self.remedy}"
         )
 
     def enter(self, *, inverting: bool = False) -> Undo:

@@ -27,7 +27,7 @@ from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import all_steps
 
 _log = logging.getLogger(__name__)
-_WARM_UP = 3  # passes before a capture, as in torch
+_WARM_UP = 3  # passes before a capture, with and without the guard, as in torch
 
 Batch = tuple[Tensor, ...]
 
@@ -110,6 +110,7 @@ class GraphedStep:
         }
         self._replay: Callable[[], None] | None = None
         self._value: Tensor | None = None
+        # of the last capture
         self._gradients: list[Tensor | None] = []
         self._grids: list[Any] = []
         self._trained: list[Any] = []
@@ -120,7 +121,8 @@ class GraphedStep:
         """The loss of a batch, before the optimiser's step."""
         tensors = _as_batch(batch[0] if len(batch) == 1 else batch)
         self._calls += 1
-        if self._replay is not None and self._trained != _trained_of(self._parameters):
+        parameters = self._parameters
+        if self._replay is not None and self._trained != _trained_of(parameters):
             self._capture()  # parameters were frozen, unfrozen or added to the optimiser
         alike = [_kind(t) for t in tensors] == [_kind(t) for t in self._static]
         checks = self._calls % self._check_every == 0
@@ -134,7 +136,7 @@ class GraphedStep:
             return value
         for static, t in zip(self._static, tensors, strict=True):
             static.copy_(t, non_blocking=True)
-        for p, g in zip(self._parameters, self._gradients, strict=True):
+        for p, g in zip(parameters, self._gradients, strict=True):
             p.grad = g
         self._replay()
         assert self._value is not None
@@ -160,23 +162,21 @@ class GraphedStep:
     def _capture(self) -> None:
         """Capture the pass; leaves buffers and gradients as they were."""
         self._replay = None
-        gradients = [p.grad for p in self._parameters]
         self.reason = _why_not(self._static)
         if not self.reason:
-            with _kept(self._module):
+            parameters = self._parameters
+            with _kept(self._module, parameters):
                 self._warm_up()
                 with _unguarded(self._module):
                     try:
-                        self._replay = _captured(self._pass)
+                        self._replay = captured(self._pass)
                     except RuntimeError as error:  # values that the host reads, random numbers
                         self.reason = str(error).splitlines()[0]
-            self._gradients = [p.grad for p in self._parameters]
+                self._gradients = [p.grad for p in parameters]
             self._grids = _grids_of(self._module)
-            self._trained = _trained_of(self._parameters)
+            self._trained = _trained_of(parameters)
         if self.reason:
             _log.info("the training step runs without a CUDA graph: %s", self.reason)
-        for p, g in zip(self._parameters, gradients, strict=True):
-            p.grad = g
 
     def _warm_up(self) -> None:
         for _ in range(_WARM_UP):  # with the guard
@@ -196,29 +196,35 @@ def _why_not(batch: Batch) -> str:
     return "" if kind == "cuda" else f"the batch is on {kind}, not on a GPU"
 
 
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    """``run`` as a CUDA graph: a function that repeats its kernels."""
-    graph = torch.cuda.CUDAGraph()
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """``run`` as a CUDA graph: a function that repeats its kernels, after some runs on the side."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        run()  # on the stream of the capture: libraries make their handles
+        for _ in range(_WARM_UP):  # libraries make their handles
+            run()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph, stream=side):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         run()
     return graph.replay
 
 
 @contextlib.contextmanager
-def _kept(module: nn.Module) -> Iterator[None]:
-    """A context after which buffers and torch's random state are as they were."""
+def _kept(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A context after which gradients, buffers and torch's random state are as they were."""
+    gradients = [p.grad for p in parameters]
     before = [(b, b.clone()) for b in module.buffers()]
     devices = list({b.device for b, _ in before if b.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
-        yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 @contextlib.contextmanager

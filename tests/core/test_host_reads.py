@@ -14,6 +14,7 @@ import revzoo
 from revzoo.core import conditions, tape
 from revzoo.core.fixedpoint import scale
 from revzoo.core.guard import drift
+from revzoo.training.graphed_step import captured
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -167,17 +168,9 @@ def test_a_training_step_in_a_cuda_graph(mode):
         model.zero_grad(set_to_none=False)
         model(images).logsumexp(1).mean().backward()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    replay = captured(step)
     images.copy_(torch.randn(4, 3, 8, 8))
-    graph.replay()
+    replay()
     found = [p.grad.clone() for p in model.parameters()]
     step()
     for a, p in zip(found, model.parameters(), strict=True):

@@ -41,7 +41,7 @@ def stand_in(run):
 def captured(monkeypatch):
     CAPTURES.clear()
     monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-    monkeypatch.setattr(graphs, "_captured", stand_in)
+    monkeypatch.setattr(graphs, "captured", stand_in)
 
 
 def setup(mode, device="cpu"):
@@ -111,7 +111,7 @@ def test_unfrozen_parameters_train(graph, monkeypatch):
     """They join the optimiser later, or were in it all along; then they freeze again."""
     if graph:
         monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-        monkeypatch.setattr(graphs, "_captured", stand_in)
+        monkeypatch.setattr(graphs, "captured", stand_in)
     found = []
     for own_loop in (True, False):
         torch.manual_seed(0)
@@ -153,6 +153,18 @@ def test_an_optimiser_of_a_part(captured):
     step(x)
     step(x)
     assert torch.equal(net[0].weight.grad, expected)
+
+
+def test_an_error_while_building_it_changes_nothing(captured):
+    model, optimizer, _, batches = setup("exact")
+    before = copy.deepcopy(model.state_dict())
+
+    def fails(outputs, labels):
+        raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        revzoo.graphed_step(model, fails, optimizer, batches[0])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_the_guard_checks_every_nth_step(captured):
@@ -206,7 +218,7 @@ def test_what_cannot_be_captured_runs_without(monkeypatch, caplog):
         raise RuntimeError("the step reads a value\nmore")
 
     monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-    monkeypatch.setattr(graphs, "_captured", fails)
+    monkeypatch.setattr(graphs, "captured", fails)
     found, graphed_state, step = graphed("exact")
     assert step.reason == "the step reads a value"
     for name, value in state.items():

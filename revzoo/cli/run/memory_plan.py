@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 
+from revzoo.cli.schema import MEMORY
 from revzoo.core.invertible import steps_in
 from revzoo.core.modes import in_table_order
 from revzoo.core.set_memory import set_memory
@@ -134,7 +135,7 @@ def _limit(memory: Mapping[str, Any], free: int | None) -> Any:
     """The budget in bytes: as given, or a part of what is free; None if neither is known."""
     if memory.get("bytes") is not None or free is None:
         return memory.get("bytes")
-    return int(free * memory.get("fraction", 0.8))
+    return int(free * memory.get("fraction", MEMORY.options["fraction"].default))
 
 
 def _changed(

@@ -1,4 +1,4 @@
-"""What a run has recorded in its folder, and what may change when it is resumed or evaluated.
+"""Reads the record in a run's folder, and says what may change in a resume or an evaluation.
 
 This imports neither torch nor Lightning, so a refused change gets a quick answer.
 """
