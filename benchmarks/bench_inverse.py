@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo import ReversibleSequence
+from revzoo.core.modes import on_grid_of
 from revzoo.models import ImageNetwork, IRevNet
 
 MODELS = (
@@ -68,8 +69,8 @@ def round_trip(model: ImageNetwork, images: Tensor, mode: str) -> tuple[Callable
         state = tuple(t.detach().float() for t in seen[0])
 
         def measure() -> float:
-            grid = next(iter(chain)).grid
-            given = state if grid is None else tuple((t * 2**grid).round() / 2**grid for t in state)
+            # copies have no words, so the chain rounds them again: to the same values
+            given = tuple(t.clone() for t in on_grid_of(next(iter(chain)), state))
             back = chain.inverse(*chain(*given))
             return max(error(a, b) for a, b in zip(back, given, strict=True))
 
