@@ -21,8 +21,12 @@ from torch import Tensor
 from revzoo._checks import check_number
 from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.resume.resume_point import can_resume_here, is_last_chance
+from revzoo.training.resume.graceful_stop import (
+    PATIENCE,
+    can_resume_here,
+    is_last_chance,
+    stop_requested,
+)
 from revzoo.training.resume.run_state import RunState
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 

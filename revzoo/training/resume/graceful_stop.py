@@ -10,8 +10,6 @@
 - After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
   byte-code instructions, so a process that waits in a collective operation for a hung peer would
   never see the signal.
-- Without a signal, a distributed process ends after as long without an answer of another one; see
-  :mod:`revzoo.training.resume.heartbeat`.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
@@ -35,9 +33,12 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import callbacks_of, started_processes
-from revzoo.training.resume.heartbeat import Heartbeat, start_heartbeat
-from revzoo.training.resume.resume_point import can_resume_here
+from revzoo.training.lightning_compat import (
+    batches_of_epoch,
+    batches_of_run,
+    callbacks_of,
+    started_processes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,6 @@ class GracefulStop(pl.Callback):
         self._may_end = False  # whether the run may end before the next batch
         self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
-        self._heartbeat: Heartbeat | None = None  # of a distributed run
         self._signals: list[signal.Signals] = []  # that this handles now
 
     @contextmanager
@@ -104,34 +104,22 @@ class GracefulStop(pl.Callback):
             with watchdog(self._end_blocked, self._signals):
                 yield
         finally:
-            if self._heartbeat is not None:
-                self._heartbeat.close()
-                self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             self._signals = []
 
     def _end_blocked(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        self._end_now(f"blocked for {DEADLINE:.0f} s after {name}", 128 + signum)
-
-    def _end_alone(self, rank: int) -> None:
-        self._end_now(f"process {rank} of the run has not answered for {DEADLINE:.0f} s", 1)
-
-    def _end_now(self, reason: str, status: int) -> None:
-        """Kill the processes that this one has started and exit; runs in a watchdog's thread."""
+        """Kill the processes that this one has started and exit; runs in the watchdog's thread."""
+        reason = f"blocked for {DEADLINE:.0f} s after {signal.Signals(signum).name}"
         # logging may hold a lock and block
         os.write(2, f"revzoo: {reason}; the last checkpoint is intact\n".encode())
         for process in started_processes(self._trainer) if self._trainer is not None else ():
             # their own watchdogs may hang, too
             process.kill()
-        os._exit(status)
+        os._exit(128 + signum)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer = trainer
-        # the test of a run uses the heartbeat of its training
-        if self._signals and self._heartbeat is None:
-            self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
 
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -257,3 +245,34 @@ def watchdog(end: Callable[[int], None], signals: Sequence[int]) -> Iterator[Non
 def stop_requested(trainer: pl.Trainer) -> bool:
     """Whether a signal has requested the end of the run; the same answer in all processes."""
     return any(stop.agreed for stop in callbacks_of(trainer, GracefulStop))
+
+
+def can_resume_here(trainer: pl.Trainer) -> bool:
+    """Whether a run saved after this batch resumes exactly.
+
+    Not between the batches of one optimiser step, because gradients are not saved; not before a due
+    validation or the end of an epoch, because Lightning would skip these.
+    """
+    batches = batches_of_epoch(trainer)
+    whole_step = batches % trainer.accumulate_grad_batches == 0
+    return whole_step and not _is_pause(trainer, batches, trainer.global_step)
+
+
+def is_last_chance(trainer: pl.Trainer) -> bool:
+    """Whether a validation or the end of the epoch follows the next optimiser step."""
+    next_step = batches_of_epoch(trainer) + trainer.accumulate_grad_batches
+    return _is_pause(trainer, next_step, trainer.global_step + 1)
+
+
+def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
+    if batches >= trainer.num_training_batches or 0 < trainer.max_steps <= steps:
+        return True
+    every = trainer.val_check_batch
+    # no validation, or none inside an epoch
+    if every is None or every == float("inf"):
+        return False
+    ahead = batches - batches_of_epoch(trainer)
+    by_run = trainer.check_val_every_n_epoch is None  # Lightning then counts across epochs
+    count = batches_of_run(trainer) + ahead if by_run else batches
+    # the validation may fall inside an optimiser step; then the step's end counts
+    return count % int(every) < trainer.accumulate_grad_batches and count >= every
