@@ -13,7 +13,7 @@ from torch.nn import functional
 from revzoo.data import DataError, Digits
 from revzoo.training import Classifier
 from revzoo.training.class_weights import balanced_weights
-from revzoo.training.tuning.trial import Trial
+from revzoo.training.tuning.lr_finder import _Sweep
 
 LABELS = torch.tensor([0, 0, 1, 2])
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5])
@@ -102,5 +102,5 @@ def test_a_trial_does_not_replace_an_own_loss() -> None:
         def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return logits.mean()
 
-    with pytest.raises(TypeError, match="Own overrides loss, which trials do not run"):
-        Trial(Own(TINY))
+    with pytest.raises(TypeError, match="Own overrides loss, which the sweep does not run"):
+        _Sweep(Own(TINY), [0.1])

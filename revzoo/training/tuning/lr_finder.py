@@ -19,6 +19,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +29,6 @@ from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
-from revzoo.training.tuning.trial import Trial, trial_trainer
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,14 @@ BETA, DIVERGED = 0.98, 4.0  # running mean and its largest rise, as in Lightning
 SKIPPED = 10  # first steps, which are noisy; as in Lightning's suggestion
 LEAST_STEPS = SKIPPED + 5
 CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
+# options of a run's trainer that affect a step or its device
+KEPT = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
 
 
 @dataclass(frozen=True)
@@ -116,24 +124,38 @@ def find_lr(
         )
     rates = [min_lr * (max_lr / min_lr) ** (i / (steps - 1)) for i in range(steps)]
     sweep = _Sweep(module, rates)
-    with trial_trainer(trainer or {}, max_steps=steps) as runner:
+    with isolate_rng():
         # the same images, through separate loaders
-        runner.fit(sweep, datamodule=copy.copy(data))
+        search_trainer(trainer or {}, max_steps=steps).fit(sweep, datamodule=copy.copy(data))
     return LRCurve(tuple(rates[: len(sweep.means)]), tuple(sweep.means))
 
 
-class _Sweep(Trial):
-    """A classifier whose groups of parameters follow the sweep at their rates.
+class _Sweep(Classifier):
+    """A copy of a classifier whose groups of parameters follow the sweep at their rates.
 
     Attributes:
         means: the running mean of the loss at each step.
     """
 
     def __init__(self, original: Classifier, rates: Sequence[float]) -> None:
-        super().__init__(original)
+        for name in ("training_step", "loss"):
+            if getattr(type(original), name) is not getattr(Classifier, name):
+                raise TypeError(
+                    f"{type(original).__name__} overrides {name}, which the sweep does not run: "
+                    f"expected Classifier's own {name}; set optim.lr by hand"
+                )
+        layout = bool(original.hparams["channels_last"])
+        super().__init__(copy.deepcopy(original.model), optim=original.optim, channels_last=layout)
         self.means: list[float] = []
         self._rates, self._mean = rates, 0.0
         self._losses: list[Tensor] = []  # of the batches of a step
+
+    # no FiniteLoss, RunState and so on: the sweep looks at the loss itself
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return []
+
+    def configure_optimizers(self) -> Any:
+        return build_optimizer(self.model, self.optim)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -170,3 +192,18 @@ class _Sweep(Trial):
 def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
     """The rate that ``spec`` gives to each group of the module's parameters."""
     return [float(group["lr"]) for group in build_optimizer(module.model, spec).param_groups]
+
+
+def search_trainer(options: Mapping[str, Any], *, max_steps: int = 1) -> pl.Trainer:
+    """A trainer on one device, with the :data:`KEPT` options, that does not validate or save."""
+    return pl.Trainer(
+        # as in configs/trainer/auto.yaml
+        **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
+        devices=1,
+        max_steps=max_steps,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

@@ -16,7 +16,6 @@ from revzoo.training import Classifier
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning import lr_finder
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr, rates_at
-from revzoo.training.tuning.trial import Trial
 
 CPU = {"accelerator": "cpu"}
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
@@ -152,4 +151,4 @@ def test_a_training_step_of_ones_own_is_refused() -> None:
             raise AssertionError
 
     with pytest.raises(TypeError, match="Own overrides training_step"):
-        Trial(Own(TINY))
+        lr_finder._Sweep(Own(TINY), [0.1])
