@@ -15,6 +15,7 @@ import csv
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,7 @@ def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None
     """Log a figure to the run's TensorBoard and W&B loggers."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
+            with suppress(OSError):  # a full disk, which the logger reports
+                logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
         elif isinstance(logger, WandbLogger):  # W&B does not sort by group
             logger.log_image(tag, [figure], step=step)
