@@ -48,7 +48,7 @@ def test_states_may_lack_fields() -> None:
 )
 def test_anything_else_is_refused_by_its_name(name: str, value: Any) -> None:
     state = {**STATE, name: value}
-    with pytest.raises(DataError, match=rf"not valid: .*{name} is .*, expected .*a run has saved"):
+    with pytest.raises(DataError, match=rf"not valid for 2 .*{name} is .*a run has saved"):
         check_state(state, num_classes=2, in_chans=1)
 
 
