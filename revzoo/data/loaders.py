@@ -70,11 +70,7 @@ def left_out(batch_size: int, images: int, processes: int) -> int:
 
 
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
-    """Refuse a batch size above a process's share of the training images.
-
-    Raises:
-        DataError: states the largest valid size.
-    """
+    """Refuse a batch size above a process's share of the training images."""
     share = images // processes
     if share < batch_size:
         raise DataError(

@@ -1,10 +1,9 @@
 """The order of training images and their augmentation, as functions of only (seed, epoch, batch).
 
 A ``DataLoader`` with ``shuffle=True`` draws from torch's global generator: the order of an epoch
-then depends on everything drawn before, and an epoch can only begin at its first batch. Here each
-epoch's permutation has its own generator, and so has the augmentation of each batch (or of each
-image, in sets that augment themselves). If a run stops in the middle of an epoch, it resumes with
-the same images and the same crops.
+then depends on everything drawn before. Here each epoch's permutation has its own generator, and so
+has the augmentation of each batch (or of each image, in sets that augment themselves). So a run
+that stops in the middle of an epoch resumes with the same images and the same crops.
 """
 
 from collections.abc import Iterator

@@ -67,11 +67,7 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
-    """Refuse data whose class names, by label, differ from training's.
-
-    Raises:
-        DataError: shows both lists and their differences.
-    """
+    """Refuse data whose class names, by label, differ from training's."""
     if list(trained) == list(found):
         return
     lacking, new = sorted({*trained} - {*found}), sorted({*found} - {*trained})

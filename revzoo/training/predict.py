@@ -108,13 +108,7 @@ def predict(
 
 
 def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
-    """Open an image if it is a file; return Pillow images and tensors unchanged.
-
-    Raises:
-        DataError: there is no such file, or it is not an image, or a grey one of more than 8 bits.
-        TypeError: ``image`` has the wrong type.
-        ValueError: a tensor is not (C, H, W), or holds neither bytes nor floats in [0, 1].
-    """
+    """Open an image if it is a file; return Pillow images and tensors unchanged."""
     if isinstance(image, Tensor):
         return _checked(image, channels)
     if channels not in (1, 3):

@@ -61,7 +61,7 @@ def test_without_a_model_a_state_must_agree_with_itself() -> None:
 def test_data_refuse_it_before_they_take_it() -> None:
     data = Digits()
     for state in ({**STATE, "normalisation": 5}, 5, {}):
-        with pytest.raises(DataError, match="expected"):
+        with pytest.raises(DataError, match="not valid"):
             data.load_state_dict(state)  # type: ignore[arg-type]
     data.setup("test")
     assert data.normalisation.state_dict() != NUMBERS

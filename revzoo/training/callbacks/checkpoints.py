@@ -239,9 +239,6 @@ def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
     Args:
         trainer: the run's, after training.
         figures: of the whole run, also before a resume.
-
-    Raises:
-        FloatingPointError: naming the figure.
     """
     if _saved_best(trainer) is not None:
         return
@@ -256,11 +253,7 @@ def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Refuse the end of a run that should save checkpoints and has none of its weights.
-
-    Raises:
-        UnwritableCheckpointError: with the reason. Only in the process that writes them.
-    """
+    """Refuse the end of a run that should save checkpoints and has none of its weights."""
     lasts = callbacks_of(trainer, LastCheckpoint)
     wanted = bool(lasts) or bool(callbacks_of(trainer, BestCheckpoint))
     dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -1,18 +1,13 @@
 """An exponential moving average of the weights: Lightning's callback with six corrections.
 
-1. Integers, such as BatchNorm's count of batches, are copied. Torch truncates the average of
-   integers at every update, so they would never change after the first.
+1. Integers, such as BatchNorm's count of batches, are copied: torch truncates their average.
 2. The decay can have a warm-up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as in
-   TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. With a constant decay of
-   0.999 the initial weights would dominate for about a thousand steps.
-3. Lightning 2.6 swaps average and weights whenever it loads a checkpoint, even for a test, and so
-   would test weights that were never validated. We swap them only to resume training.
-4. The average ends with its ``fit``. Lightning keeps it: the next validation would use the old
-   average for any module, and a second ``fit`` with the same callback would not average before it
-   passed the steps of the first.
+   TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``.
+3. A test loads the weights that were validated; Lightning 2.6 swaps them with the average.
+4. The average ends with its ``fit``; Lightning keeps it for any module that follows.
 5. After an exception in a validation, the module has the training weights, not the average.
-6. If a finished run is resumed, it ends with the average again. Lightning copies the average into
-   the module at the end of the training loop, which such a run does not enter.
+6. A finished run that is resumed ends with the average again: it enters no training loop, after
+   which Lightning copies the average.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 On the CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream
 beyond its range makes the loss NaN, and :mod:`revzoo.training.step_retry` then repeats the step on
-a coarser grid. On a GPU such a check would wait for the device. There, the device records the first
-step whose loss is not finite. The host reads the record every :data:`READ_EVERY` steps, and always
-before it saves a checkpoint.
+a coarser grid. A GPU records the first step whose loss is not finite, and the host reads the record
+every :data:`READ_EVERY` steps and before each save: to read each loss, it would wait for the GPU.
 
 A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
-uniform guessing. Random weights start near ln(classes); label smoothing, mixup and a few bad steps
-do not raise an epoch's mean that far. The mean costs nothing: it is logged anyway.
+uniform guessing.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from revzoo.training.callbacks.checkpoints import LastCheckpoint
@@ -30,7 +27,6 @@ from revzoo.training.resume.run_state import RunState
 log = logging.getLogger(__name__)
 
 DIVERGED = 10  # times ln(classes); see above
-EVALUATED = ("val/loss", "test/loss")
 READ_EVERY = 50  # steps
 
 
@@ -47,11 +43,7 @@ class FiniteLoss(Callback):
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
-        """Check the loss, or record it on the device.
-
-        Raises:
-            FloatingPointError: naming the first step whose loss was not finite.
-        """
+        """Check the loss, or record it on the device."""
         # only revzoo's Classifier repeats steps
         retry = getattr(pl_module, "retry", None)
         if retry is not None and retry.may_widen:
@@ -60,11 +52,7 @@ class FiniteLoss(Callback):
             self._check(trainer, pl_module, loss)
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
-        """Check the loss of a network in mode ``exact``; for a repeated step, the last loss.
-
-        Raises:
-            FloatingPointError: as above.
-        """
+        """Check the loss of a network in mode ``exact``; for a repeated step, the last loss."""
         loss, self._loss = self._loss, None
         if loss is not None:
             # the NaN of the first attempt does not count if the step was repeated
@@ -87,11 +75,7 @@ class FiniteLoss(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Do not save a state that has diverged.
-
-        Raises:
-            FloatingPointError: a loss was not finite, or a parameter is not.
-        """
+        """Do not save a state that has diverged."""
         self._failure.check(pl_module)
         # one stack, so that we wait for a GPU once, not for each parameter
         checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
@@ -124,22 +108,6 @@ class FiniteLoss(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._failure.check(pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
-        figures = trainer.callback_metrics
-        for name in EVALUATED:
-            loss = float(figures.get(name, 0.0))  # a missing figure counts as finite
-            if not math.isfinite(loss) and trainer.is_global_zero:
-                log.warning(
-                    "%s is %s: some logits are not finite, so the accuracy means nothing. Early in "
-                    "training, BatchNorm's running statistics lag behind the weights, and streams "
-                    "leave the range of memory=exact: train longer, or evaluate with memory=store",
-                    name,
-                    loss,
-                )
-
-    on_test_end = on_validation_end
-
 
 class FirstFailure:
     """The first step whose loss was not finite, recorded on the device of the loss."""
@@ -171,15 +139,11 @@ def divergence_error(
 
     ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
     """
-    kept = callbacks_of(module.trainer, ModelCheckpoint)
-    lasts = callbacks_of(module.trainer, LastCheckpoint)  # also from an earlier session
-    saved = any(callback.best_model_path or callback.last_model_path for callback in kept) or any(
-        has_saved(callback.path.parent) for callback in lasts
-    )
+    saved = [has_saved(c.path.parent) for c in callbacks_of(module.trainer, LastCheckpoint)]
     end = (
-        "Earlier checkpoints are intact"
-        if saved
-        else "No checkpoint was written, and a resumed run would end the same way: start a new run"
+        "No checkpoint was written, and a resumed run would end the same way: start a new run"
+        if saved and not any(saved)
+        else "Earlier checkpoints are intact"
     )
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "

@@ -1,9 +1,8 @@
 """Pictures of a run for TensorBoard and W&B: predictions, reconstructions, the confusion matrix.
 
-The callbacks reuse the batches of the validation and the logits that ``validation_step`` returns,
-from the validated weights (the moving average, if there is one). Samples are the same images in
-every validation, spread evenly over the split. A run has the same weights, bit for bit, with and
-without pictures. Sanity checks and ``fast_dev_run`` show none.
+They show the batches of the validation, by the validated weights (the moving average, if there is
+one). Samples are the same images in every validation, spread evenly over the split. A run has the
+same weights, bit for bit, with and without. Sanity checks and ``fast_dev_run`` show none.
 
 Known limits: under data parallelism the samples come from the first process's part of the split.
 Only the first validation loader is shown, and only if its length is known.

@@ -4,17 +4,12 @@
   and stops. A due or running validation is finished first: a run cannot resume before its end.
 - After :data:`PATIENCE` the rest of the step or validation is dropped. A resumed run computes it
   again, with the same figures.
-- A test stops after the batch. Anywhere else the run stops at once. A second Ctrl-C also stops it
-  at once.
+- A test stops after the batch. Anywhere else, or at a second Ctrl-C, the run stops at once.
 - Distributed processes stop after the same batch, whichever of them receives the signal.
-- After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
-  byte-code instructions, so a process that waits in a collective operation for a hung peer would
-  never see the signal.
+- After :data:`DEADLINE` a watchdog ends a process that is blocked in a library.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
-
-Why not Lightning's handler: it ends a run without saving, and broadcasts from inside the handler.
 """
 
 from __future__ import annotations
@@ -46,8 +41,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
 DEADLINE = 28.0  # leaves time to save after the patience is over
-# the last wins if processes got different ones
-PREFERRED = (None, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -122,9 +115,8 @@ class GracefulStop(pl.Callback):
         self._trainer = trainer
 
     def _listen(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for signum in self._signals:
-                signal.signal(signum, self._handle)
+        for signum in self._signals:
+            signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # the user wants to stop now: no clean-up, which may be what hangs
@@ -191,11 +183,9 @@ class GracefulStop(pl.Callback):
         """Share a signal with all processes, which call this at the same point of the run."""
         requested = self.requested  # read once: a signal may arrive at any instant
         if trainer.world_size > 1:
-            # a maximum of indices is one collective; Ctrl-C and SIGTERM may meet
-            rank = torch.tensor(
-                float(PREFERRED.index(requested)), device=trainer.strategy.root_device
-            )
-            requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
+            # the maximum is one collective; 0 is no signal
+            number = torch.tensor(float(requested or 0), device=trainer.strategy.root_device)
+            requested = int(trainer.strategy.reduce(number, reduce_op="max")) or None
         if self.agreed is None and requested is not None:
             # a process that did not get the signal starts its clock here
             self.agreed, self._since = requested, self._since or time.monotonic()

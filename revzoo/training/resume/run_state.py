@@ -1,9 +1,4 @@
-"""The state that a run needs, beyond Lightning's, to resume exactly.
-
-Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
-of the random generators nor the metrics of an epoch in progress. If the length of the run or the
-number of processes changed, it cannot resume exactly, and we refuse it.
-"""
+"""The state that a run needs, beyond Lightning's, to resume exactly; see the room's docstring."""
 
 from __future__ import annotations
 
@@ -104,12 +99,7 @@ class RunState(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a saved state, to restore it when training starts.
-
-        Raises:
-            CheckpointError: the number of processes differs, or the number of steps if the learning
-                rates depend on it.
-        """
+        """Keep a saved state, to restore it when training starts."""
         # a test may use a different number of devices
         if is_fitting(self._trainer):
             self._check_same_length(state_dict)

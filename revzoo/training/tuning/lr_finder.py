@@ -1,10 +1,9 @@
 """The learning-rate range test: train at a rising rate, and find where the loss falls fastest.
 
 Leslie Smith 2017, arXiv 1506.01186, section 3.3. Why not Lightning's ``Tuner``: it gives every
-group of parameters the same rate, where ``layer_decay`` and Muon's ``sgd_lr`` differ by group; it
-does not end when activations cannot be recomputed (``DriftError``, ``RangeError``); and it suggests
-the steepest fall per rate, not per *logarithm* of the exponential sweep. So noise makes the
-smallest rates win: 1e-4 on the digits, where our rule gives 0.10 (the recipe's peak is 0.2).
+group of parameters the same rate, does not end when activations cannot be recomputed
+(``DriftError``, ``RangeError``), and suggests the steepest fall per rate, not per *logarithm* of
+the rate, so that the smallest rates win.
 """
 
 from __future__ import annotations

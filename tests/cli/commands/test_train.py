@@ -256,6 +256,8 @@ def test_early_stopping_needs_a_validation(compose: Any) -> None:
         compose("trainer.limit_val_batches=0", "callbacks.early_stopping={patience: 2}")
 
 
+# the thread of TensorBoard's writer
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
