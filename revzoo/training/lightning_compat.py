@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
-from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 
@@ -127,26 +126,3 @@ def data_of(trainer: pl.Trainer) -> Any:
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer
-
-
-class OpenWeightAveraging(WeightAveraging):
-    """Lightning's callback with public methods that a subclass can call and extend."""
-
-    def exchange(self, pl_module: pl.LightningModule) -> None:  # called by _swap_models below
-        """Swap the module's weights and the average."""
-        super()._swap_models(pl_module)
-
-    def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        self.exchange(pl_module)
-
-    def copy_average(self, pl_module: pl.LightningModule) -> None:
-        """Copy the average into the module."""
-        self._copy_average_to_current(pl_module)
-
-    def forget_steps(self) -> None:
-        """Average from the first step of the next ``fit`` on."""
-        self._latest_update_step = 0
-
-    def forget_average(self) -> None:
-        """Drop the average."""
-        self._average_model = None

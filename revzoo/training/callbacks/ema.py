@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.base import RestoresAfterFit
-from revzoo.training.lightning_compat import OpenWeightAveraging, is_fitting
+from revzoo.training.lightning_compat import is_fitting
 
 
-class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
+class AveragedWeights(RestoresAfterFit, WeightAveraging):
     """Validates, tests and saves the average of the weights and of the running statistics.
 
     Args:
@@ -51,7 +52,17 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # Lightning loads the checkpoint after this
-            self.forget_steps()  # point 4
+            self.load_state_dict({"latest_update_step": 0})  # point 4
+            self._in_place = False
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_fitting(trainer):  # point 4
+            super().on_validation_epoch_start(trainer, pl_module)
+            self._in_place = True
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_fitting(trainer):
+            super().on_validation_epoch_end(trainer, pl_module)
             self._in_place = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -61,24 +72,25 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # point 6: such a run skips on_train_end
         if not self._in_place:
-            self.copy_average(pl_module)
+            self.on_train_end(trainer, pl_module)
 
     def undo(self, pl_module: LightningModule) -> None:
         # point 5: an exception inside a validation finds the average in the module
         if self._in_place:  # after training, both copies are the average
-            self.exchange(pl_module)
-        self.forget_average()
+            super().on_validation_epoch_end(pl_module.trainer, pl_module)
         self._in_place = False
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if is_fitting(trainer):
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if is_fitting(trainer):
+        if is_fitting(trainer):  # point 3
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def exchange(self, pl_module: LightningModule) -> None:
-        super().exchange(pl_module)
-        self._in_place = not self._in_place
 
     def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
         if not average.is_floating_point():  # point 1

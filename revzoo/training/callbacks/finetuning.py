@@ -23,7 +23,7 @@ from typing import Any
 from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
-from revzoo._checks import did_you_mean, is_count, is_number, number_of
+from revzoo._checks import did_you_mean, is_count, is_number
 from revzoo.models.network import parts
 from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
 from revzoo.training.callbacks.progress_bar import epoch_of
@@ -77,7 +77,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         self.first_trained(network, epoch=0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them."""
+        """Unfreeze every parameter: the optimiser, which is built next, gets all of them."""
         if stage != "fit":
             return
         network = _network(pl_module)
@@ -90,14 +90,6 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
                 "has none: give epochs, such as [2, 4], or set trainer.max_epochs"
             )
         self._max_epochs = epochs if epochs > 0 else None
-        late = [start for start in self.unfreeze if 0 < epochs <= start]
-        if late:
-            log.warning(
-                "the run ends after %s, before epoch %s (unfreeze=%s, counted from 0)",
-                number_of(trainer.max_epochs or 0, "epoch"),
-                int(late[0]) + 1,
-                late,
-            )
         network.requires_grad_(True)
         self._applies = True
 
