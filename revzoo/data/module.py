@@ -36,8 +36,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
-from revzoo.data.order import batch_seed, seeded
-from revzoo.data.split import stratified_split
+from revzoo.data.order import batch_seed, seeded, stratified_split
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,

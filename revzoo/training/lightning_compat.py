@@ -12,7 +12,6 @@ import subprocess
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 
@@ -61,27 +60,6 @@ def count_epochs(trainer: pl.Trainer) -> None:
     """
     assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
     trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-
-
-def pending_row(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
-    """The step and figures that Lightning logs after the callbacks of a batch or an epoch.
-
-    Such a callback may save a checkpoint; a kill before the row is logged would lose the row.
-    """
-    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    if trainer._results is None:
-        return None
-    # None outside the loop over batches
-    at_epoch_end = connector._first_loop_iter is None
-    # between two log intervals Lightning writes no row
-    if not at_epoch_end and not connector.should_update_logs:
-        return None
-    figures = convert_tensors_to_scalars(connector.metrics["log"])
-    if not figures:
-        return None
-    # at the end of an epoch Lightning logs under the last step, not under the next one
-    step = loop._batches_that_stepped - at_epoch_end
-    return step, {**figures, "epoch": float(trainer.current_epoch)}
 
 
 def is_fitting(trainer: pl.Trainer) -> bool:

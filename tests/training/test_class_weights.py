@@ -13,7 +13,7 @@ from torch.nn import functional
 from revzoo.data import DataError, Digits
 from revzoo.training import Classifier
 from revzoo.training.class_weights import balanced_weights
-from revzoo.training.tuning.lr_finder import _Sweep
+from revzoo.training.tuning.lr_finder import find_lr
 
 LABELS = torch.tensor([0, 0, 1, 2])
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5])
@@ -103,4 +103,4 @@ def test_a_trial_does_not_replace_an_own_loss() -> None:
             return logits.mean()
 
     with pytest.raises(TypeError, match="Own overrides loss, which the sweep does not run"):
-        _Sweep(Own(TINY), [0.1])
+        find_lr(Own(TINY), Digits())

@@ -101,7 +101,7 @@ def test_tensors_that_are_not_images(folder: Path) -> None:
         revzoo.predict(torch.rand(8, 8, 3), folder)
     with pytest.raises(ValueError, match=r"\(4, 8, 8\): expected \(C, H, W\) with 3 channels"):
         revzoo.predict(torch.rand(4, 8, 8), folder)
-    with pytest.raises(ValueError, match=r"of torch\.int64: .* image\.to\(torch\.uint8\)"):
+    with pytest.raises(ValueError, match=r"of torch\.int64 .* image\.to\(torch\.uint8\)"):
         revzoo.predict(torch.full((3, 8, 8), 255), folder)
     with pytest.raises(TypeError, match=r"model is a Tensor: .* predict\(images, model\)"):
         revzoo.predict(folder, torch.rand(3, 8, 8))  # type: ignore[call-overload]

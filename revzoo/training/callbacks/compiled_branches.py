@@ -74,10 +74,8 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         """Mark the parts; torch compiles each at its first call."""
         if stage != "fit":
             return
-        # of the children: Lightning calls training_step, never the module itself
-        parts = [part for child in pl_module.children() for part in compiled_parts(child)]
-        if not parts:
-            raise ValueError(_nothing_to_compile(pl_module))
+        self.check_model(pl_module)
+        parts = [*compiled_parts(pl_module)]
         for name in LIMITS:
             limit = getattr(torch.compiler.config, name)
             self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
@@ -95,7 +93,10 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
     def check_model(self, network: nn.Module) -> None:
         """Raise a ValueError if the network has nothing to compile."""
         if not any(True for _ in compiled_parts(network)):
-            raise ValueError(_nothing_to_compile(network))
+            raise ValueError(
+                f"{type(network).__name__} has no residual function to compile: expected a model "
+                "of couplings or residual units; compile other models with torch.compile"
+            )
 
     def _replace(self, settings: Any, name: str, value: Any) -> None:
         self._restore.callback(setattr, settings, name, getattr(settings, name))
@@ -103,13 +104,6 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
 
     def undo(self, pl_module: LightningModule) -> None:
         self._restore.close()
-
-
-def _nothing_to_compile(module: nn.Module) -> str:
-    return (
-        f"{type(module).__name__} has no residual function to compile: expected a model of "
-        "couplings or residual units; compile other models with torch.compile"
-    )
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:

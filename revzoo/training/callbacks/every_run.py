@@ -4,8 +4,8 @@ A run whose loss is NaN or infinite ends, and never saves such weights.
 
 On the CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream
 beyond its range makes the loss NaN, and :mod:`revzoo.training.step_retry` then repeats the step on
-a coarser grid. A GPU records the first step whose loss is not finite, and the host reads the record
-every :data:`READ_EVERY` steps and before each save: to read each loss, it would wait for the GPU.
+a coarser grid. Of a GPU, the host reads the losses together, every :data:`READ_EVERY` steps and
+before each save: for each loss it would have to wait.
 
 A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
 uniform guessing.
@@ -68,10 +68,10 @@ class FiniteLoss(Callback):
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None  # to be checked after its backward pass
-        self._failure = FirstFailure()
+        self._pending: list[tuple[Tensor, int, int]] = []  # finite or not, step, epoch
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loss, self._failure = None, FirstFailure()
+        self._loss, self._pending = None, []
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -97,19 +97,23 @@ class FiniteLoss(Callback):
         finite = torch.isfinite(loss.detach())
         if trainer.world_size > 1:  # if only one process raised, the others would wait for it
             finite = trainer.strategy.reduce(finite.float(), reduce_op="mean") == 1
-        if loss.device.type == "cpu":
+        self._pending.append((finite, step, epoch))
+        if loss.device.type == "cpu" or step % READ_EVERY == 0:
+            self._read(pl_module)
+
+    def _read(self, pl_module: LightningModule) -> None:
+        """Wait for the device; raise for the first loss that was not finite."""
+        pending, self._pending = self._pending, []
+        flags = torch.stack([finite for finite, _, _ in pending]).tolist() if pending else []
+        for finite, (_, step, epoch) in zip(flags, pending, strict=True):
             if not finite:
                 raise divergence_error(pl_module, step, epoch)
-        else:
-            self._failure.add(finite, step, epoch)
-            if step % READ_EVERY == 0:
-                self._failure.check(pl_module)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Do not save a state that has diverged."""
-        self._failure.check(pl_module)
+        self._read(pl_module)
         # one stack, so that we wait for a GPU once, not for each parameter
         checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
         if checks and not bool(torch.stack(checks).all()):
@@ -139,30 +143,7 @@ class FiniteLoss(Callback):
                 state.notes["loss"] = note
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._failure.check(pl_module)
-
-
-class FirstFailure:
-    """The first step whose loss was not finite, recorded on the device of the loss."""
-
-    def __init__(self) -> None:
-        self._first: Tensor | None = None  # step and epoch; -1 if all were finite
-
-    def add(self, finite: Tensor, step: int, epoch: int) -> None:
-        """Record a step, without waiting for the device."""
-        if self._first is None:
-            self._first = torch.full((2,), -1, dtype=torch.int64, device=finite.device)
-        # two fills: torch.tensor([step, epoch], device=...) would wait for its copy
-        now = torch.full_like(self._first, step)
-        now[1].fill_(epoch)
-        # on the device, without a branch on the host; later failures follow from the first
-        self._first = torch.where(~finite & (self._first[0] < 0), now, self._first)
-
-    def check(self, module: LightningModule) -> None:
-        """Wait for the device, and raise a FloatingPointError if a loss was not finite."""
-        step, epoch = (-1, -1) if self._first is None else self._first.tolist()
-        if step >= 0:
-            raise divergence_error(module, step, epoch)
+        self._read(pl_module)
 
 
 def divergence_error(

@@ -64,15 +64,6 @@ CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
     }
 )
 
-# (first, later, why): all constraints on the order of callbacks; a test checks them
-ORDER = (
-    ("Footprint", "EpochLog", "the log line shows the figures that Footprint logs"),
-    ("GracefulStop", "LastCheckpoint", "all processes agree on a stop before they save"),
-    ("FiniteLoss", "LastCheckpoint", "a loss that is not finite ends the run before the save"),
-    ("Footprint", "LastCheckpoint", "a checkpoint at the end of an epoch has the epoch's figures"),
-    ("BestCheckpoint", "LastCheckpoint", "last.ckpt holds the path of the best checkpoint"),
-)
-
 
 def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
     """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's own.
@@ -107,7 +98,7 @@ def build_callbacks(
             that the callback refuses.
     """
     check_names(specs, list(CALLBACKS), where="callbacks")
-    ordered = {name: specs[name] for name in CALLBACKS if name in specs}  # see ORDER
+    ordered = {name: specs[name] for name in CALLBACKS if name in specs}
     return [
         _build(name, options, run_dir) for name, options in ordered.items() if options is not None
     ]

@@ -3,7 +3,7 @@
 Lightning 2.6 restores weights, optimiser, schedule, callbacks and counters. It lacks:
 
 ================  ==================================================================================
-``run_state``     the random states, the metrics of an open epoch, the row that is not logged yet
+``run_state``     the random states, the metrics of an open epoch
 ``csv_logger``    its ``CSVLogger`` deletes the earlier rows when a run resumes
 ``graceful_stop`` after SIGTERM it ends a run without saving; SIGHUP and SIGUSR1 kill the run;
                   ``ModelCheckpoint(save_on_exception=True)`` saves anywhere, also inside an

@@ -77,18 +77,6 @@ class MetricsCSV(Logger):
         if self._rows or status == "success":
             self.save()
 
-    @rank_zero_only
-    def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Log the row that a checkpoint was saved with; False if the file already has it."""
-        if not self._columns:
-            self._begin()
-        # a step may have two rows: Lightning logs its batch and its epoch separately
-        rows = [row for row in self._read() if int(row["step"]) == step]
-        if any(all(row.get(name) for name in figures) for row in rows):
-            return False
-        self.log_metrics(figures, step)
-        return True
-
     def _append(self) -> None:
         if not self._columns:
             self._begin()

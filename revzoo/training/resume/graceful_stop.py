@@ -6,7 +6,6 @@
   again, with the same figures.
 - A test stops after the batch. Anywhere else, or at a second Ctrl-C, the run stops at once.
 - Distributed processes stop after the same batch, whichever of them receives the signal.
-- After :data:`DEADLINE` a watchdog ends a process that is blocked in a library.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
@@ -19,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -32,7 +31,6 @@ from revzoo.training.lightning_compat import (
     batches_of_epoch,
     batches_of_run,
     callbacks_of,
-    started_processes,
 )
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,6 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
-DEADLINE = 28.0  # leaves time to save after the patience is over
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -79,7 +76,6 @@ class GracefulStop(pl.Callback):
         self._since = 0.0  # time.monotonic when the signal arrived
         self._may_end = False  # whether the run may end before the next batch
         self._in_loop = False  # whether a loop is running that checks ``requested``
-        self._trainer: pl.Trainer | None = None
         self._signals: list[signal.Signals] = []  # that this handles now
 
     @contextmanager
@@ -94,25 +90,11 @@ class GracefulStop(pl.Callback):
         before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
         try:
-            with watchdog(self._end_blocked, self._signals):
-                yield
+            yield
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             self._signals = []
-
-    def _end_blocked(self, signum: int) -> None:
-        """Kill the processes that this one has started and exit; runs in the watchdog's thread."""
-        reason = f"blocked for {DEADLINE:.0f} s after {signal.Signals(signum).name}"
-        # logging may hold a lock and block
-        os.write(2, f"revzoo: {reason}; the last checkpoint is intact\n".encode())
-        for process in started_processes(self._trainer) if self._trainer is not None else ():
-            # their own watchdogs may hang, too
-            process.kill()
-        os._exit(128 + signum)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = trainer
 
     def _listen(self) -> None:
         for signum in self._signals:
@@ -197,41 +179,6 @@ class GracefulStop(pl.Callback):
         return trainer.strategy.broadcast(late)
 
 
-@contextmanager
-def watchdog(end: Callable[[int], None], signals: Sequence[int]) -> Iterator[None]:
-    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first of ``signals`` in the context.
-
-    Python's C-level handler writes the signal's number into a pipe, and a thread reads it. This
-    works while the main thread is blocked in a library.
-    """
-    reads, writes = os.pipe()
-    # the handler must never block: Python runs it at any instruction
-    os.set_blocking(writes, False)
-    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    over = threading.Event()
-
-    def watch() -> None:
-        # blocks in C, so this thread costs nothing until a signal arrives
-        while signums := os.read(reads, 1):
-            if signums[0] in signals:
-                # False after the deadline, True if the context has ended in time
-                if not over.wait(DEADLINE):
-                    end(signums[0])
-                return
-
-    # a daemon: the interpreter may end while it waits
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        signal.set_wakeup_fd(before)
-        os.close(writes)  # an empty read ends the thread
-        thread.join()
-        os.close(reads)
-
-
 def stop_requested(trainer: pl.Trainer) -> bool:
     """Whether a signal has requested the end of the run; the same answer in all processes."""
     return any(stop.agreed for stop in callbacks_of(trainer, GracefulStop))
@@ -243,26 +190,16 @@ def can_resume_here(trainer: pl.Trainer) -> bool:
     Not between the batches of one optimiser step, because gradients are not saved; not before a due
     validation or the end of an epoch, because Lightning would skip these.
     """
-    batches = batches_of_epoch(trainer)
-    whole_step = batches % trainer.accumulate_grad_batches == 0
-    return whole_step and not _is_pause(trainer, batches, trainer.global_step)
-
-
-def is_last_chance(trainer: pl.Trainer) -> bool:
-    """Whether a validation or the end of the epoch follows the next optimiser step."""
-    next_step = batches_of_epoch(trainer) + trainer.accumulate_grad_batches
-    return _is_pause(trainer, next_step, trainer.global_step + 1)
-
-
-def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
-    if batches >= trainer.num_training_batches or 0 < trainer.max_steps <= steps:
-        return True
+    batches, gathers = batches_of_epoch(trainer), trainer.accumulate_grad_batches
+    if batches % gathers or batches >= trainer.num_training_batches:
+        return False
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return False
     every = trainer.val_check_batch
     # no validation, or none inside an epoch
     if every is None or every == float("inf"):
-        return False
-    ahead = batches - batches_of_epoch(trainer)
-    by_run = trainer.check_val_every_n_epoch is None  # Lightning then counts across epochs
-    count = batches_of_run(trainer) + ahead if by_run else batches
+        return True
+    # without check_val_every_n_epoch, Lightning counts across epochs
+    count = batches if trainer.check_val_every_n_epoch else batches_of_run(trainer)
     # the validation may fall inside an optimiser step; then the step's end counts
-    return count % int(every) < trainer.accumulate_grad_batches and count >= every
+    return count < every or count % int(every) >= gathers

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import csv
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,70 +123,59 @@ def find_lr(
             "(callbacks.finetuning.unfreeze=[0])"
         )
     rates = [min_lr * (max_lr / min_lr) ** (i / (steps - 1)) for i in range(steps)]
-    sweep = _Sweep(module, rates)
+    for name in ("training_step", "loss"):
+        if getattr(type(module), name) is not getattr(Classifier, name):
+            raise TypeError(
+                f"{type(module).__name__} overrides {name}, which the sweep does not run: expected "
+                f"Classifier's own {name}; set optim.lr by hand"
+            )
+    trained = Classifier(
+        copy.deepcopy(module.model),
+        optim=replace(spec, schedule={"name": "constant"}),
+        channels_last=bool(module.hparams["channels_last"]),
+    )
+    sweep = _Sweep(rates)
     with isolate_rng():
-        # the same images, through separate loaders
-        search_trainer(trainer or {}, max_steps=steps).fit(sweep, datamodule=copy.copy(data))
+        runner = search_trainer(trainer or {}, max_steps=steps, callbacks=[sweep])
+        try:
+            # the same images, through separate loaders
+            runner.fit(trained, datamodule=copy.copy(data))
+        except (FloatingPointError, DriftError, RangeError) as error:
+            log.info("the sweep ends at step %d: %s", runner.global_step, error)
     return LRCurve(tuple(rates[: len(sweep.means)]), tuple(sweep.means))
 
 
-class _Sweep(Classifier):
-    """A copy of a classifier whose groups of parameters follow the sweep at their rates.
+class _Sweep(pl.Callback):
+    """Trains at the rates of a sweep, until the running mean of the loss diverges.
 
     Attributes:
         means: the running mean of the loss at each step.
     """
 
-    def __init__(self, original: Classifier, rates: Sequence[float]) -> None:
-        for name in ("training_step", "loss"):
-            if getattr(type(original), name) is not getattr(Classifier, name):
-                raise TypeError(
-                    f"{type(original).__name__} overrides {name}, which the sweep does not run: "
-                    f"expected Classifier's own {name}; set optim.lr by hand"
-                )
-        layout = bool(original.hparams["channels_last"])
-        super().__init__(copy.deepcopy(original.model), optim=original.optim, channels_last=layout)
+    def __init__(self, rates: Sequence[float]) -> None:
         self.means: list[float] = []
         self._rates, self._mean = rates, 0.0
         self._losses: list[Tensor] = []  # of the batches of a step
 
-    # no FiniteLoss, RunState and so on: the sweep looks at the loss itself
-    def configure_callbacks(self) -> list[pl.Callback]:
-        return []
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
+        # undo Lightning's division, and the scale of precision=fp16
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        self._losses.append(loss.detach() * trainer.accumulate_grad_batches / scale)
 
-    def configure_optimizers(self) -> Any:
-        return build_optimizer(self.model, self.optim)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self._losses.append(loss.detach())
-        return loss
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; end the sweep if it fails or the loss is not finite."""
-        try:
-            if torch.isfinite(loss.detach()):
-                super().backward(loss, *args, **kwargs)
-                return
-            reason = "the loss is not finite"
-        except (DriftError, RangeError) as error:
-            reason = type(error).__name__
-        # otherwise the optimiser would still step with the failed gradients
-        self.zero_grad(set_to_none=True)
-        self.trainer.should_stop = True
-        log.info("the sweep ends at step %d: %s", self.trainer.global_step, reason)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Set the rates of this step, and note its loss."""
-        if self.trainer.should_stop:
-            return
-        spec = replace(self.optim, lr=self._rates[len(self.means)])
-        for group, rate in zip(optimizer.param_groups, rates_at(self, spec), strict=True):
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
+    ) -> None:
+        spec = replace(pl_module.optim, lr=self._rates[len(self.means)])
+        for group, rate in zip(optimizer.param_groups, rates_at(pl_module, spec), strict=True):
             group["lr"] = rate
         loss, self._losses = float(torch.stack(self._losses).mean()), []
+        if not math.isfinite(loss):
+            trainer.should_stop = True
+            return
         self._mean = BETA * self._mean + (1 - BETA) * loss
         self.means.append(self._mean / (1 - BETA ** (len(self.means) + 1)))
-        self.trainer.should_stop = self.means[-1] > DIVERGED * min(self.means)
+        trainer.should_stop = self.means[-1] > DIVERGED * min(self.means)
 
 
 def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
@@ -193,13 +183,12 @@ def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
     return [float(group["lr"]) for group in build_optimizer(module.model, spec).param_groups]
 
 
-def search_trainer(options: Mapping[str, Any], *, max_steps: int = 1) -> pl.Trainer:
+def search_trainer(options: Mapping[str, Any], **more: Any) -> pl.Trainer:
     """A trainer on one device, with the :data:`KEPT` options, that does not validate or save."""
     return pl.Trainer(
         # as in configs/trainer/auto.yaml
-        **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}},
+        **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}, **more},
         devices=1,
-        max_steps=max_steps,
         limit_val_batches=0,
         logger=False,
         enable_checkpointing=False,
