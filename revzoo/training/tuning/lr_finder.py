@@ -28,6 +28,7 @@ from revzoo._files import replacing_table
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 
 log = logging.getLogger(__name__)
@@ -123,17 +124,13 @@ def find_lr(
             "(callbacks.finetuning.unfreeze=[0])"
         )
     rates = [min_lr * (max_lr / min_lr) ** (i / (steps - 1)) for i in range(steps)]
-    for name in ("training_step", "loss"):
-        if getattr(type(module), name) is not getattr(Classifier, name):
-            raise TypeError(
-                f"{type(module).__name__} overrides {name}, which the sweep does not run: expected "
-                f"Classifier's own {name}; set optim.lr by hand"
-            )
-    trained = Classifier(
-        copy.deepcopy(module.model),
-        optim=replace(spec, schedule={"name": "constant"}),
-        channels_last=bool(module.hparams["channels_last"]),
-    )
+    # the copy has no trainer, which may hold the data and the optimiser of a run
+    before, module.trainer = trainer_of(module), None
+    try:
+        trained = copy.deepcopy(module)
+    finally:
+        module.trainer = before
+    trained.optim = replace(spec, schedule={"name": "constant"})
     sweep = _Sweep(rates)
     with isolate_rng():
         runner = search_trainer(trainer or {}, max_steps=steps, callbacks=[sweep])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from small_task import TINY
 from torch.nn import functional
@@ -145,12 +146,16 @@ def test_a_sweep_without_a_range_is_refused(data: Digits) -> None:
         find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)
 
 
-def test_a_training_step_of_ones_own_is_refused(data: Digits) -> None:
+def test_a_training_step_of_ones_own_is_swept(data: Digits) -> None:
     """The finder trained a plain classifier instead."""
 
     class Own(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError
+            return 2 * super().training_step(batch, batch_idx)
 
-    with pytest.raises(TypeError, match="Own overrides training_step"):
-        find_lr(Own(TINY), data)
+    module = Own(TEN)
+    module.trainer = runner = pl.Trainer(logger=False)
+    plain = Classifier(copy.deepcopy(module.model))
+    double, single = (find_lr(m, data, steps=15, trainer=CPU) for m in (module, plain))
+    assert double.losses[0] == pytest.approx(2 * single.losses[0])
+    assert module.trainer is runner
