@@ -51,11 +51,7 @@ class CIFAR10(ImageData):
         self.download = download
 
     def prepare_data(self) -> None:
-        """Download if needed; Lightning calls it in one process per machine, before ``setup``.
-
-        Raises:
-            DataError: the data is missing, and the download failed or ``download`` is False.
-        """
+        """Download if needed; Lightning calls it in one process per machine, before ``setup``."""
         bad_file = self._bad_file()
         if bad_file is None:
             return

@@ -76,11 +76,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
 
 
 def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
-    """An image upright, in RGB (3 channels) or grey (1 channel).
-
-    Raises:
-        DataError: a grey image of more than 8 bits, which Pillow would clip; it has this ``name``.
-    """
+    """An image upright, in RGB (3 channels) or grey (1 channel)."""
     if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
         fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
         raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
@@ -158,11 +154,7 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
 
 
 def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
-    """Side in pixels of the first readable image; the set compares the others with it.
-
-    Raises:
-        DataError: it is not square, or it is corrupt and ``skipped`` is None.
-    """
+    """Side in pixels of the first readable image; the set compares the others with it."""
     for row, path in enumerate(paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine

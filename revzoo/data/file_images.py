@@ -80,11 +80,7 @@ class FileImages(ImageSet):
         return to_square(image, self.image_size, self._crop_pct)
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (C, S, S), transformed, and its label ().
-
-        Raises:
-            DataError: the file is unreadable, or has another size and ``resize`` is False.
-        """
+        """One image (C, S, S), transformed, and its label ()."""
         path, size = self._paths[int(self._rows[index])], (self.image_size,) * 2
         image = open_image(path, self.in_chans, remedy=IN_SET)
         if not self._resize and image.size != size:
@@ -128,11 +124,7 @@ class FileImages(ImageSet):
         return torch.stack([image for _, image in found]), self.labels[[i for i, _ in found]]
 
     def loaded(self) -> TensorImages:
-        """All readable images in memory, decoded by a few threads and not augmented.
-
-        Raises:
-            DataError: an image is unreadable and ``skipped`` is None.
-        """
+        """All readable images in memory, decoded by a few threads and not augmented."""
         whole = self.subset(torch.arange(len(self)), training=False)
         # filled in place: stacking a list of images would take twice the memory
         images = np.empty((len(self), self.in_chans, *(self.image_size,) * 2), dtype=np.uint8)

@@ -1,10 +1,9 @@
 """Lists and checks the files of an image folder, ``ROOT/{train,val,test}/CLASS/...``.
 
-Why not torchvision's ``make_dataset``: it does not check that the splits have the same classes.
-Labels are positions in the sorted class names, so a class that is missing in one split would shift
-all later labels. It takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for
-classes. And it follows links to parent folders: a class then contains the images of the others, or
-the walk never ends. We enter each folder only once, even if several links lead to it.
+Why not torchvision's ``make_dataset``: it does not check that the splits have the same classes, so
+a class that is missing in one split would shift all later labels; it takes hidden folders, such as
+``.ipynb_checkpoints``, for classes; and it follows links to parent folders without end. We enter
+each folder only once, even if several links lead to it.
 """
 
 import hashlib
@@ -69,11 +68,7 @@ def split_of(name: str) -> Split | None:
 
 
 def split_folders(root: Path) -> dict[Split, Path]:
-    """The folder of each split under ``root``, in the order of :data:`NAMES`.
-
-    Raises:
-        DataError: two folders are the same split.
-    """
+    """The folder of each split under ``root``, in the order of :data:`NAMES`."""
     found: dict[Split, Path] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if (split := split_of(folder.name)) is None or not folder.is_dir():
@@ -87,12 +82,7 @@ def split_folders(root: Path) -> dict[Split, Path]:
 
 
 def scan(root: Path) -> Tree:
-    """List the images of every split under ``root``.
-
-    Raises:
-        DataError: there is no split, a single class, an empty class, or the splits have different
-            classes.
-    """
+    """List the images of every split under ``root``."""
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
     folders = split_folders(root)
@@ -267,11 +257,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
 
 
 def no_images(folder: Path) -> DataError:
-    """The error for a folder without images.
-
-    Raises:
-        DataError: it has volumes, which need their own data set.
-    """
+    """The error for a folder without images."""
     _refuse_volumes(str(folder.absolute()), (path.name for path in sorted(folder.rglob("*"))))
     return DataError(f"no images in {folder.absolute()}: expected {', '.join(suffixes())}")
 

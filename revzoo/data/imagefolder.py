@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 from typing import Unpack
 
-from revzoo._checks import check_choice, check_count, number_of
+from revzoo._checks import check_choice, check_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
@@ -65,7 +65,6 @@ class ImageFolder(ImageData):
         self.root, self.cache_bytes = Path(root).expanduser(), cache_bytes
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
-        self._counted = 0  # skipped files at the last warning
         # the base class sets image_size and in_chans once the images are known
         self._wanted_size, self._wanted_chans = image_size, in_chans
         self._tree: Tree | None = None
@@ -144,13 +143,6 @@ class ImageFolder(ImageData):
     def skipped_files(self) -> list[str]:
         """The unreadable images so far, in this process and its workers."""
         return [path for skipped in self._skipped.values() for path in skipped.files()]
-
-    def teardown(self, stage: str) -> None:
-        super().teardown(stage)
-        # each has its own warning
-        if (count := len(self.skipped_files)) > self._counted:
-            self._counted = count
-            log.warning("skipped %s in all", number_of(count, "image"))
 
     def _fits(self, size: int) -> bool:
         # all splits, loaded or not: one stage must not change the preparation of others

@@ -1,9 +1,7 @@
 """Labelled images as map-style datasets that are read a batch at a time.
 
-A ``DataLoader`` reads torch's ``TensorDataset`` image by image and collates: 128 Python calls and a
-``stack`` instead of one indexing operation. Its fetcher prefers ``__getitems__``, which returns the
-whole batch here; ``as_is`` is the collate function. Samplers work as usual, including those that
-Lightning inserts for several processes.
+A ``DataLoader`` reads torch's ``TensorDataset`` image by image and collates. Its fetcher prefers
+``__getitems__``, which returns the whole batch here; ``as_is`` is the collate function.
 
 Shapes: N images in all, B in a batch, C channels, S pixels a side.
 """

@@ -1,5 +1,4 @@
-"""The loaders for training and for evaluation: they start at any batch, and restart killed
-workers.
+"""The loaders for training and for evaluation; they start at any batch.
 
 Lightning's protocol (loaders with ``load_state_dict``) does not work here: Lightning 2.6 loads the
 states when it builds the loaders, but a schedule that asks for the number of steps makes it build
@@ -8,9 +7,6 @@ the loaders before it restores the checkpoint.
 
 from __future__ import annotations
 
-import logging
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -19,16 +15,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.order import EpochSampler, PoissonSampler, batches_of_epoch
 
-log = logging.getLogger(__name__)
-
-RESTARTS = 3  # consecutive restarts of the workers, without a batch between them
 _MAX_WORKERS = 8  # per training process
 
 
@@ -77,11 +70,7 @@ def left_out(batch_size: int, images: int, processes: int) -> int:
 
 
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
-    """Refuse a batch size above a process's share of the training images.
-
-    Raises:
-        DataError: states the largest valid size.
-    """
+    """Refuse a batch size above a process's share of the training images."""
     share = images // processes
     if share < batch_size:
         raise DataError(
@@ -119,74 +108,25 @@ def _options(
 
 
 class Loader(DataLoader[Batch]):
-    """A loader that can begin inside a pass, and restarts its workers after one was killed.
+    """A loader that can begin inside a pass.
 
-    Either way the order stays the same. It draws and loads nothing until the first batch is asked
-    for: Lightning makes the iterator before it sets the epoch.
+    It draws and loads nothing until the first batch is asked for: Lightning makes the iterator
+    before it sets the epoch.
 
     Attributes:
         first_batch: returns the index of the batch to begin with; None for 0.
-
-    Raises:
-        DataError: a worker is killed again after :data:`RESTARTS` restarts without a batch.
     """
 
     dataset: ImageSet
     first_batch: Callable[[], int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        done, restarts = 0 if self.first_batch is None else self.first_batch(), 0
-        epoch = getattr(self.sampler, "epoch", 0)
-        while True:
-            try:
-                for batch in self._batches_from(done):
-                    yield batch
-                    done, restarts = done + 1, 0
-                return
-            except (RuntimeError, OSError, EOFError) as error:
-                if not self._lost_worker(error):
-                    raise
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-            restarts += 1
-            if restarts > RESTARTS:
-                raise DataError(
-                    f"workers were killed {restarts} times in a row at batch {done}, usually for "
-                    f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 "
-                    "loads without worker processes)"
-                )
-            log.warning("%s: restarting the workers at batch %d", reason, done)
-            self._iterator = None  # torch would reuse it with persistent workers
-            if isinstance(self.sampler, DistributedSampler):
-                self.sampler.epoch = epoch  # the aborted pass may have advanced it
-
-    def _lost_worker(self, error: Exception) -> bool:
-        """Whether a worker was killed, and did not raise the error itself."""
-        if not self.num_workers or str(error).startswith("Caught "):
-            return False
-        if isinstance(error, RuntimeError):
-            return str(error).startswith("DataLoader worker (pid")
-        return isinstance(error, ConnectionError | EOFError | FileNotFoundError)  # its pipes
-
-    def _batches_from(self, first: int) -> Iterator[Batch]:
-        if not isinstance(self.sampler, EpochSampler):
-            return islice(self._without_sigchld(), first, None)
-        # the sampler skips them, so their images are not read
-        self.sampler.start = first
-        self.dataset.begin_epoch(self.sampler.epoch_seed)
-        return self._without_sigchld()
-
-    def _without_sigchld(self) -> Iterator[Batch]:
-        """The batches, without torch's handler of SIGCHLD.
-
-        When a worker dies, the handler raises anywhere in the main thread, such as in the middle of
-        an optimiser step or a save. Without the handler the loader notices within 5 s.
-        """
-        before = signal.getsignal(signal.SIGCHLD)
-        batches: Iterator[Batch] = super().__iter__()  # installs torch's handler
-        # Python allows signal handlers in the main thread only; elsewhere torch installs none
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, before)
-        return batches
+        skipped = 0 if self.first_batch is None else self.first_batch()
+        if isinstance(self.sampler, EpochSampler):
+            # the sampler skips them, so their images are not read
+            self.sampler.start, skipped = skipped, 0
+            self.dataset.begin_epoch(self.sampler.epoch_seed)
+        yield from islice(super().__iter__(), skipped, None)
 
     @property
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from

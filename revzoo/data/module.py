@@ -1,7 +1,6 @@
 """The base class of all data modules: splits, loaders, augmentation, normalisation.
 
-A plain ``DataLoader`` with per-image transforms makes hundreds of Python calls for a batch. Here
-the images of a small set stay in memory as bytes, and one indexing operation gives a batch. We move
+The images of a small set stay in memory as bytes, and one indexing operation gives a batch. We move
 the bytes to the device, and augment and normalise them there as a batch.
 
 The rules, for every set:
@@ -11,10 +10,9 @@ The rules, for every set:
 2. Only ``setup("test")`` and ``setup("predict")`` read the test split.
 3. Only batches of the training loop are augmented.
 4. The order of the images and their augmentation depend on torch's seed, the epoch and the number
-   of the batch (``order.py``), not on earlier draws. Each training reads the seed again, unless it
-   resumes from a checkpoint.
+   of the batch (``order.py``). Each training reads the seed again, unless it resumes.
 5. Normalisation is measured on the training images. A checkpoint keeps it, with the class names and
-   the crop. Evaluation then prepares images as training did, and refuses other classes.
+   the crop: evaluation prepares images as training did, and refuses other classes.
 6. A checkpoint also keeps the number of images and a hash (``digest``). A training that resumes
    with other images is refused.
 
@@ -38,8 +36,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
-from revzoo.data.order import batch_seed, seeded
-from revzoo.data.split import stratified_split
+from revzoo.data.order import batch_seed, seeded, stratified_split
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
@@ -375,11 +372,7 @@ class ImageData(pl.LightningDataModule, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Use a checkpoint's classes, normalisation and crop until the run ends.
-
-        Raises:
-            DataError: the data has other classes, or the state is not valid.
-        """
+        """Use a checkpoint's classes, normalisation and crop until the run ends."""
         check_state(state_dict)
         # Lightning restores after setup(), a plain loop may do so before
         if hasattr(self, "classes"):

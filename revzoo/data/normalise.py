@@ -1,9 +1,7 @@
 """Bytes to normalised floats.
 
 We measure mean and standard deviation on the training images (including the validation split, never
-the test split) instead of keeping a table: exactly, from a histogram of the 256 byte values. They
-are in units of the stored bytes, so the range of the pixels (0 to 255, or 0 to 16 for the digits)
-cancels.
+the test split), exactly, from a histogram of the 256 byte values, in units of the stored bytes.
 """
 
 from collections.abc import Sequence

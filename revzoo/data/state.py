@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -22,61 +22,37 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
         in_chans: channels of the model's images; None accepts the channels in ``state``.
 
     Raises:
-        DataError: lists all invalid fields with their values and the expected values.
+        DataError: lists all invalid fields with their values.
     """
-    if isinstance(state, Mapping):
-        faults = [
-            f"{name} is {state.get(name)!r:.80}, expected {expected}"
-            for name, valid, expected in _rules(state, num_classes, in_chans)
-            if not valid
-        ]
-    else:
-        faults = [f"it is {state!r:.80}, expected a mapping"]
+    state = state if isinstance(state, Mapping) else {}
+    classes, stored = state.get("classes"), state.get("in_chans")
+    scales = state.get("normalisation")
+    mean, std = (scales.get(n) if isinstance(scales, Mapping) else None for n in ("mean", "std"))
+    known = stored if is_count(stored) else len(mean) if isinstance(mean, list) else 0
+    channels = in_chans or known
+
+    def numbers(values: Any, low: float) -> bool:
+        """Whether these are finite numbers above ``low``, one for each channel."""
+        fits = isinstance(values, list) and 0 < len(values) == channels
+        return fits and all(is_number(v) and low < v < inf for v in values)
+
+    names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    pixel_max, side, crop = (state.get(n) for n in ("pixel_max", "image_size", "crop_pct"))
+    valid = {
+        "classes": names and 0 < len(classes) == (num_classes or len(classes)),
+        "pixel_max": "pixel_max" not in state or (is_number(pixel_max) and 0 < pixel_max < inf),
+        "normalisation": numbers(mean, -inf) and numbers(std, 0) and len(scales) == 2,
+        "in_chans": stored is None or (is_count(stored) and stored == channels),
+        "image_size": side is None or is_count(side),
+        "crop_pct": crop is None or (is_number(crop) and 0 < crop <= 1),
+    }
+    faults = [f"{name} is {state.get(name)!r:.80}" for name, fits in valid.items() if not fits]
     if faults:
         raise DataError(
-            f"the checkpoint's state of its data is not valid: {'; '.join(faults)}. Use a "
-            "checkpoint that a run has saved"
+            f"the checkpoint's state of its data is not valid for {num_classes or 'any'} classes "
+            f"and {channels or 'any'} channels: {'; '.join(faults)}. Use a checkpoint that a run "
+            "has saved"
         )
-
-
-def _rules(
-    state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
-) -> Iterator[tuple[str, bool, str]]:
-    """Name, whether its value is valid, expected value."""
-    classes: Any = state.get("classes")
-    is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    complete = is_list and 0 < len(classes) == (num_classes or len(classes))
-    count = f", not {len(classes)}" if is_list else ""
-    yield "classes", complete, f"a list of {num_classes or 'some'} names, by label{count}"
-    yield "pixel_max", _is_above(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
-    stored = state.get("in_chans")
-    channels = in_chans or (stored if is_count(stored) else None)
-    valid = _is_normalisation(state.get("normalisation"), channels)
-    each = channels or "the"
-    yield "normalisation", valid, f"mean and std, finite and std above 0, of {each} channels"
-    optional: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "in_chans": (lambda v: is_count(v) and v == channels, f"{in_chans or 'a number >= 1'}"),
-        "image_size": (is_count, "a side in pixels"),
-        "crop_pct": (lambda v: _is_above(v) and v <= 1, "a share above 0, up to 1"),
-    }
-    for name, (is_valid, expected) in optional.items():
-        value = state.get(name)
-        yield name, value is None or is_valid(value), expected
-
-
-def _is_normalisation(value: Any, channels: int | None) -> bool:
-    if not isinstance(value, Mapping) or value.keys() != {"mean", "std"}:
-        return False
-    mean, std = value["mean"], value["std"]
-    if not (isinstance(mean, list) and isinstance(std, list)):
-        return False
-    fits = 0 < len(mean) == len(std) == (channels or len(mean))
-    return fits and all(_is_above(v, -inf) for v in mean) and all(map(_is_above, std))
-
-
-def _is_above(value: Any, low: float = 0) -> bool:
-    """Whether ``value`` is a finite number above ``low``."""
-    return is_number(value) and low < value < inf
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
@@ -91,11 +67,7 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
-    """Refuse data whose class names, by label, differ from training's.
-
-    Raises:
-        DataError: shows both lists and their differences.
-    """
+    """Refuse data whose class names, by label, differ from training's."""
     if list(trained) == list(found):
         return
     lacking, new = sorted({*trained} - {*found}), sorted({*found} - {*trained})

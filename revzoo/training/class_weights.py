@@ -6,13 +6,9 @@ from the n training images of C classes as scikit-learn's ``class_weight="balanc
 
     w_c = n / (C n_c)
 
-so all classes have the same sum of weights, and the mean weight of the training images is 1.
-
 The sum over a batch is divided by the number of its images. Torch's ``cross_entropy(weight=...)``
-divides by the sum of their weights if labels are indices, and by their number if labels are
-probabilities. Division by the number has three effects: both kinds of labels give the same loss;
-the mean over batches and processes is the mean over all images; and the gradient of an image does
-not depend on the others in its batch, as private training needs.
+divides by the sum of their weights if labels are indices: the gradient of an image would depend on
+the others in its batch, and the mean over batches would not be the mean over all images.
 """
 
 from __future__ import annotations
@@ -28,11 +24,7 @@ from revzoo.training.optim.optimizers import BALANCED
 
 
 def balanced_weights(labels: Tensor, classes: Sequence[str]) -> Tensor:
-    """The weights (C,) in float64 for training images with ``labels`` (n,).
-
-    Raises:
-        DataError: a class has no images.
-    """
+    """The weights (C,) in float64 for training images with ``labels`` (n,)."""
     counts = torch.bincount(labels, minlength=len(classes)).double()
     if empty := [name for name, n in zip(classes, counts.tolist(), strict=True) if not n]:
         raise DataError(

@@ -29,8 +29,7 @@ from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.models.weights_file import check_module
-from revzoo.training.callbacks.every_run import EpochFigures, LastStep
-from revzoo.training.callbacks.finite import FiniteLoss
+from revzoo.training.callbacks.every_run import EpochFigures, FiniteLoss, LastStep
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
 from revzoo.training.class_weights import balanced_weights

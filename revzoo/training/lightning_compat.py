@@ -12,8 +12,6 @@ import subprocess
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
-from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 
@@ -64,27 +62,6 @@ def count_epochs(trainer: pl.Trainer) -> None:
     trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
 
-def pending_row(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
-    """The step and figures that Lightning logs after the callbacks of a batch or an epoch.
-
-    Such a callback may save a checkpoint; a kill before the row is logged would lose the row.
-    """
-    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
-    if trainer._results is None:
-        return None
-    # None outside the loop over batches
-    at_epoch_end = connector._first_loop_iter is None
-    # between two log intervals Lightning writes no row
-    if not at_epoch_end and not connector.should_update_logs:
-        return None
-    figures = convert_tensors_to_scalars(connector.metrics["log"])
-    if not figures:
-        return None
-    # at the end of an epoch Lightning logs under the last step, not under the next one
-    step = loop._batches_that_stepped - at_epoch_end
-    return step, {**figures, "epoch": float(trainer.current_epoch)}
-
-
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Whether the trainer runs ``fit``, its validations included."""
     return trainer.state.fn == TrainerFn.FITTING
@@ -127,26 +104,3 @@ def data_of(trainer: pl.Trainer) -> Any:
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer
-
-
-class OpenWeightAveraging(WeightAveraging):
-    """Lightning's callback with public methods that a subclass can call and extend."""
-
-    def exchange(self, pl_module: pl.LightningModule) -> None:  # called by _swap_models below
-        """Swap the module's weights and the average."""
-        super()._swap_models(pl_module)
-
-    def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        self.exchange(pl_module)
-
-    def copy_average(self, pl_module: pl.LightningModule) -> None:
-        """Copy the average into the module."""
-        self._copy_average_to_current(pl_module)
-
-    def forget_steps(self) -> None:
-        """Average from the first step of the next ``fit`` on."""
-        self._latest_update_step = 0
-
-    def forget_average(self) -> None:
-        """Drop the average."""
-        self._average_model = None

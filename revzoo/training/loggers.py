@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from pytorch_lightning.loggers.logger import rank_zero_experiment  # type: ignore[attr-defined]
 from pytorch_lightning.utilities import rank_zero_only
-from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
-
-from revzoo.training.event_files import EventWriter
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +56,6 @@ class TensorBoard(TensorBoardLogger):
         folder = re.sub(r"[^\w.]+", "-", f"{run['model']} {run['data']}".lower())
         super().__init__(save_dir=run_dir, name="", version=folder, purge_step=first_step)
         self.run = dict(run)
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> SummaryWriter:
-        if self._experiment is None:
-            self._experiment = EventWriter(self.log_dir, **self._kwargs)
-        return self._experiment
 
     @rank_zero_only
     def save(self) -> None:
@@ -120,7 +109,7 @@ def unfailing(logger: Logger) -> Logger:
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return method(*args, **kwargs)
-            except Exception as error:  # a service's client may raise anything
+            except Exception as error:  # a full disk; a service's client may raise anything
                 kind = type(logger).__name__
                 if not failed:
                     log.error("%s fails, figures are lost (%s): training continues", kind, error)
@@ -182,8 +171,13 @@ def mlflow(
     return unfailing(logger)
 
 
+def tensorboard(run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> Logger:
+    """TensorBoard; a resumed run continues its curves."""
+    return unfailing(TensorBoard(run_dir, run, first_step))
+
+
 LOGGERS: dict[str, Callable[..., Logger]] = {
-    "tensorboard": TensorBoard,
+    "tensorboard": tensorboard,
     "wandb": wandb,
     "mlflow": mlflow,
 }

@@ -1,7 +1,6 @@
 """Mean loss and accuracies over all images of a split, batches and processes.
 
-Training metrics are logged once per epoch; Lightning computes them at its end. Logging them at
-every step, as usual, costs small networks about one percent of their time.
+Lightning computes training metrics once per epoch, at its end.
 
 An image that is evaluated twice counts once: Lightning gives the loaders of validation and test a
 ``DistributedSampler``, which repeats the first images to fill the last round.

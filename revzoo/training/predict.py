@@ -108,13 +108,7 @@ def predict(
 
 
 def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
-    """Open an image if it is a file; return Pillow images and tensors unchanged.
-
-    Raises:
-        DataError: there is no such file, or it is not an image, or a grey one of more than 8 bits.
-        TypeError: ``image`` has the wrong type.
-        ValueError: a tensor is not (C, H, W), or holds neither bytes nor floats in [0, 1].
-    """
+    """Open an image if it is a file; return Pillow images and tensors unchanged."""
     if isinstance(image, Tensor):
         return _checked(image, channels)
     if channels not in (1, 3):
@@ -139,29 +133,20 @@ def _checked(image: Tensor, channels: int) -> Tensor:
     """``image``, floats clamped to [0, 1]; raises as :func:`opened_image`."""
     # v2.RGB repeats the single channel of a grey image
     taken = (1, channels) if channels == 3 else (channels,)
-    fault = ""
-    if image.dim() != 3:
-        fault = "expected (C, H, W); for a batch give a list: list(images)"
-    elif image.shape[0] not in taken:
-        remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in taken)
-        fault = f"expected (C, H, W) with {channels} channels{remedy}"
-    elif not image.numel():
-        fault = "expected pixels"
-    if fault:
-        raise ValueError(f"image is a tensor of shape {tuple(image.shape)}: {fault}")
+    if image.dim() != 3 or image.shape[0] not in taken or not image.numel():
+        raise ValueError(
+            f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W) with {channels} "
+            "channels; image.permute(2, 0, 1) puts them first, list(images) divides a batch"
+        )
     if image.dtype == torch.uint8:
         return image
-    if not image.is_floating_point():
-        raise ValueError(
-            f"image is a tensor of {image.dtype}: expected bytes or floats in [0, 1]; if its "
-            "values are 0 to 255, give image.to(torch.uint8)"
-        )
     low, high = float(image.min()), float(image.max())
     # NaN fails the comparison, too
-    if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
+    if not image.is_floating_point() or not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
         raise ValueError(
-            f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
-            "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
+            f"image is a tensor of {image.dtype} with values from {low:.3g} to {high:.3g}: "
+            "expected bytes, or floats from 0 to 1 that are not normalised; for values up to 255 "
+            "give bytes: image.to(torch.uint8)"
         )
     return image.clamp(0, 1)
 

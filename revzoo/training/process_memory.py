@@ -6,13 +6,10 @@ started. (Not ``getrusage``: a child's ``ru_maxrss`` starts at its parent's.)
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from pytorch_lightning.utilities.memory import garbage_collection_cuda
 
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
@@ -27,20 +24,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 def peak_host_bytes() -> int | None:
     """The process's peak resident set in bytes; None if the system does not report it."""
-    return status_bytes("VmHWM")
-
-
-def release_memory() -> None:
-    """Return unused memory to the system, and start the process's peak anew.
-
-    glibc's heap keeps the pages of freed tensors, hundreds of MB after a training (malloc_trim(3)).
-    """
-    garbage_collection_cuda()  # a trainer and its module refer to each other
-    if sys.platform == "linux":
-        # other C libraries lack the function; some containers forbid the file (proc(5))
-        with suppress(AttributeError, OSError):
-            ctypes.CDLL(None).malloc_trim(0)
-            (PROC / "self/clear_refs").write_text("5")
+    return _field(PROC / "self/status", "VmHWM")
 
 
 def free_bytes(device: torch.device | None = None) -> int | None:
@@ -60,11 +44,6 @@ def free_bytes(device: torch.device | None = None) -> int | None:
             used -= sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file"))
         free = limit - used if free is None else min(free, limit - used)
     return free
-
-
-def status_bytes(name: str) -> int | None:
-    """A field of ``/proc/self/status`` in bytes, such as ``VmRSS``."""
-    return _field(PROC / "self/status", name)
 
 
 def _field(path: Path, name: str) -> int | None:

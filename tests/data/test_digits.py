@@ -3,7 +3,7 @@ import hashlib
 import torch
 
 from revzoo.data import Digits
-from revzoo.data.split import stratified_split
+from revzoo.data.order import stratified_split
 
 
 def _both() -> tuple[Digits, torch.Tensor]:

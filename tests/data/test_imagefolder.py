@@ -172,8 +172,6 @@ def test_bad_images_are_skipped_up_to_a_number(
         seen = [labels for _, labels in data.train_dataloader()]
         assert sum(map(len, seen)) in ((38,) if cache_bytes == 0 else (30,))  # drop_last
     assert data.skipped_files == bad
-    data.teardown("fit")
-    assert caplog.text.count("skipped 2 images in all") == 1
     # each is named once
     named = [sum(path in message for message in caplog.messages) for path in bad]
     assert named == [1, 1]

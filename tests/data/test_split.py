@@ -1,6 +1,6 @@
 import torch
 
-from revzoo.data.split import stratified_split
+from revzoo.data.order import stratified_split
 
 
 def _labels() -> torch.Tensor:

@@ -13,7 +13,6 @@ from torch.nn import functional
 from revzoo.data import DataError, Digits
 from revzoo.training import Classifier
 from revzoo.training.class_weights import balanced_weights
-from revzoo.training.tuning.trial import Trial
 
 LABELS = torch.tensor([0, 0, 1, 2])
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5])
@@ -95,12 +94,3 @@ def test_a_checkpoint_has_the_option(tmp_path: Path, weights: Any) -> None:
     runner.save_checkpoint(tmp_path / "a.ckpt")
     loaded = Classifier.load_from_checkpoint(tmp_path / "a.ckpt")
     assert loaded.optim == module.optim
-
-
-def test_a_trial_does_not_replace_an_own_loss() -> None:
-    class Own(Classifier):
-        def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return logits.mean()
-
-    with pytest.raises(TypeError, match="Own overrides loss, which trials do not run"):
-        Trial(Own(TINY))

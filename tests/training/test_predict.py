@@ -95,15 +95,13 @@ def test_tensors_that_are_not_images(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"\(2, 3, 8, 8\): expected \(C, H, W\).*list\(images\)"):
         revzoo.predict(torch.rand(2, 3, 8, 8), folder)
     for image in (torch.full((3, 8, 8), 255.0), torch.full((3, 8, 8), -1.0)):
-        with pytest.raises(ValueError, match=r"float tensor with values from .* expected 0 to 1"):
+        with pytest.raises(ValueError, match=r"float32 with values from .* floats from 0 to 1"):
             revzoo.predict(image, folder)
-    with pytest.raises(
-        ValueError, match=r"\(8, 8, 3\): .* 3 channels: .*image\.permute\(2, 0, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"\(8, 8, 3\): .* 3 channels; image\.permute\(2, 0, 1\)"):
         revzoo.predict(torch.rand(8, 8, 3), folder)
-    with pytest.raises(ValueError, match=r"\(4, 8, 8\): expected \(C, H, W\) with 3 channels$"):
+    with pytest.raises(ValueError, match=r"\(4, 8, 8\): expected \(C, H, W\) with 3 channels"):
         revzoo.predict(torch.rand(4, 8, 8), folder)
-    with pytest.raises(ValueError, match=r"of torch\.int64: .* image\.to\(torch\.uint8\)"):
+    with pytest.raises(ValueError, match=r"of torch\.int64 .* image\.to\(torch\.uint8\)"):
         revzoo.predict(torch.full((3, 8, 8), 255), folder)
     with pytest.raises(TypeError, match=r"model is a Tensor: .* predict\(images, model\)"):
         revzoo.predict(folder, torch.rand(3, 8, 8))  # type: ignore[call-overload]
@@ -191,7 +189,7 @@ def saved(network: Any, folder: Path, **facts: Any) -> Path:
 
 
 def test_images_without_pixels_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"shape \(3, 0, 8\): expected pixels"):
+    with pytest.raises(ValueError, match=r"shape \(3, 0, 8\): expected"):
         revzoo.predict(torch.zeros(3, 0, 8), folder)
 
 

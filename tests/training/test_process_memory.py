@@ -32,21 +32,6 @@ def test_the_tighter_limit_of_machine_and_container_counts(proc: Path) -> None:
         assert process_memory.free_bytes() == free
 
 
-@pytest.mark.skipif(peak_host_bytes() is None, reason="no /proc/self/status on this system")
-def test_freed_memory_returns_to_the_system() -> None:
-    """glibc keeps freed blocks below a live one, as after a training."""
-    blocks = [bytearray(b"1" * 2**16) for _ in range(2**11)]
-    last = bytearray(b"1" * 2**16)
-    full, peak = process_memory.status_bytes("VmRSS"), peak_host_bytes()
-    blocks.clear()
-    process_memory.release_memory()
-    left, again = process_memory.status_bytes("VmRSS"), peak_host_bytes()
-    assert None not in (full, left, peak, again)
-    assert len(last) == 2**16
-    assert left < full - 2**26
-    assert again < peak - 2**26
-
-
 def test_the_peak_of_another_system(proc: Path) -> None:
     assert peak_host_bytes() is None
     for text, value in (("VmPeak: 5 kB\nVmHWM:\t123 kB\n", 123 * 1024), ("VmPeak: 5 kB\n", None)):

@@ -26,7 +26,7 @@ from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CheckpointError, has_saved, read_last
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.checkpoint.validate import check_complete
+from revzoo.training.checkpoint.restore import check_complete
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST

@@ -1,7 +1,7 @@
 """``revzoo train tuner=lr`` or ``tuner=batch_size``: search for a value before a run, or instead.
 
-The search trains copies (:mod:`revzoo.training.tuning.trial`). The run that follows builds all its
-parts again, so it equals a run without a tuner, bit for bit.
+The search leaves the module as it is. The run that follows builds all its parts again, so it equals
+a run without a tuner, bit for bit.
 """
 
 from __future__ import annotations

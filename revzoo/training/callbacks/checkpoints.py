@@ -21,23 +21,21 @@ from torch import Tensor
 from revzoo._checks import check_number
 from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.resume.resume_point import can_resume_here, is_last_chance
+from revzoo.training.resume.graceful_stop import (
+    can_resume_here,
+    stop_requested,
+)
 from revzoo.training.resume.run_state import RunState
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
 TIE_BREAKER = "val/loss"
-BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation
 SAVE_AGAIN_AFTER = 60.0  # seconds after a failed save
 
 
 class LastCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` after every epoch, when a signal stops the run, and every few minutes.
-
-    It saves after every optimiser step if steps with accumulated gradients take longer than a stop
-    waits (:data:`~revzoo.training.resume.graceful_stop.PATIENCE`).
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/last.ckpt``.
@@ -51,17 +49,10 @@ class LastCheckpoint(Checkpoint):
         check_number("minutes", minutes, open_low=True)
         self.path = run_dir / CHECKPOINTS / LAST
         self.minutes = minutes
-        self._saved_at = self._step_began = time.monotonic()  # a clock that never jumps
+        self._saved_at = time.monotonic()  # a clock that never jumps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saved_at = time.monotonic()
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        # the first batch of an optimiser step
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._step_began = time.monotonic()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if can_resume_here(trainer) and (stop_requested(trainer) or self._is_due(trainer)):
@@ -71,15 +62,9 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def _is_due(self, trainer: Trainer) -> bool:
-        # is_last_chance: a validation, which cannot be interrupted and resumed, may take long
-        last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
-        if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
+        if trainer.world_size > 1 and trainer.global_step % 20:
             return False  # the processes must agree, and each broadcast costs a synchronisation
-        now = time.monotonic()
-        age = now - self._saved_at
-        due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
-        # a stop would drop such a step halfway, so the state after each step must be on disk
-        due = due or (gathers and now - self._step_began > PATIENCE)
+        due = time.monotonic() - self._saved_at > self.minutes * 60
         return trainer.strategy.broadcast(due)  # the clock of process 0 decides
 
     def _save(self, trainer: Trainer) -> None:
@@ -235,9 +220,6 @@ def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
     Args:
         trainer: the run's, after training.
         figures: of the whole run, also before a resume.
-
-    Raises:
-        FloatingPointError: naming the figure.
     """
     if _saved_best(trainer) is not None:
         return
@@ -252,11 +234,7 @@ def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
 
 
 def check_saved(trainer: Trainer) -> None:
-    """Refuse the end of a run that should save checkpoints and has none of its weights.
-
-    Raises:
-        UnwritableCheckpointError: with the reason. Only in the process that writes them.
-    """
+    """Refuse the end of a run that should save checkpoints and has none of its weights."""
     lasts = callbacks_of(trainer, LastCheckpoint)
     wanted = bool(lasts) or bool(callbacks_of(trainer, BestCheckpoint))
     dry: bool = trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -2,18 +2,15 @@
 
 Inside a compiled part, no memory mode applies. So the chain of steps stays eager and we compile
 each residual function. If all steps of a part have mode ``store``, we compile the whole part, and
-the network itself if it stores everything. Compiling in place (``module.compile()``) changes no
-keys of a ``state_dict``. Parts of one shape share one compiled graph. We also compile the sums of
-fixed-point streams, with the same results bit for bit.
+the network itself if it stores everything. Parts of one shape share one compiled graph. We also
+compile the sums of fixed-point streams, with the same results bit for bit.
 
-A graph keeps few activations: the backward kernels repeat everything that they can fuse, such as
-norms and activations, which saves memory and time. Random draws are kept. torch's own option for
-this, ``activation_memory_budget``, may draw them again (pytorch issue 190758).
+A graph keeps few activations: the backward kernels repeat everything that they can fuse, except
+random draws, which torch's own ``activation_memory_budget`` may draw again (pytorch issue 190758).
 
 Known limits: the first steps wait for the compiler. Each shape needs one graph for training and one
-for evaluation. Torch allows eight graphs per function by default; beyond that it warns and runs
-eagerly. So we raise the limit until training ends. We choose the parts when training starts: a
-storing part whose memory mode changes later still stores.
+for evaluation, so we raise torch's limit of eight graphs per function until training ends. We
+choose the parts when training starts: a storing part whose memory mode changes later still stores.
 """
 
 from __future__ import annotations
@@ -74,17 +71,11 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         self._restore = ExitStack()  # torch's settings, and the user's earlier compile() calls
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Mark the parts; torch compiles each at its first call.
-
-        Raises:
-            ValueError: the module has no residual function.
-        """
+        """Mark the parts; torch compiles each at its first call."""
         if stage != "fit":
             return
-        # of the children: Lightning calls training_step, never the module itself
-        parts = [part for child in pl_module.children() for part in compiled_parts(child)]
-        if not parts:
-            raise ValueError(_nothing_to_compile(pl_module))
+        self.check_model(pl_module)
+        parts = [*compiled_parts(pl_module)]
         for name in LIMITS:
             limit = getattr(torch.compiler.config, name)
             self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
@@ -102,7 +93,10 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
     def check_model(self, network: nn.Module) -> None:
         """Raise a ValueError if the network has nothing to compile."""
         if not any(True for _ in compiled_parts(network)):
-            raise ValueError(_nothing_to_compile(network))
+            raise ValueError(
+                f"{type(network).__name__} has no residual function to compile: expected a model "
+                "of couplings or residual units; compile other models with torch.compile"
+            )
 
     def _replace(self, settings: Any, name: str, value: Any) -> None:
         self._restore.callback(setattr, settings, name, getattr(settings, name))
@@ -110,13 +104,6 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
 
     def undo(self, pl_module: LightningModule) -> None:
         self._restore.close()
-
-
-def _nothing_to_compile(module: nn.Module) -> str:
-    return (
-        f"{type(module).__name__} has no residual function to compile: expected a model of "
-        "couplings or residual units; compile other models with torch.compile"
-    )
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:

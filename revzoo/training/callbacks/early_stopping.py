@@ -2,20 +2,17 @@
 
 Why not only Lightning's callback: it saves that it stopped the run, but ignores this after
 loading. A run that is killed during its test would train one more epoch when it resumes.
-
-A validation whose loss is not finite does not count: logits of NaN count as the first class.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 
 from pytorch_lightning import LightningModule, Trainer, callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 
 from revzoo._checks import check_count
-from revzoo.training.callbacks.checkpoints import TIE_BREAKER, direction
+from revzoo.training.callbacks.checkpoints import direction
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +38,6 @@ class EarlyStopping(callbacks.EarlyStopping):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # Lightning loads the checkpoint after this
             self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._counts(trainer):
-            super().on_train_epoch_end(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._counts(trainer):
-            super().on_validation_end(trainer, pl_module)
-
-    def _counts(self, trainer: Trainer) -> bool:
-        """Whether the monitor means something; a loss that is watched itself ends the run."""
-        if self.monitor == TIE_BREAKER or not self.monitor.startswith("val/"):
-            return True
-        return math.isfinite(trainer.callback_metrics.get(TIE_BREAKER, 0.0))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._has_stopped and trainer.is_global_zero:

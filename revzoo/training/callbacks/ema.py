@@ -1,18 +1,13 @@
 """An exponential moving average of the weights: Lightning's callback with six corrections.
 
-1. Integers, such as BatchNorm's count of batches, are copied. Torch truncates the average of
-   integers at every update, so they would never change after the first.
+1. Integers, such as BatchNorm's count of batches, are copied: torch truncates their average.
 2. The decay can have a warm-up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as in
-   TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. With a constant decay of
-   0.999 the initial weights would dominate for about a thousand steps.
-3. Lightning 2.6 swaps average and weights whenever it loads a checkpoint, even for a test, and so
-   would test weights that were never validated. We swap them only to resume training.
-4. The average ends with its ``fit``. Lightning keeps it: the next validation would use the old
-   average for any module, and a second ``fit`` with the same callback would not average before it
-   passed the steps of the first.
+   TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``.
+3. A test loads the weights that were validated; Lightning 2.6 swaps them with the average.
+4. The average ends with its ``fit``; Lightning keeps it for any module that follows.
 5. After an exception in a validation, the module has the training weights, not the average.
-6. If a finished run is resumed, it ends with the average again. Lightning copies the average into
-   the module at the end of the training loop, which such a run does not enter.
+6. A finished run that is resumed ends with the average again: it enters no training loop, after
+   which Lightning copies the average.
 """
 
 from __future__ import annotations
@@ -21,14 +16,15 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.base import RestoresAfterFit
-from revzoo.training.lightning_compat import OpenWeightAveraging, is_fitting
+from revzoo.training.lightning_compat import is_fitting
 
 
-class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
+class AveragedWeights(RestoresAfterFit, WeightAveraging):
     """Validates, tests and saves the average of the weights and of the running statistics.
 
     Args:
@@ -56,7 +52,17 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # Lightning loads the checkpoint after this
-            self.forget_steps()  # point 4
+            self.load_state_dict({"latest_update_step": 0})  # point 4
+            self._in_place = False
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_fitting(trainer):  # point 4
+            super().on_validation_epoch_start(trainer, pl_module)
+            self._in_place = True
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_fitting(trainer):
+            super().on_validation_epoch_end(trainer, pl_module)
             self._in_place = False
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,24 +72,25 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # point 6: such a run skips on_train_end
         if not self._in_place:
-            self.copy_average(pl_module)
+            self.on_train_end(trainer, pl_module)
 
     def undo(self, pl_module: LightningModule) -> None:
         # point 5: an exception inside a validation finds the average in the module
         if self._in_place:  # after training, both copies are the average
-            self.exchange(pl_module)
-        self.forget_average()
+            super().on_validation_epoch_end(pl_module.trainer, pl_module)
         self._in_place = False
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if is_fitting(trainer):
+            super().on_save_checkpoint(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if is_fitting(trainer):
+        if is_fitting(trainer):  # point 3
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def exchange(self, pl_module: LightningModule) -> None:
-        super().exchange(pl_module)
-        self._in_place = not self._in_place
 
     def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
         if not average.is_floating_point():  # point 1

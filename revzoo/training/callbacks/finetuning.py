@@ -2,14 +2,11 @@
 
 Why not Lightning's ``BackboneFinetuning``: it adds parameter groups to the optimiser during
 training, which the schedule does not know, and with ``train_bn=False`` the statistics of frozen
-BatchNorms still move. Here the optimiser holds every parameter from the first step on. A frozen
-parameter has no gradient, so the optimiser skips it: no decay, no momentum. Groups, rates and
-schedule are the same in every epoch. The frozen part depends only on the epoch and the number of
-epochs, so a resumed run needs no other state.
+BatchNorms still move. Here the optimiser holds every parameter from the first step on, and skips
+frozen ones. The frozen part depends only on the epoch, so a resumed run needs no other state.
 
-The frozen part is always the first part of the network. It is in evaluation mode: its running
-statistics stay and dropout is off. No tensor in it requires a gradient, so it saves no activation
-and replays no step.
+The frozen part, always the first of the network, is in evaluation mode: its running statistics stay
+and dropout is off. It saves no activation and replays no step.
 
 Known limits: a stage is the smallest part, so a ViT with one stage is unfrozen at once. Lightning's
 strategy ``ddp`` fails because frozen parameters are unused: choose
@@ -26,7 +23,7 @@ from typing import Any
 from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
-from revzoo._checks import did_you_mean, is_count, is_number, number_of
+from revzoo._checks import did_you_mean, is_count, is_number
 from revzoo.models.network import parts
 from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
 from revzoo.training.callbacks.progress_bar import epoch_of
@@ -80,11 +77,7 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         self.first_trained(network, epoch=0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
-
-        Raises:
-            ValueError: see :meth:`first_trained`; or fractions in a run without ``max_epochs``.
-        """
+        """Unfreeze every parameter: the optimiser, which is built next, gets all of them."""
         if stage != "fit":
             return
         network = _network(pl_module)
@@ -97,14 +90,6 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
                 "has none: give epochs, such as [2, 4], or set trainer.max_epochs"
             )
         self._max_epochs = epochs if epochs > 0 else None
-        late = [start for start in self.unfreeze if 0 < epochs <= start]
-        if late:
-            log.warning(
-                "the run ends after %s, before epoch %s (unfreeze=%s, counted from 0)",
-                number_of(trainer.max_epochs or 0, "epoch"),
-                int(late[0]) + 1,
-                late,
-            )
         network.requires_grad_(True)
         self._applies = True
 

@@ -1,11 +1,9 @@
 """Peak memory and throughput of each training epoch.
 
 Peak memory on a GPU is ``torch.cuda.max_memory_allocated`` over the epoch. On the CPU it is the
-process's peak since it started. Systems that report neither log no peak memory.
-
-The CPU figure covers the whole process: libraries, data, and memory that the allocator keeps. To
-see what a memory mode saves, read ``footprint/activation_bytes``: the peak of the activations of
-one training step, counted on the first batch (see :func:`revzoo.audit`).
+process's peak since it started, with libraries, data and what the allocator keeps. To see what a
+memory mode saves, read ``footprint/activation_bytes``: the peak of the activations of one training
+step, counted on the first batch (see :func:`revzoo.audit`).
 
 The clock runs during training steps and stops during validation.
 """

@@ -1,9 +1,8 @@
 """Pictures of a run for TensorBoard and W&B: predictions, reconstructions, the confusion matrix.
 
-The callbacks reuse the batches of the validation and the logits that ``validation_step`` returns,
-from the validated weights (the moving average, if there is one). Samples are the same images in
-every validation, spread evenly over the split. A run has the same weights, bit for bit, with and
-without pictures. Sanity checks and ``fast_dev_run`` show none.
+They show the batches of the validation, by the validated weights (the moving average, if there is
+one). Samples are the same images in every validation, spread evenly over the split. A run has the
+same weights, bit for bit, with and without. Sanity checks and ``fast_dev_run`` show none.
 
 Known limits: under data parallelism the samples come from the first process's part of the split.
 Only the first validation loader is shown, and only if its length is known.
@@ -15,6 +14,7 @@ import csv
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,7 @@ def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None
     """Log a figure to the run's TensorBoard and W&B loggers."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
+            with suppress(OSError):  # a full disk, which the logger reports
+                logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
         elif isinstance(logger, WandbLogger):  # W&B does not sort by group
             logger.log_image(tag, [figure], step=step)

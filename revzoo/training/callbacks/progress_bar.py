@@ -4,10 +4,9 @@ per epoch.
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
     epoch 3/30  loss 0.733, val 0.150  acc 0.931, val 0.979  298 img/s
 
-Why not Lightning's bars: they show batches a second, the time left in the epoch and every logged
-figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this bar.
-Figures are means over the epoch so far, from the first process. The time left is for the whole
-run, validation included.
+Why not Lightning's bars: they need 120 columns or more, and draw into log files too. Figures are
+means over the epoch so far, from the first process. The time left is for the whole run, validation
+included.
 """
 
 from __future__ import annotations

@@ -64,15 +64,6 @@ CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
     }
 )
 
-# (first, later, why): all constraints on the order of callbacks; a test checks them
-ORDER = (
-    ("Footprint", "EpochLog", "the log line shows the figures that Footprint logs"),
-    ("GracefulStop", "LastCheckpoint", "all processes agree on a stop before they save"),
-    ("FiniteLoss", "LastCheckpoint", "a loss that is not finite ends the run before the save"),
-    ("Footprint", "LastCheckpoint", "a checkpoint at the end of an epoch has the epoch's figures"),
-    ("BestCheckpoint", "LastCheckpoint", "last.ckpt holds the path of the best checkpoint"),
-)
-
 
 def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
     """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's own.
@@ -97,24 +88,6 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
     CALLBACKS[name] = factory
 
 
-def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Check the names and options of callbacks.
-
-    Raises:
-        ValueError: for a name or option that does not exist, naming the nearest.
-    """
-    check_names(specs, list(CALLBACKS), where="callbacks")
-    for name, options in specs.items():
-        if not isinstance(options, Mapping | None):
-            raise ValueError(f"callbacks.{name}={options!r}: expected a mapping of options or null")
-        if options:
-            factory, where = CALLBACKS[name], f"callbacks.{name}"
-            check_names(options, keyword_names(factory), where=where)
-            # type hints of a class belong to its constructor
-            constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
-            check_types(options, get_type_hints(constructor), where=where)
-
-
 def build_callbacks(
     specs: Mapping[str, Mapping[str, Any] | None], *, run_dir: Path
 ) -> list[pl.Callback]:
@@ -124,19 +97,25 @@ def build_callbacks(
         ValueError: for a name or option that does not exist, naming the nearest; or for a value
             that the callback refuses.
     """
-    check_callbacks(specs)
-    ordered = {name: specs[name] for name in CALLBACKS if name in specs}  # see ORDER
+    check_names(specs, list(CALLBACKS), where="callbacks")
+    ordered = {name: specs[name] for name in CALLBACKS if name in specs}
     return [
         _build(name, options, run_dir) for name, options in ordered.items() if options is not None
     ]
 
 
 def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
-    factory = CALLBACKS[name]
-    parameters = signature(factory).parameters.values()
+    factory, where = CALLBACKS[name], f"callbacks.{name}"
+    if not isinstance(options, Mapping):
+        raise ValueError(f"{where}={options!r}: expected a mapping of options or null")
+    check_names(options, keyword_names(factory), where=where)
+    # type hints of a class belong to its constructor
+    constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
+    check_types(options, get_type_hints(constructor), where=where)
     # see above: only a callback that writes files has a positional parameter
+    parameters = signature(factory).parameters.values()
     takes_folder = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     try:
         return factory(*[run_dir] * takes_folder, **options)
     except ValueError as error:
-        raise in_section(f"callbacks.{name}", error) from error
+        raise in_section(where, error) from error

@@ -40,11 +40,7 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
         self._first: dict[SideBits, int] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the bits to start from.
-
-        Raises:
-            ValueError: the run has no last epoch, or the network has no such blocks.
-        """
+        """Note the bits to start from."""
         if stage != "fit":
             return
         # None or -1: a run that max_steps or a time limit ends

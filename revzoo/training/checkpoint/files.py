@@ -1,8 +1,7 @@
 """Writes and reads checkpoint files: a kill never damages a file, reading never runs code.
 
-Why not Lightning's writer: its temporary file may be on another file system, so that a move is a
-copy, which a kill can cut short; and it never calls ``fsync``. Its reader runs the code of pickles
-unless ``weights_only=True``, and ignores that option for URLs.
+Lightning's writer may move a file between file systems, which a kill can cut short, and never calls
+``fsync``. Its reader runs the code of pickles unless ``weights_only=True``.
 
 NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.

@@ -1,8 +1,7 @@
 """Checks the hyperparameters of a checkpoint against an exact list before they are used.
 
 A checkpoint may come from anyone, so it must not choose which code is imported or called, or which
-files are read. Lightning's ``load_from_checkpoint`` passes all hyperparameters to the constructor,
-lets ``_instantiator`` load classes, and reads URLs with pickles enabled. We accept the names of the
+files are read, as it does with Lightning's ``load_from_checkpoint``. We accept the names of the
 zoo; its constructors refuse unknown options and wrong values, as your own networks should.
 """
 
@@ -46,11 +45,7 @@ def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict
 
 
 def check_model_options(options: Any) -> dict[str, Any]:
-    """Return ``options`` if they are the name of a model and plain keywords.
-
-    Raises:
-        CheckpointError: naming the key.
-    """
+    """Return ``options`` if they are the name of a model and plain keywords."""
     name = options.get("name") if isinstance(options, dict) else options
     # the table is the exact list of what may be built; a path is not a name in it
     if not isinstance(options, dict) or not isinstance(name, str) or name not in MODELS:

@@ -1,23 +1,34 @@
-"""Loads a trained model from a checkpoint or from weights, with its classes and normalisation."""
+"""Loads a trained model, with its classes and normalisation; checks a state to resume from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
+import torch
+
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.registry import change_bits
 from revzoo.models.save import describing_save
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.models.weights_file import check_module
+from revzoo.training.checkpoint.files import (
+    CheckpointError,
+    DamagedCheckpointError,
+    read_checkpoint,
+)
 from revzoo.training.classifier import Classifier, facts_of, saved_data
-from revzoo.weights.errors import EntryError
+from revzoo.training.resume.run_state import RunState
+from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 
 EXPORTS = {
     ".pt2": "torch.export.load(FILE).module()(images)",
     ".onnx": "ONNX Runtime",
 }  # files of ``revzoo export``, and how to run them
+PARTS = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
 UNIT = 1  # the largest pixel value to which mean and std of an entry refer
 
 
@@ -123,3 +134,34 @@ def _from_weights(source: str | Path) -> Restored:
         "crop_pct": entry.crop_pct,
     }
     return Restored(Classifier(model).eval(), data)
+
+
+def check_complete(
+    state: Mapping[str, Any], where: str, *, data: str, callbacks: Sequence[pl.Callback] = ()
+) -> None:
+    """Refuse to resume from a state that lacks a part, or whose weights do not fit its model.
+
+    Lightning ignores missing parts: without ``loops`` a run counts from 0 again, without
+    ``callbacks`` it draws other random numbers.
+
+    Args:
+        state: with hyperparameters that were checked.
+        where: its file, for errors.
+        data: name of the data module's class, which is the key of its state.
+        callbacks: new instances of the run's callbacks; the state needs their keys.
+
+    Raises:
+        DamagedCheckpointError: names the parts.
+    """
+    lacking = [name for name in (*PARTS, data) if name not in state]
+    # Lightning saves only callbacks that have a state
+    keys = [RunState.__name__, *(c.state_key for c in callbacks if c.state_dict())]
+    lacking += [f"callbacks[{key!r}]" for key in keys if key not in state.get("callbacks", {})]
+    if lacking:
+        raise DamagedCheckpointError(f"{where} lacks {', '.join(lacking)}: use another checkpoint")
+    with torch.device("meta"):  # names and shapes, but no values
+        module = Classifier(**state["hyper_parameters"])
+    try:
+        check_module(module, state["state_dict"], where)
+    except WeightsError as error:
+        raise DamagedCheckpointError(" ".join(str(error).split())) from None  # one line

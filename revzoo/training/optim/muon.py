@@ -1,10 +1,8 @@
 """Muon: orthogonalised momentum for the weights of hidden layers.
 
 A weight of shape (out, in, ...) counts as the matrix (out, rest). Muon replaces its momentum
-``B = U S V^T`` by ``U V^T``, so all directions of a layer learn at the same speed. A few
-Newton-Schulz steps compute this with matrix products only. In the same optimiser, SGD with
-Nesterov momentum trains the other parameters: norms and biases, which are not matrices, and the
-classifier, whose rows are classes.
+``B = U S V^T`` by ``U V^T``, so all directions of a layer learn at the same speed. In the same
+optimiser, SGD with Nesterov momentum trains norms, biases and the classifier.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
 https://kellerjordan.github.io/posts/muon. Why not ``torch.optim.Muon``: it takes matrices only, so

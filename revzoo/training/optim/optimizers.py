@@ -3,10 +3,8 @@
 For fine-tuning, ``layer_decay`` lowers the learning rate from the classifier to the stem, by a
 factor for each part of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
 
-Weight decay acts on the weights of convolutions and linear layers only. Norms and biases are scales
-and offsets; decaying them changes the function instead of regularising it. Torch decays every
-parameter of a group, so we divide the parameters into two groups, by the type of their module, not
-by name or shape. ``decay_all`` decays all parameters. A weight that torch computes from parameters
+Weight decay acts on the weights of convolutions and linear layers only, by the type of their
+module; ``decay_all`` decays norms and biases, too. A weight that torch computes from parameters
 (``weight_norm``, pruning) decays by these parameters.
 
 Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.04585).
@@ -126,11 +124,7 @@ class OptimSpec:
 
 
 def _checked_weights(weights: str | Sequence[float]) -> str | tuple[float, ...]:
-    """``"balanced"``, or the weights as floats.
-
-    Raises:
-        ValueError: another word, or not a list of finite numbers > 0.
-    """
+    """``"balanced"``, or the weights as floats."""
     if isinstance(weights, str):
         if weights != BALANCED:
             raise ValueError(
@@ -185,10 +179,6 @@ def muon_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
     """One group of hidden weights, orthogonalised, at ``spec.lr``; the rest at ``spec.sgd_lr``.
 
     A model without ``classifiers``, which is not from the zoo, ends with its classifier.
-
-    Raises:
-        ValueError: a weight is computed from several parameters, none of which is a matrix that
-            could be orthogonalised in its place.
     """
     for path, module in model.named_modules():
         for name in WEIGHTS if isinstance(module, DECAYED) else ():

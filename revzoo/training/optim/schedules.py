@@ -1,8 +1,7 @@
 """Learning-rate schedules as dataclasses that build torch's schedulers.
 
-Torch counts in steps, a recipe in fractions of a run. Each class here holds fractions, and builds
-the torch scheduler when the number of optimiser steps is known. All schedulers advance after every
-optimiser step, not every epoch, so a recipe does not depend on the size of the data set.
+Torch counts in steps, a recipe in fractions of a run. Schedulers advance after every optimiser
+step, so a recipe does not depend on the size of the data set.
 
 * ``step``: multiply at fixed fractions of the run. RevNet (Gomez et al. 2017, arXiv 1707.04585)
   divides by 10 at 40k and 60k of 80k steps, that is at 1/2 and 3/4.

@@ -3,12 +3,11 @@
 Lightning 2.6 restores weights, optimiser, schedule, callbacks and counters. It lacks:
 
 ================  ==================================================================================
-``run_state``     the random states, the metrics of an open epoch, the row that is not logged yet
+``run_state``     the random states, the metrics of an open epoch
 ``csv_logger``    its ``CSVLogger`` deletes the earlier rows when a run resumes
-``graceful_stop`` after SIGTERM it ends a run without saving; SIGHUP and SIGUSR1 kill the run
-``resume_point``  ``ModelCheckpoint(save_on_exception=True)`` saves anywhere, also inside an
+``graceful_stop`` after SIGTERM it ends a run without saving; SIGHUP and SIGUSR1 kill the run;
+                  ``ModelCheckpoint(save_on_exception=True)`` saves anywhere, also inside an
                   optimiser step, where Lightning cannot resume exactly
-``heartbeat``     it waits for a silent process as long as gloo (30 minutes) or NCCL (10) does
 ================  ==================================================================================
 
 docs/decisions/008-runs-that-can-be-stopped.md gives the reasons. All uses of Lightning's private

@@ -32,7 +32,7 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = path
         self._first_step = first_step
-        self._columns: list[str] | None = None  # None before the file is read
+        self._columns: list[str] = []  # empty before the file is read
         self._rows: list[dict[str, Any]] = []  # not yet written
         self._last = first_step or 0  # the newest step
         self._failed = False  # whether the last attempt to write failed
@@ -59,8 +59,7 @@ class MetricsCSV(Logger):
     def save(self) -> None:
         """Append the new rows; after an error of the disk, keep them for the next call."""
         # a resumed run also drops the rows after its checkpoint before it saves the next one
-        begun = self._first_step is None or self._columns is not None
-        if begun and not self._rows:
+        if not self._rows and (self._columns or self._first_step is None):
             return
         try:
             self._append()
@@ -78,44 +77,29 @@ class MetricsCSV(Logger):
         if self._rows or status == "success":
             self.save()
 
-    @rank_zero_only
-    def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Log the row that a checkpoint was saved with; False if the file already has it."""
-        if self._columns is None:
-            self._begin()
-        names = set(figures)
-        for row in self._read():
-            # a step may have two rows: Lightning logs its batch and its epoch separately
-            if int(row["step"]) == step and names <= {name for name, v in row.items() if v}:
-                return False
-        self.log_metrics(figures, step)
-        return True
-
     def _append(self) -> None:
-        if self._columns is None:
+        if not self._columns:
             self._begin()
-        # _begin has set them
-        assert self._columns is not None
-        if not self.path.exists():  # removed during the run
-            self._write(self._columns, [])
-        # figures of a validation appear later: the header changes, so write a new file
-        new = [name for row in self._rows for name in row if name not in self._columns]
-        if new:
-            self._write([*self._columns, *dict.fromkeys(new)], self._read())
+        # figures of a validation appear later, so the header changes; a user may remove the file
+        columns = list(
+            dict.fromkeys([*self._columns, *(name for row in self._rows for name in row)])
+        )
+        if columns != self._columns or not self.path.exists():
+            self._write(columns, self._read())
         # appending costs the same at every step, however long the run
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(self._rows)
         self._rows = []
 
     def _begin(self) -> None:
-        kept = []
-        if self._first_step is not None and self.path.exists():
-            # the killed session may have logged past its last checkpoint
-            kept = [row for row in self._read() if int(row["step"]) < self._first_step]
-        columns = ["step", *dict.fromkeys(name for row in kept for name in row if name != "step")]
-        self._write(columns, kept)
+        # the killed session may have logged past its last checkpoint
+        first = self._first_step or 0
+        kept = [row for row in self._read() if int(row["step"]) < first]
+        self._write(list(dict.fromkeys(["step", *(name for row in kept for name in row)])), kept)
 
     def _read(self) -> list[dict[str, str]]:
+        if not self.path.exists():
+            return []
         with self.path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         # a kill may have cut off the last row

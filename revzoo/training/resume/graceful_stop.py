@@ -4,19 +4,11 @@
   and stops. A due or running validation is finished first: a run cannot resume before its end.
 - After :data:`PATIENCE` the rest of the step or validation is dropped. A resumed run computes it
   again, with the same figures.
-- A test stops after the batch. Anywhere else the run stops at once. A second Ctrl-C also stops it
-  at once.
+- A test stops after the batch. Anywhere else, or at a second Ctrl-C, the run stops at once.
 - Distributed processes stop after the same batch, whichever of them receives the signal.
-- After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
-  byte-code instructions, so a process that waits in a collective operation for a hung peer would
-  never see the signal.
-- Without a signal, a distributed process ends after as long without an answer of another one; see
-  :mod:`revzoo.training.resume.heartbeat`.
 
 SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A run
 under ``nohup`` ignores SIGHUP.
-
-Why not Lightning's handler: it ends a run without saving, and broadcasts from inside the handler.
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,18 +27,17 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import callbacks_of, started_processes
-from revzoo.training.resume.heartbeat import Heartbeat, start_heartbeat
-from revzoo.training.resume.resume_point import can_resume_here
+from revzoo.training.lightning_compat import (
+    batches_of_epoch,
+    batches_of_run,
+    callbacks_of,
+)
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
-DEADLINE = 28.0  # leaves time to save after the patience is over
-# the last wins if processes got different ones
-PREFERRED = (None, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -85,8 +76,6 @@ class GracefulStop(pl.Callback):
         self._since = 0.0  # time.monotonic when the signal arrived
         self._may_end = False  # whether the run may end before the next batch
         self._in_loop = False  # whether a loop is running that checks ``requested``
-        self._trainer: pl.Trainer | None = None
-        self._heartbeat: Heartbeat | None = None  # of a distributed run
         self._signals: list[signal.Signals] = []  # that this handles now
 
     @contextmanager
@@ -101,42 +90,15 @@ class GracefulStop(pl.Callback):
         before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
         try:
-            with watchdog(self._end_blocked, self._signals):
-                yield
+            yield
         finally:
-            if self._heartbeat is not None:
-                self._heartbeat.close()
-                self._heartbeat = None
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             self._signals = []
 
-    def _end_blocked(self, signum: int) -> None:
-        name = signal.Signals(signum).name
-        self._end_now(f"blocked for {DEADLINE:.0f} s after {name}", 128 + signum)
-
-    def _end_alone(self, rank: int) -> None:
-        self._end_now(f"process {rank} of the run has not answered for {DEADLINE:.0f} s", 1)
-
-    def _end_now(self, reason: str, status: int) -> None:
-        """Kill the processes that this one has started and exit; runs in a watchdog's thread."""
-        # logging may hold a lock and block
-        os.write(2, f"revzoo: {reason}; the last checkpoint is intact\n".encode())
-        for process in started_processes(self._trainer) if self._trainer is not None else ():
-            # their own watchdogs may hang, too
-            process.kill()
-        os._exit(status)
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = trainer
-        # the test of a run uses the heartbeat of its training
-        if self._signals and self._heartbeat is None:
-            self._heartbeat = start_heartbeat(trainer, limit=DEADLINE, end=self._end_alone)
-
     def _listen(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for signum in self._signals:
-                signal.signal(signum, self._handle)
+        for signum in self._signals:
+            signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # the user wants to stop now: no clean-up, which may be what hangs
@@ -203,11 +165,9 @@ class GracefulStop(pl.Callback):
         """Share a signal with all processes, which call this at the same point of the run."""
         requested = self.requested  # read once: a signal may arrive at any instant
         if trainer.world_size > 1:
-            # a maximum of indices is one collective; Ctrl-C and SIGTERM may meet
-            rank = torch.tensor(
-                float(PREFERRED.index(requested)), device=trainer.strategy.root_device
-            )
-            requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
+            # the maximum is one collective; 0 is no signal
+            number = torch.tensor(float(requested or 0), device=trainer.strategy.root_device)
+            requested = int(trainer.strategy.reduce(number, reduce_op="max")) or None
         if self.agreed is None and requested is not None:
             # a process that did not get the signal starts its clock here
             self.agreed, self._since = requested, self._since or time.monotonic()
@@ -219,41 +179,27 @@ class GracefulStop(pl.Callback):
         return trainer.strategy.broadcast(late)
 
 
-@contextmanager
-def watchdog(end: Callable[[int], None], signals: Sequence[int]) -> Iterator[None]:
-    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first of ``signals`` in the context.
-
-    Python's C-level handler writes the signal's number into a pipe, and a thread reads it. This
-    works while the main thread is blocked in a library.
-    """
-    reads, writes = os.pipe()
-    # the handler must never block: Python runs it at any instruction
-    os.set_blocking(writes, False)
-    before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
-    over = threading.Event()
-
-    def watch() -> None:
-        # blocks in C, so this thread costs nothing until a signal arrives
-        while signums := os.read(reads, 1):
-            if signums[0] in signals:
-                # False after the deadline, True if the context has ended in time
-                if not over.wait(DEADLINE):
-                    end(signums[0])
-                return
-
-    # a daemon: the interpreter may end while it waits
-    thread = threading.Thread(target=watch, name="watchdog", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        signal.set_wakeup_fd(before)
-        os.close(writes)  # an empty read ends the thread
-        thread.join()
-        os.close(reads)
-
-
 def stop_requested(trainer: pl.Trainer) -> bool:
     """Whether a signal has requested the end of the run; the same answer in all processes."""
     return any(stop.agreed for stop in callbacks_of(trainer, GracefulStop))
+
+
+def can_resume_here(trainer: pl.Trainer) -> bool:
+    """Whether a run saved after this batch resumes exactly.
+
+    Not between the batches of one optimiser step, because gradients are not saved; not before a due
+    validation or the end of an epoch, because Lightning would skip these.
+    """
+    batches, gathers = batches_of_epoch(trainer), trainer.accumulate_grad_batches
+    if batches % gathers or batches >= trainer.num_training_batches:
+        return False
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return False
+    every = trainer.val_check_batch
+    # no validation, or none inside an epoch
+    if every is None or every == float("inf"):
+        return True
+    # without check_val_every_n_epoch, Lightning counts across epochs
+    count = batches if trainer.check_val_every_n_epoch else batches_of_run(trainer)
+    # the validation may fall inside an optimiser step; then the step's end counts
+    return count < every or count % int(every) >= gathers

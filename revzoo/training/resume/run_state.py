@@ -1,9 +1,4 @@
-"""The state that a run needs, beyond Lightning's, to resume exactly.
-
-Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
-of the random generators nor the metrics of an epoch in progress. If the length of the run or the
-number of processes changed, it cannot resume exactly, and we refuse it.
-"""
+"""The state that a run needs, beyond Lightning's, to resume exactly; see the room's docstring."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.distributed import gathered, process_count
-from revzoo.training.lightning_compat import count_epochs, epoch_is_open, is_fitting, pending_row
-from revzoo.training.resume.csv_logger import MetricsCSV
+from revzoo.training.lightning_compat import count_epochs, epoch_is_open, is_fitting
 
 
 def generator_states() -> dict[str, Any]:
@@ -86,30 +80,24 @@ class RunState(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
-        row = pending_row(self._trainer)
+        is_open = epoch_is_open(self._trainer)
         for logger in self._trainer.loggers:
             logger.save()  # a resumed run does not log the rows before this state again
         return {
             # one state for each rank
             "random": gathered(generator_states()),
             # sums over all processes: see on_train_start
-            "metrics": states_of(self._open_metrics(), sync=True),
+            "metrics": states_of(self._metrics() if is_open else {}, sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
             # of each process: its grids have adapted to its own samples
             "growth": gathered(growth_of(self._module)),
-            "row": None if row is None else [row[0], row[1]],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a saved state, to restore it when training starts.
-
-        Raises:
-            CheckpointError: the number of processes differs, or the number of steps if the learning
-                rates depend on it.
-        """
+        """Keep a saved state, to restore it when training starts."""
         # a test may use a different number of devices
         if is_fitting(self._trainer):
             self._check_same_length(state_dict)
@@ -133,13 +121,6 @@ class RunState(pl.Callback):
         state, self._loaded = self._loaded, None
         if (growth := state.get("growth")) is not None:
             set_growth(pl_module, growth[trainer.global_rank])
-        if (row := state.get("row")) is not None:
-            tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
-            missing = [table.restore_row(*row) for table in tables]
-            # the other loggers cannot be read, so metrics.csv decides
-            for logger in trainer.loggers if any(missing) else ():
-                if logger not in tables:
-                    logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
             set_states(self._metrics(), state["metrics"])
         set_generator_states(state["random"][trainer.global_rank])
@@ -164,10 +145,6 @@ class RunState(pl.Callback):
         # a user's own module may have no schedule
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
-
-    def _open_metrics(self) -> dict[str, Metric]:
-        """The training metrics of an epoch in progress; empty between epochs."""
-        return self._metrics() if epoch_is_open(self._trainer) else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""

@@ -1,36 +1,30 @@
-"""The largest batch that fits into memory: train copies, double until it runs out, then bisect.
+"""The largest batch that fits into memory: counts training steps on fake tensors.
 
-On a GPU an allocation fails. On the CPU none does: the system swaps, or kills the process. So there
-we measure the peak of the process, and do not try what would exceed the limit by extrapolation.
+Why not Lightning's finder: it waits for an allocation to fail, and on the CPU none does: the system
+swaps, or kills the process.
 
-Why not Lightning's finder: it waits for an allocation to fail, and returns its upper end untried.
-
-Known limits: the search ignores memory that other processes take later, and that a batch job may
-use only a part of the machine: give ``max_bytes`` there. Gaps in the heap count, so small limits
-(about 100 MiB) give too small batches.
+Known limits: the count has the tensors of a step, not what the process and the allocator take
+besides. In a batch job, which may use a part of the machine, give ``max_bytes``.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from revzoo._files import json_bytes, write_atomically
 from revzoo.data import ImageData
+from revzoo.profiling.count import trace_step, undisturbed
+from revzoo.profiling.plan import largest, state_bytes
+from revzoo.profiling.twins import copied, fake_twin, images_for
 from revzoo.training.classifier import Classifier
-from revzoo.training.process_memory import free_bytes, peak_host_bytes, release_memory, status_bytes
-from revzoo.training.tuning.out_of_memory import is_out_of_memory
-from revzoo.training.tuning.trial import Trial, trial_trainer
+from revzoo.training.optim.optimizers import build_optimizer
+from revzoo.training.process_memory import free_bytes
+from revzoo.training.tuning.lr_finder import search_trainer
 
-SHARE = 0.8  # of the free memory, on the CPU; the run validates and saves, too
-FIRST = 8  # images of the first trial
-STEPS = 2  # of a trial: gradients and momentum exist from the second step on
+SHARE = 0.8  # of the free memory; the run validates and saves, too
 FILE = "batch_size_finder.json"
 
 
@@ -63,74 +57,36 @@ def find_batch_size(
     """Search for the largest batch that can be trained. Changes none of its arguments.
 
     Args:
-        module: we train a copy of it.
+        module: its model and its optimiser's state are counted.
         data: a data module after ``setup``.
-        max_bytes: limit for the whole process (on a GPU: for its tensors); None for four fifths of
-            the free memory on the CPU, and all of it on a GPU.
+        max_bytes: limit for the tensors of a step; None for four fifths of the device's free
+            memory.
         max_size: largest batch to try, in images.
         trainer: options of the run's trainer, such as its precision.
 
     Raises:
         ValueError: not even two images fit, or the system does not report free memory.
     """
+    runner = search_trainer(trainer or {})
+    model, device = module.model, runner.strategy.root_device
+    free = free_bytes(device)
+    if max_bytes is None and free is None:
+        raise ValueError("the system does not report its free memory: give tuner.max_bytes")
+    budget = int(SHARE * (free or 0) if max_bytes is None else max_bytes)
+    extra = state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), module.optim))
+
+    def need(images: int) -> int:
+        twin = fake_twin(model, device)  # a step changes it
+        shape = (images, data.in_chans, data.image_size, data.image_size)
+        return trace_step(twin, images_for(twin, shape)).peak + extra
+
     most = min(max_size, data.train_count)
-    images = copy.copy(data)  # the same images, through separate loaders
-    with trial_trainer(trainer or {}, max_steps=STEPS) as runner:
-        device = runner.strategy.root_device  # only Lightning knows which one it chooses
-    release_memory()  # what the heap keeps would fit more images
-    room, before = room_on(device, max_bytes), status_bytes("VmRSS") or 0
-    tried = taken = 0
-
-    def fits(size: int) -> bool:
-        nonlocal tried, taken
-        # an upper bound: activations grow with the batch, the rest does not
-        if room is not None and size > tried > 0 and taken * size / tried > room:
-            return False
-        release_memory()
-        images.batch_size = size
-        with trial_trainer(trainer or {}, max_steps=STEPS) as runner:
-            try:
-                runner.fit(Trial(module), datamodule=images)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):  # a fault of the model
-                    raise
-                return False
-        tried, taken = size, (peak_host_bytes() or 0) - before
-        return room is None or taken <= room
-
-    best, too_large, size = 0, math.inf, min(FIRST, most)
-    try:
-        # the last few images are not worth the time
-        while best < most and too_large - best > max(1, best / 16):
-            if fits(size):
-                best = size
-            else:
-                too_large = size
-            size = min(2 * best, most) if too_large == math.inf else (best + int(too_large)) // 2
-    finally:
-        room_on(device, None)  # lifts a GPU's limit
-    if best < 2:
+    with undisturbed(model), runner.precision_plugin.forward_context():
+        best = largest(need, budget, start=min(data.batch_size, most), most=most)
+    if best is None or best < 2:
         raise ValueError(
             "not even a batch of two images fits into memory: free some, raise tuner.max_bytes, or "
             "choose a smaller model or memory mode"
         )
     limits = {most: "max_size" if most == max_size else "training images"}
     return BatchSize(best, limits.get(best, "memory"))
-
-
-def room_on(device: torch.device, max_bytes: float | None) -> int | None:
-    """Bytes that the process may grow by; None on a GPU, whose allocator gets the limit.
-
-    Raises:
-        ValueError: the system does not report its memory.
-    """
-    if device.type == "cuda":
-        share = (max_bytes or math.inf) / torch.cuda.get_device_properties(device).total_memory
-        # torch knows a limit only as a share of the device
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
-    if device.type != "cpu":
-        return None
-    free, resident = free_bytes(), status_bytes("VmRSS")
-    if free is None or resident is None:
-        raise ValueError("on the CPU, the search for a batch size needs Linux")
-    return int(SHARE * free if max_bytes is None else max_bytes - resident)

@@ -1,10 +1,9 @@
 """The learning-rate range test: train at a rising rate, and find where the loss falls fastest.
 
 Leslie Smith 2017, arXiv 1506.01186, section 3.3. Why not Lightning's ``Tuner``: it gives every
-group of parameters the same rate, where ``layer_decay`` and Muon's ``sgd_lr`` differ by group; it
-does not end when activations cannot be recomputed (``DriftError``, ``RangeError``); and it suggests
-the steepest fall per rate, not per *logarithm* of the exponential sweep. So noise makes the
-smallest rates win: 1e-4 on the digits, where our rule gives 0.10 (the recipe's peak is 0.2).
+group of parameters the same rate, does not end when activations cannot be recomputed
+(``DriftError``, ``RangeError``), and suggests the steepest fall per rate, not per *logarithm* of
+the rate, so that the smallest rates win.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import copy
 import csv
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,8 +28,8 @@ from revzoo._files import replacing_table
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
-from revzoo.training.tuning.trial import Trial, trial_trainer
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,14 @@ BETA, DIVERGED = 0.98, 4.0  # running mean and its largest rise, as in Lightning
 SKIPPED = 10  # first steps, which are noisy; as in Lightning's suggestion
 LEAST_STEPS = SKIPPED + 5
 CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
+# options of a run's trainer that affect a step or its device
+KEPT = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
 
 
 @dataclass(frozen=True)
@@ -115,58 +124,71 @@ def find_lr(
             "(callbacks.finetuning.unfreeze=[0])"
         )
     rates = [min_lr * (max_lr / min_lr) ** (i / (steps - 1)) for i in range(steps)]
-    sweep = _Sweep(module, rates)
-    with trial_trainer(trainer or {}, max_steps=steps) as runner:
-        # the same images, through separate loaders
-        runner.fit(sweep, datamodule=copy.copy(data))
+    # the copy has no trainer, which may hold the data and the optimiser of a run
+    before, module.trainer = trainer_of(module), None
+    try:
+        trained = copy.deepcopy(module)
+    finally:
+        module.trainer = before
+    trained.optim = replace(spec, schedule={"name": "constant"})
+    sweep = _Sweep(rates)
+    with isolate_rng():
+        runner = search_trainer(trainer or {}, max_steps=steps, callbacks=[sweep])
+        try:
+            # the same images, through separate loaders
+            runner.fit(trained, datamodule=copy.copy(data))
+        except (FloatingPointError, DriftError, RangeError) as error:
+            log.info("the sweep ends at step %d: %s", runner.global_step, error)
     return LRCurve(tuple(rates[: len(sweep.means)]), tuple(sweep.means))
 
 
-class _Sweep(Trial):
-    """A classifier whose groups of parameters follow the sweep at their rates.
+class _Sweep(pl.Callback):
+    """Trains at the rates of a sweep, until the running mean of the loss diverges.
 
     Attributes:
         means: the running mean of the loss at each step.
     """
 
-    def __init__(self, original: Classifier, rates: Sequence[float]) -> None:
-        super().__init__(original)
+    def __init__(self, rates: Sequence[float]) -> None:
         self.means: list[float] = []
         self._rates, self._mean = rates, 0.0
         self._losses: list[Tensor] = []  # of the batches of a step
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self._losses.append(loss.detach())
-        return loss
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
+        # undo Lightning's division, and the scale of precision=fp16
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        self._losses.append(loss.detach() * trainer.accumulate_grad_batches / scale)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; end the sweep if it fails or the loss is not finite."""
-        try:
-            if torch.isfinite(loss.detach()):
-                super().backward(loss, *args, **kwargs)
-                return
-            reason = "the loss is not finite"
-        except (DriftError, RangeError) as error:
-            reason = type(error).__name__
-        # otherwise the optimiser would still step with the failed gradients
-        self.zero_grad(set_to_none=True)
-        self.trainer.should_stop = True
-        log.info("the sweep ends at step %d: %s", self.trainer.global_step, reason)
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Set the rates of this step, and note its loss."""
-        if self.trainer.should_stop:
-            return
-        spec = replace(self.optim, lr=self._rates[len(self.means)])
-        for group, rate in zip(optimizer.param_groups, rates_at(self, spec), strict=True):
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
+    ) -> None:
+        spec = replace(pl_module.optim, lr=self._rates[len(self.means)])
+        for group, rate in zip(optimizer.param_groups, rates_at(pl_module, spec), strict=True):
             group["lr"] = rate
         loss, self._losses = float(torch.stack(self._losses).mean()), []
+        if not math.isfinite(loss):
+            trainer.should_stop = True
+            return
         self._mean = BETA * self._mean + (1 - BETA) * loss
         self.means.append(self._mean / (1 - BETA ** (len(self.means) + 1)))
-        self.trainer.should_stop = self.means[-1] > DIVERGED * min(self.means)
+        trainer.should_stop = self.means[-1] > DIVERGED * min(self.means)
 
 
 def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
     """The rate that ``spec`` gives to each group of the module's parameters."""
     return [float(group["lr"]) for group in build_optimizer(module.model, spec).param_groups]
+
+
+def search_trainer(options: Mapping[str, Any], **more: Any) -> pl.Trainer:
+    """A trainer on one device, with the :data:`KEPT` options, that does not validate or save."""
+    return pl.Trainer(
+        # as in configs/trainer/auto.yaml
+        **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}, **more},
+        devices=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

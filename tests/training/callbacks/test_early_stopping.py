@@ -90,22 +90,3 @@ def test_a_second_fit_ignores_the_state_loaded_for_the_first(tmp_path: Path) -> 
     fit(tmp_path, figure, resume=True, callbacks=callbacks)
     again, _ = fit(tmp_path, Figure(0.9, 0.9), callbacks=callbacks, max_epochs=1)
     assert again.global_step == 4
-
-
-def test_a_validation_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
-    """Logits of NaN count as the first class, and its accuracy became the best."""
-    (stop,) = build_callbacks({"early_stopping": {"patience": 2}}, run_dir=tmp_path)
-
-    class Figures(pl.Callback):
-        def on_validation_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            epoch = trainer.current_epoch
-            module.log("val/acc", [0.9, 0.5, 0.6, 0.7][epoch])
-            module.log("val/loss", [float("nan"), 0.5, 0.5, 0.5][epoch])
-
-    class Silent(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            pass
-
-    runner = trainer(tmp_path, callbacks=[Figures(), stop], max_epochs=4)
-    runner.fit(Silent(TinyNet()), loader(), loader())
-    assert runner.current_epoch == 4

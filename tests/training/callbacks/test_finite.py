@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.finite import FirstFailure
+from revzoo.training.callbacks.every_run import FiniteLoss
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume.run_state import RunState
@@ -71,30 +72,21 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == 4
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-@pytest.mark.parametrize("bias", [0.0, float("nan")])
-def test_an_evaluation_that_is_not_finite_warns(
-    stage: str, bias: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_losses_of_a_device_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits of NaN gave an accuracy of one class in ten, without a warning."""
-    module = Classifier(TinyNet())
-    module.model.head.bias.data[0] = bias
-    getattr(trainer(tmp_path), stage)(module, loader(), verbose=False)
-    name = {"validate": "val", "test": "test"}[stage]
-    assert (f"{name}/loss is nan: some logits are not finite" in caplog.text) == (bias != 0)
-
-
-def test_a_device_records_the_first_step(tmp_path: Path) -> None:
-    """The code for a GPU, run on CPU tensors."""
-    module = Classifier(TinyNet())
-    module.trainer = trainer(tmp_path)
-    record = FirstFailure()
-    for step, loss in enumerate([1.0, 2.0, float("nan"), 3.0, float("inf")]):
-        record.add(torch.isfinite(torch.tensor(loss)), step, 7)
-        if step < 2:
-            record.check(module)
-    with pytest.raises(FloatingPointError, match="at step 2, in epoch 8"):
-        record.check(module)
+    """The code for a GPU, run on the device ``meta`` and on flags of the CPU."""
+    module, check = Classifier(TinyNet()), FiniteLoss()
+    runner: Any = SimpleNamespace(world_size=1, current_epoch=7, callbacks=[])
+    module.trainer = runner
+    flags = iter([True, True, False, True, False])
+    monkeypatch.setattr(torch, "isfinite", lambda loss: torch.tensor(next(flags)))
+    for step in range(1, 6):
+        runner.global_step = step
+        check.on_before_backward(runner, module, torch.ones((), device="meta"))
+    with pytest.raises(FloatingPointError, match="at step 3, in epoch 8"):
+        check.on_train_end(runner, module)
+    check.on_train_end(runner, module)
 
 
 @pytest.mark.gpu
@@ -102,12 +94,14 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     runner = trainer(tmp_path, accelerator="gpu", max_epochs=8, callbacks=[Spoil(13)])
     with pytest.raises(FloatingPointError, match="at step 13, in epoch 4"):
         runner.fit(Classifier(TinyNet()), loader())
-    record = FirstFailure()
+    check, module = FiniteLoss(), Classifier(TinyNet())
+    loss = torch.ones((), device="cuda")
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for step in range(4):
-            record.add(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
+        for step in range(1, 5):
+            state: Any = SimpleNamespace(world_size=1, global_step=step, current_epoch=0)
+            check.on_before_backward(state, module, loss)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 

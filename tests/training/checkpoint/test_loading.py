@@ -132,14 +132,14 @@ def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"classes": ["a", "b", "c"]}, "expected a list of 2 names, by label, not 3"),
-        ({"classes": 5}, "classes is 5, expected a list"),
-        ({"normalisation": {"mean": "x"}}, "normalisation is .*, expected mean and std"),
-        ({"normalisation": {"_target_": "os.system"}}, "expected mean and std"),
-        ({"normalisation": {"mean": [0.5], "std": [0.0]}}, "std above 0"),
-        ({"normalisation": {"mean": [0.5] * 3, "std": [1.0] * 3}}, "of 1 channels"),
-        ({"image_size": "big"}, "image_size is 'big', expected a side"),
-        ({"in_chans": 3}, "in_chans is 3, expected 1"),
+        ({"classes": ["a", "b", "c"]}, "for 2 classes and .*: classes is"),
+        ({"classes": 5}, "classes is 5"),
+        ({"normalisation": {"mean": "x"}}, "normalisation is .*x"),
+        ({"normalisation": {"_target_": "os.system"}}, "normalisation is"),
+        ({"normalisation": {"mean": [0.5], "std": [0.0]}}, "normalisation is .*0.0"),
+        ({"normalisation": {"mean": [0.5] * 3, "std": [1.0] * 3}}, "1 channels: normalisation is"),
+        ({"image_size": "big"}, "image_size is 'big'"),
+        ({"in_chans": 3}, "1 channels: in_chans is 3"),
     ],
 )
 def test_impossible_data_states_are_refused(data: Any, message: str, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,39 +117,3 @@ def test_an_ignored_or_used_signal_is_left_alone(signum: int) -> None:
         finally:
             signal.signal(signum, before)
     assert received == [signum]
-
-
-BLOCKED = """
-from ctypes import CDLL
-from revzoo.training.resume import graceful_stop
-graceful_stop.DEADLINE = 1.0
-stop = graceful_stop.GracefulStop()
-stop._in_loop =  True
-with stop.listening():
-    print("ready", flush=True)
-    while True:
-        CDLL(None).sleep(60)
-"""
-
-
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_blocked_process_is_ended_by_the_watchdog(signum: int, status: int) -> None:
-    """With a hung peer, SIGTERM waited forever in gloo."""
-    with subprocess.Popen(
-        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signum)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert "the last checkpoint is intact" in errors
-
-
-def test_the_watchdog_ends_with_the_run() -> None:
-    threads = threading.active_count()
-    before = signal.set_wakeup_fd(-1)
-    with GracefulStop().listening():
-        assert threading.active_count() == threads + 1
-    assert threading.active_count() == threads
-    assert signal.set_wakeup_fd(before) == -1

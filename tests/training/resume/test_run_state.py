@@ -15,7 +15,6 @@ from small_task import TINY, trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks import checkpoints as keep_module
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     PlainCheckpointIO,
@@ -112,8 +111,7 @@ def test_a_resumed_run_is_bit_equal(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop waits only for the batch."""
-    for module in (stop_module, keep_module):
-        monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
@@ -131,18 +129,6 @@ def test_a_run_whose_validation_was_cut_off_is_bit_equal(
     assert fit(tmp_path, stop_in=stop_in) is None
     assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == saved
     assert_same(fit(tmp_path, resume=True), unbroken)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-@pytest.mark.usefixtures("impatient")
-def test_slow_accumulation_resumes_from_the_step_before(tmp_path: Path) -> None:
-    options = {"accumulate_grad_batches": 3, "limit_train_batches": 12}
-    whole = fit(tmp_path / "whole", **options)
-    folder = tmp_path / "broken"
-    for step in (1, 2, 5, 6):  # 4 per epoch; each stop comes in the first of three batches
-        assert fit(folder, stop_in=step, resume=step > 1, **options) is None
-        assert read_checkpoint(folder / "checkpoints" / LAST)["global_step"] == step
-    assert_same(fit(folder, resume=True, **options), whole)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from small_task import TINY
 from torch.nn import functional
@@ -14,9 +15,9 @@ from torch.nn import functional
 from revzoo.data import Digits
 from revzoo.training import Classifier
 from revzoo.training.callbacks.finetuning import Finetuning
+from revzoo.training.optim.optimizers import build_optimizer
 from revzoo.training.tuning import lr_finder
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr, rates_at
-from revzoo.training.tuning.trial import Trial
 
 CPU = {"accelerator": "cpu"}
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
@@ -87,12 +88,13 @@ def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
 )
 def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
     """Lightning gave all groups one rate: sgd_lr and layer_decay had no effect in the sweep."""
-    sweep: Any = lr_finder._Sweep(Classifier(TEN, optim=optim), [0.7])
-    sweep.trainer, sweep._losses = SimpleNamespace(should_stop=False), [torch.ones(())]
-    optimizer = sweep.configure_optimizers()
-    sweep.on_before_optimizer_step(optimizer)
+    module, sweep = Classifier(TEN, optim=optim), lr_finder._Sweep([0.7])
+    runner: Any = SimpleNamespace(accumulate_grad_batches=1, precision_plugin=None)
+    optimizer = build_optimizer(module.model, module.optim)
+    sweep.on_before_backward(runner, module, torch.ones(()))
+    sweep.on_before_optimizer_step(runner, module, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
-    assert rates == rates_at(sweep, replace(sweep.optim, lr=0.7))
+    assert rates == rates_at(module, replace(module.optim, lr=0.7))
     assert len(set(rates)) > 1
     assert min(rates) < 0.7
     assert 0.1 in rates or "layer_decay" in optim
@@ -144,12 +146,16 @@ def test_a_sweep_without_a_range_is_refused(data: Digits) -> None:
         find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)
 
 
-def test_a_training_step_of_ones_own_is_refused() -> None:
+def test_a_training_step_of_ones_own_is_swept(data: Digits) -> None:
     """The finder trained a plain classifier instead."""
 
     class Own(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise AssertionError
+            return 2 * super().training_step(batch, batch_idx)
 
-    with pytest.raises(TypeError, match="Own overrides training_step"):
-        Trial(Own(TINY))
+    module = Own(TEN)
+    module.trainer = runner = pl.Trainer(logger=False)
+    plain = Classifier(copy.deepcopy(module.model))
+    double, single = (find_lr(m, data, steps=15, trainer=CPU) for m in (module, plain))
+    assert double.losses[0] == pytest.approx(2 * single.losses[0])
+    assert module.trainer is runner

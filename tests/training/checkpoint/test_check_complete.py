@@ -18,7 +18,7 @@ from revzoo.training.checkpoint.files import (
     PlainCheckpointIO,
     read_checkpoint,
 )
-from revzoo.training.checkpoint.validate import check_complete
+from revzoo.training.checkpoint.restore import check_complete
 from revzoo.weights.source import LAST
 
 NET = {**TINY, "num_classes": 10}
