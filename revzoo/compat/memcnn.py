@@ -36,8 +36,7 @@ from revzoo.core.checkpoint import checkpoint
 from revzoo.core.invertible import Step
 from revzoo.core.invertible_checkpoint import InvertibleCheckpoint, run_checkpoint
 from revzoo.layers import coupling as couplings
-from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
-from revzoo.layers.affine import ScaledCoupling
+from revzoo.layers.affine import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.sequence import ReversibleSequence
 
 __all__ = [

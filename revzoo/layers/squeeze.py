@@ -6,7 +6,8 @@ and likewise for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a f
 
 Convolutions with stride lose information; a squeeze only moves it (the psi of i-RevNet, Jacobsen
 et al. 2018, arXiv 1802.07088, section 3.2; RealNVP, Dinh et al. 2017, arXiv 1605.08803). torch has
-the operation for one channel order, ``pixel_unshuffle``; published i-RevNet weights need the other.
+the operation for images, a single factor and one channel order, ``pixel_unshuffle``; published
+i-RevNet weights need the other. torch has no wavelets.
 
 ===========  =========================================  ==================
 ``order``    channel that pixel (dy, dx) of c goes to   used by
@@ -14,8 +15,6 @@ the operation for one channel order, ``pixel_unshuffle``; published i-RevNet wei
 ``torch``    ``(c*b + dy)*b + dx``                      pixel_unshuffle
 ``irevnet``  ``(dy*b + dx)*C + c``                      the i-RevNet release
 ===========  =========================================  ==================
-
-torch's function only supports images and a single factor.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -113,6 +113,61 @@ class Squeeze(Streamwise):
 
     def extra_repr(self) -> str:
         return f"{self._shown}, order={self.order!r}"
+
+
+class HaarSqueeze(Squeeze):
+    """``(B, C, H, W) -> (B, 4C, H/2, W/2)`` for each stream: Haar bands of 2x2 blocks.
+
+    Each block of pixels ``a b / c d`` becomes an average and three details:
+
+        low        (a + b + c + d) / 2        horizontal (a - b + c - d) / 2
+        vertical   (a + b - c - d) / 2        diagonal   (a - b - c + d) / 2
+
+    The map is orthonormal (Haar 1910; Ardizzone et al. 2019, arXiv 1907.02392, section 3.2) and is
+    its own inverse on a block. Halving leaves the fixed-point grid, so mode ``exact`` refuses the
+    layer.
+
+    Args:
+        order: ``"torch"`` puts the four bands of a channel next to each other, ``"irevnet"`` the
+            channels of a band, all averages first.
+        streams: number of streams of the state.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, height or width are odd (in the
+            inverse: channels are not a multiple of 4).
+
+    Example:
+        >>> haar = revzoo.HaarSqueeze()
+        >>> [tuple(y.shape) for y in haar(torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8))]
+        [(1, 12, 4, 4), (1, 12, 4, 4)]
+    """
+
+    exact = False
+    inexact = "it halves sums, which leaves the grid"
+
+    def __init__(self, *, order: Order = "torch", streams: int = 2) -> None:
+        super().__init__(2, order=order, streams=streams)
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self._between_pixels_and_bands(super().transform(x))
+
+    def restore(self, y: Tensor) -> Tensor:
+        self.check_squeezed(y)
+        return super().restore(self._between_pixels_and_bands(y))
+
+    def _between_pixels_and_bands(self, y: Tensor) -> Tensor:
+        dim, shape = (2, (-1, 4)) if self.order == "torch" else (1, (4, -1))
+        a, b, c, d = torch.unflatten(y, 1, shape).unbind(dim)
+        # two butterflies: 8 additions per block instead of the 12 of the formulas
+        above, below = a + b, c + d
+        across_above, across_below = a - b, c - d
+        bands = (
+            above + below,
+            across_above + across_below,
+            above - below,
+            across_above - across_below,
+        )
+        return torch.stack(bands, dim).flatten(1, 2) / 2
 
 
 def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:

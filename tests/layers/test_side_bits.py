@@ -27,8 +27,7 @@ from revzoo import (
 )
 from revzoo.core.fixedpoint.scale import Growth, Scale
 from revzoo.core.fixedpoint.words import Fixed
-from revzoo.layers.pack_bits import pack_bits
-from revzoo.layers.side_bits import SideBits
+from revzoo.layers.side_bits import SideBits, pack_bits
 from revzoo.profiling.live import LiveMemory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
