@@ -23,12 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from revzoo._checks import check_choice, shortened
-from revzoo.models.components import BOTTLENECK_EXPANSION, TripleBranch
+from revzoo.models.components import Branch
 from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import load_weights
 from revzoo.models.registry import MODELS, create_model
-from revzoo.models.revnet import RESNETS, REVNETS, Variant
+from revzoo.models.revnet import BOTTLENECK_EXPANSION, RESNETS, REVNETS, Variant
 from revzoo.models.weights_file import read_state_dict
 from revzoo.weights.errors import StateMismatchError, UnreadableWeightsError
 
@@ -131,7 +131,7 @@ OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "con
 
 def irevnet_keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
     """The release's name and ours of each module that holds tensors."""
-    branches = (name for name, m in model.named_modules() if isinstance(m, TripleBranch))
+    branches = (name for name, m in model.named_modules() if isinstance(m, Branch))
     for block, branch in enumerate(branches):
         for layer, place in (OTHER_BLOCKS if block else FIRST_BLOCK).items():
             yield f"stack.{block}.bottleneck_block.{place}", f"{branch}.{layer}"

@@ -37,9 +37,9 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
 from revzoo.models.components import (
+    Branch,
     NormAct,
     NormKind,
-    TripleBranch,
     check_stages,
     drop_path_rates,
 )
@@ -241,13 +241,15 @@ def _stages(
             steps.append(Squeeze(2, order="irevnet"))
         for block in range(variant.units[index]):
             stride = variant.strides[index] if block == 0 else 1
-            branch: nn.Module = TripleBranch(
+            branch: nn.Module = Branch(
                 stream // stride**2,
                 out_channels=stream,
+                kernels=(3, 3, 3),
                 inner=stream // variant.bottleneck,
                 stride=stride,
                 activate_first=bool(index or block),  # the first block reads the image itself
                 dropout=variant.dropout,
+                dropout_at_conv=True,  # as in the release
                 drop_path=next(rates),
                 norm_act=variant.norm_act(MOMENTUM),
             )

@@ -34,7 +34,7 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +45,10 @@ from revzoo.core.invertible import State, Step
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.components import (
-    BOTTLENECK_EXPANSION,
-    BRANCHES,
     EPSILON,
     MOMENTUM,
     RELEASE,
     Branch,
-    BranchKind,
     NormAct,
     NormKind,
     check_stages,
@@ -60,6 +57,10 @@ from revzoo.models.components import (
 )
 from revzoo.models.lean import Lean, avg_pool2d, run
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
+
+BranchKind = Literal["basic", "bottleneck"]
+# Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
+BOTTLENECK_EXPANSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ class Variant:
     def __post_init__(self) -> None:
         check_stages(self, "widths", "units", "strides")
         check_count("stem_width", self.stem_width)
-        check_choice("branch", self.branch, BRANCHES)
+        check_choice("branch", self.branch, get_args(BranchKind))
         check_choice("convention", self.convention, CONVENTIONS)
         NormAct(self.norm, self.activation)  # refuses unknown names
 
@@ -301,17 +302,30 @@ class Transition(Step):
 
 
 def branch(plan: UnitPlan) -> Branch:
-    """The residual function of ``plan``, whose channels are per stream."""
-    options: dict[str, Any] = {"stride_at_3x3": plan.memcnn} if plan.branch == "bottleneck" else {}
-    return BRANCHES[plan.branch](
+    """The residual function of ``plan``, whose channels are per stream.
+
+    Raises:
+        ValueError: the output channels of a bottleneck are not a multiple of 4.
+    """
+    kernels, inner = (3, 3), plan.out_channels
+    if plan.branch == "bottleneck":
+        kernels, inner = (1, 3, 1), plan.out_channels // BOTTLENECK_EXPANSION
+        if inner < 1 or plan.out_channels % BOTTLENECK_EXPANSION:
+            raise ValueError(
+                f"out_channels={plan.out_channels}: expected a positive multiple of "
+                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
+            )
+    return Branch(
         plan.in_channels,
         out_channels=plan.out_channels,
+        kernels=kernels,
+        inner=inner,
         stride=plan.stride,
+        strided=int(plan.memcnn and plan.branch == "bottleneck"),
         activate_first=plan.activate_first,
         dropout=plan.dropout,
         drop_path=plan.drop_path,
         norm_act=plan.norm_act,
-        **options,
     )
 
 

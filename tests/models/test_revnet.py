@@ -163,6 +163,16 @@ def test_a_branch_is_built_as_planned():
     assert f(torch.randn(2, 8, 4, 4)).shape == (2, 16, 2, 2)
     assert next(name for name, _ in f.named_children()) == "conv1"
     assert f.dropout3.p == 0.2
+    assert [f.conv1.stride, f.conv2.stride, f.conv3.stride] == [(2, 2), (1, 1), (1, 1)]
+
+
+def test_inner_width_of_a_bottleneck_is_a_quarter_of_its_output():
+    f = branch(UnitPlan(8, 64, 1, "bottleneck", True, 0.0))
+    widths = [(m.in_channels, m.out_channels) for m in f if isinstance(m, nn.Conv2d)]
+    assert widths == [(8, 16), (16, 16), (16, 64)]
+    for out in (6, 0):
+        with pytest.raises(ValueError, match=f"out_channels={out}.*multiple of 4"):
+            branch(UnitPlan(8, out, 1, "bottleneck", True, 0.0))
 
 
 def test_pooling_averages_windows_and_pads_channels_evenly():
