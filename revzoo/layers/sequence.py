@@ -647,10 +647,11 @@ def _check_step(i: int, step: object) -> None:
     if isinstance(step, type):
         raise TypeError(f"step {i} is the class {step.__name__}: create it with (...)")
     if not isinstance(step, Step):
+        kind = type(step)  # with its module: compat.memcnn has classes of the same names
         raise TypeError(
-            f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a residual "
-            "function in AdditiveCoupling or a pair of them in ReversibleBlock; let the class of a "
-            "module with an inverse derive from revzoo.Invertible"
+            f"step {i} is a {kind.__module__}.{kind.__name__}, expected a revzoo.Invertible: wrap "
+            "a residual function in AdditiveCoupling, a pair of them in ReversibleBlock(f, g); let "
+            "the class of a module with an inverse derive from revzoo.Invertible"
         )
 
 

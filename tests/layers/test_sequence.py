@@ -129,7 +129,7 @@ def test_an_inverse_of_the_wrong_width_names_the_step():
 
 
 def test_a_member_that_is_not_a_step():
-    with pytest.raises(TypeError, match="step 1 is a Linear, expected an Invertible"):
+    with pytest.raises(TypeError, match=r"step 1 is a .*Linear, expected a revzoo\.Inv"):
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
 
 
@@ -229,7 +229,7 @@ def test_steps_by_name():
             seq.append(coupling(), name=name)
     with pytest.raises(ValueError, match="two steps got the name 'first'"):
         seq.append(coupling(), name="first")
-    with pytest.raises(TypeError, match="step 1 is a Linear"):
+    with pytest.raises(TypeError, match=r"step 1 is a .*Linear"):
         seq.insert(1, nn.Linear(4, 4))
     assert len(seq) == 5
 
@@ -267,7 +267,7 @@ def test_steps_are_replaced_and_deleted():
         seq[0.0]
     with pytest.raises(ValueError, match="contains this sequence"):
         seq.append(ReversibleSequence([seq]))
-    with pytest.raises(TypeError, match="expected an Invertible"):
+    with pytest.raises(TypeError, match=r"expected a revzoo\.Invertible"):
         seq[0] = nn.Identity()
     assert list(seq) == [d]
 
