@@ -421,13 +421,6 @@ class ImageNetwork(SavableNetwork, ABC):
                 f"images of {channels} channels: expected {self.in_chans}; create the model with "
                 f"in_chans={channels}, or convert the images"
             )
-        weight = next(self.parameters())
-        wider = x.element_size() > weight.element_size() and weight.is_floating_point()
-        if wider and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"images of {x.dtype}: expected {weight.dtype}, like the model's weights; convert "
-                f"them, x.to({weight.dtype})"
-            )
         self.check_size(height, width)
 
 
