@@ -105,11 +105,7 @@ def _renamed(key: str, modules: Mapping[str, str]) -> str:
 
 
 def _arguments(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:
-    """Arguments of :func:`revzoo.create_model` for a network like ``variant``.
-
-    The name is the first of ``names`` with an equal row; otherwise the first of all, with the
-    fields that differ.
-    """
+    """Arguments of :func:`revzoo.create_model` for a network like ``variant``."""
     names = list(names)
     name = next((name for name in names if MODELS[name].variant == variant), names[0])
     row = MODELS[name].variant

@@ -171,12 +171,8 @@ class SpatialPadding(Streamwise):
 class PaddedCoupling(AdditiveCoupling):
     """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
 
-    Its memory mode is ``recompute`` if ``invert`` was set.
-
-    Args:
-        branch: the residual function.
-        filled: number of channels of the second input stream before the padding's zeros; None for
-            all, as in the second coupling.
+    Its memory mode is ``recompute`` if ``invert`` was set. ``filled`` is the number of channels of
+    the second input stream before the padding's zeros; None for all, as in the second coupling.
     """
 
     def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:

@@ -336,12 +336,9 @@ class ReversibleSequence(Invertible):
     def _walk(
         self, streams: list[Tensor], total: State, context: dict[str, Any]
     ) -> tuple[State, State, State]:
-        """Run the steps; ``total``, if not empty, is the sum of log-determinants before them.
+        """Streams, sum of log-determinants (if ``total`` is not empty), and extra outputs.
 
         Empties ``streams``, which would keep the first ones in memory until the last step has run.
-
-        Returns:
-            The streams, the sum, and the steps' extra outputs.
         """
         state: State = tuple(streams)
         streams.clear()
@@ -507,19 +504,13 @@ def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
 
 
 def _is_plain(sequence: ReversibleSequence) -> bool:
-    """Whether a call only runs the members, so that we can run them instead.
-
-    A call keeps its inputs in memory until the last member has run.
-    """
+    """Whether we can run the members instead; a call keeps its inputs until the last has run."""
     inherits = type(sequence).forward is ReversibleSequence.forward
     return inherits and calls_only_forward(sequence)
 
 
 def _couplings_from(step: Step, waiting: list[Step], state: State) -> list[Any]:
-    """``step`` and the couplings after it that may share functions, taken from ``waiting``.
-
-    The last in ``waiting`` is the next; containers among them are opened.
-    """
+    """``step`` and the couplings that may share functions with it, from the stack ``waiting``."""
     steps, settings = [step], Settings.of(step)
     while waiting:
         following = waiting[-1]
@@ -535,12 +526,10 @@ def _couplings_from(step: Step, waiting: list[Step], state: State) -> list[Any]:
 def _run_couplings(
     steps: list[Any], streams: list[Tensor], *, private: bool
 ) -> tuple[State, list[bool]]:
-    """Run couplings, several in one function; the last two have one each. Empties both lists.
+    """The streams, and which of them only the caller holds. Empties both lists.
 
-    Hooks of the tensors that the last two return see the same gradients as in plain training.
-
-    Returns:
-        The streams, and which of them only the caller holds.
+    Several couplings share a function. The last two have one each, so hooks of the tensors that
+    they return see the same gradients as in plain training.
     """
     state: State = tuple(streams)
     streams.clear()

@@ -69,11 +69,8 @@ _previous: Any = WeakTensorKeyDictionary()
 
 
 def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
-    """The versions and the checkpoint, which must not have changed when a block continues the run.
-
-    A reentrant checkpoint has no hooks. But gradients are off inside it, and its results require
-    gradient only afterwards.
-    """
+    """The versions and the checkpoint, which must be the same when a block continues the run."""
+    # a reentrant checkpoint has no hooks, but gradients are off inside it
     hooks = innermost_hooks(True)
     checkpoint = None if hooks is None else hooks[0]
     versions = version_of(before), version_of(x)
@@ -98,15 +95,10 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """The call that runs in this thread.
+    """The call that runs in this thread."""
 
-    Not attributes of the step: threads share it, and copies and pickles would contain them.
-    """
-
-    returned: list[Any] | None = None
-    """Two parts of a block's result: the values that are not tensors, and its nested structure."""
-    evaluated: SideBits | None = None
-    """The step whose block is running."""
+    returned: list[Any] | None = None  # of a block: what is no tensor, and the nested structure
+    evaluated: SideBits | None = None  # the step whose block is running
 
 
 _running = _Running()

@@ -55,9 +55,9 @@ def check_stages(row: Any, *names: str) -> None:
 
 
 def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
-    """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))`` without bias.
+    """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``; odd kernels.
 
-    A batch normalisation follows each one, directly or in the next unit, so none needs a bias.
+    It has no bias, since a batch normalisation follows, directly or in the next unit.
     Weights are drawn from a normal distribution, truncated at two standard deviations, with
     ``std = sqrt(2 / (k * k * out_channels))`` before truncation (He et al. 2015, arXiv 1502.01852,
     fan-out form), as in the release. ``torch.nn.init.kaiming_normal_`` does not truncate.
@@ -65,12 +65,6 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
     Known limit: for stride 2 and an even size, TensorFlow's "SAME" pads only after the image. The
     sampling grid is shifted by one pixel, so converted TensorFlow weights would not give identical
     outputs.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        kernel_size: side of the square kernel, odd; the padding is half of it.
-        stride: stride in both directions.
     """
     padding = kernel_size // 2
     layer = nn.Conv2d(
@@ -85,8 +79,8 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
 
-    By timm's rules. For one channel: the sum, which acts like C equal channels. Otherwise: repeat
-    them and scale by ``C / channels``, so that the sum over channels stays about the same.
+    By timm's rules: for one channel their sum, otherwise repeated and scaled, so that the sum over
+    channels stays about the same.
     """
     old = weight.shape[1]
     if channels == 1:

@@ -58,15 +58,10 @@ def find_model(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
 ) -> NamedModel:
-    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a folder of weights.
+    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a safetensors file or its folder.
 
-    Args:
-        name: one of these. A file must be safetensors; an architecture precedes a folder of the
-            same name.
-        known: the architectures.
-        pretrained: whether to look for weights; an architecture alone means its default weights.
-        cache_dir: for files from the hub.
-        table: the entries to search; None for the package's.
+    An architecture (one of ``known``) precedes a folder of the same name. If ``pretrained``, an
+    architecture alone means its default weights.
 
     Raises:
         ValueError: the name belongs to a Python file.

@@ -203,8 +203,6 @@ class RevViT(ImageNetwork):
 
     default_memory: ClassVar[str] = "exact"
     channel_dim: ClassVar[int] = -1
-    places: ClassVar[tuple[int, ...]] = (1,)
-    output_formats: ClassVar[tuple[str, ...]] = ("NCHW", "NLC")
     input_layer = "stem.steps.0.conv"
     positions = "stem.steps.0.positions"
 

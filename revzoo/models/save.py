@@ -210,13 +210,7 @@ def pack(
 
 
 def _check_description(network: SavableNetwork, spec: Spec) -> None:
-    """Refuse a network that its description would not restore.
-
-    Raises:
-        EntryError: a network created from the description has other tensors, or computes something
-            else.
-        NotFiniteError: a tensor has NaN or Inf.
-    """
+    """Refuse a network that its description would not restore."""
     where = f"this {type(network).__name__}, compared with create_model({spec.architecture!r}),"
     state = network.state_dict()
     if any(value.is_meta for value in state.values()):
@@ -267,11 +261,7 @@ def json_of(entry: WeightsEntry) -> bytes:
 
 
 def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The known facts about the data of the network's weights.
-
-    Raises:
-        EntryError: facts from its creation are no longer true, and ``given`` lacks the new ones.
-    """
+    """The known facts about the data of the weights; those no longer true must be in ``given``."""
     facts, entry, trained_on = dict(network.facts), network.entry, network.trained_on
     stale: tuple[str, ...] = ()
     if network.fresh_head and facts:

@@ -114,10 +114,6 @@ def read_state_dict(path: Path) -> TensorFile:
 def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
     """The content of a file of ``torch.save``: plain values and tensors. No code in it runs.
 
-    Args:
-        path: a regular file.
-        map_location: the device of the tensors, as in ``torch.load``.
-
     Raises:
         UnreadableWeightsError: the file is missing or damaged, or holds other objects.
         OSError: the system does not open the file.
@@ -135,12 +131,10 @@ def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
 
 
 def _check_sums(path: Path) -> None:
-    """Refuse damage, which torch's reader ignores.
-
-    Files from before torch 1.6 have no checksums, nor those of ``set_crc32_options(False)``.
-    """
+    """Refuse damage, which torch's reader ignores."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            # none before torch 1.6 and after torch.serialization.set_crc32_options(False)
             with_sums = any(record.CRC for record in archive.infolist())
             if with_sums and (damaged := archive.testzip()):
                 raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
@@ -193,10 +187,7 @@ def check_finite(
 ) -> None:
     """Refuse weights with NaN or Inf, which would make every output NaN.
 
-    Args:
-        tensors: the weights.
-        where: their file, for errors.
-        expected: the tensors that they replace, whose dtype may be too narrow for the values.
+    ``expected`` are the tensors that they replace, whose dtype may be too narrow for the values.
 
     Raises:
         NotFiniteError: names the tensors.

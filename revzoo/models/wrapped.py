@@ -59,11 +59,7 @@ class WrappedNetwork(ImageNetwork):
     def _find_layers(self, classes: int, channels: int, *, heads: slice, missing: str) -> None:
         """Find the layers that depend on the numbers of classes and image channels.
 
-        Args:
-            classes: classes that ``net`` was built for.
-            channels: image channels that ``net`` was built for.
-            heads: the classifiers among the linear layers of so many outputs.
-            missing: the error's message if there are none.
+        ``heads`` are the classifiers among the linear layers of so many outputs.
         """
         named = [(f"net.{name}", m) for name, m in self.net.named_modules()]
         linear = {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == classes}
@@ -464,12 +460,7 @@ class LibraryNetwork(WrappedNetwork):
 
 
 def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> nn.Module:
-    """The library's network with its 1,000 classes.
-
-    Raises:
-        DownloadError: the weights cannot be downloaded.
-        ValueError: the network does not take ``img_size``.
-    """
+    """The library's network with its 1,000 classes."""
     sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
     try:
         with _downloading(f"{library}:{name}") if pretrained else nullcontext():
@@ -494,11 +485,7 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
 
 @contextmanager
 def _downloading(name: str) -> Iterator[None]:
-    """Explain a failed download of the default weights of ``name``.
-
-    Raises:
-        DownloadError: names the address and the remedies.
-    """
+    """Raise a DownloadError with address and remedies if the weights of ``name`` cannot be had."""
     retries = logging.getLogger("huggingface_hub")
     level = retries.level
     retries.setLevel(logging.ERROR)  # otherwise four lines for each of twelve attempts
