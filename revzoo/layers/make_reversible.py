@@ -79,13 +79,22 @@ def make_reversible(
     earlier = {block: step for block in among if (step := _step_of(block)) is not None}
     # all checks first, so that an error changes nothing
     for block, step in earlier.items():
-        _check_forward(block, step)
+        forward = vars(block).get("forward")
+        if not isinstance(forward, Forward) or forward.step is not step:
+            raise ValueError(
+                f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
+                "make_reversible; undo that before you call make_reversible again"
+            )
     if bits is not None:
         _check_graphs(model, {*found})
         for block in found:
             _check_block(block)
     for block, step in earlier.items():
-        _make_plain(block, step)
+        del block._modules[NAME], block.forward
+        if step.patched is not None:
+            block.forward = step.patched  # type: ignore[assignment]
+        if isinstance(block, Step):
+            del block.delegates
     if bits is not None:
         # a block may be in two lists: it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
@@ -97,16 +106,6 @@ def make_reversible(
                 block.delegates = True
     label_steps(model)
     return model
-
-
-def _check_forward(block: nn.Module, step: SideBits) -> None:
-    """Raise a ValueError if the ``forward`` of a reversible block was replaced."""
-    forward = vars(block).get("forward")
-    if not isinstance(forward, Forward) or forward.step is not step:
-        raise ValueError(
-            f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
-            "make_reversible; undo that before you call make_reversible again"
-        )
 
 
 def _check_block(block: nn.Module) -> None:
@@ -127,14 +126,6 @@ def _check_block(block: nn.Module) -> None:
             f"{kind.__name__}.forward is not an ordinary method: define forward(self, x), or "
             "choose other blocks with make_reversible(blocks=...)"
         )
-
-
-def _make_plain(block: nn.Module, step: SideBits) -> None:
-    del block._modules[NAME], block.forward
-    if step.patched is not None:
-        block.forward = step.patched  # type: ignore[assignment]
-    if isinstance(block, Step):
-        del block.delegates
 
 
 def _check_graphs(model: nn.Module, blocks: set[nn.Module]) -> None:

@@ -70,46 +70,36 @@ class Squeeze(Streamwise):
 
     def transform(self, x: Tensor) -> Tensor:
         sizes = x.shape[2:]
-        if isinstance(self.factor, int) and len(sizes) != 2 and sizes:
-            raise ValueError(
-                f"{type(self).__name__}({self.factor}) is for images (B, C, H, W), got a stream of "
-                f"shape {tuple(x.shape)}: give a factor for each axis, "
-                f"{type(self).__name__}({(self.factor,) * len(sizes)})"
-            )
         if len(sizes) != len(self.factors) or any(map(int.__mod__, sizes, self.factors)):
             raise ValueError(
                 f"{type(self).__name__}({self._shown}) got a stream of shape {tuple(x.shape)}: "
-                f"expected {self._axes()}; pad or crop the images"
+                f"expected {self._expected} with sizes divisible by {self._shown}; pad or crop "
+                "it, or give one factor for each axis after the channels"
             )
-        return _squeezed(x, self.factors, order=self.order)
+        return self._mixed(_squeezed(x, self.factors, order=self.order))
 
     def restore(self, y: Tensor) -> Tensor:
-        self.check_squeezed(y)
-        return unsqueezed(y, self.factors, order=self.order)
-
-    def check_squeezed(self, y: Tensor) -> None:
-        """Raise a ValueError if :meth:`transform` cannot return a tensor of this shape."""
         block = math.prod(self.factors)
         if y.dim() != len(self.factors) + 2 or y.shape[1] % block:
             raise ValueError(
                 f"the inverse of {type(self).__name__}({self._shown}) got a stream of shape "
-                f"{tuple(y.shape)}: expected (B, C, {', '.join(self._names())}) with channels "
-                f"divisible by {block}"
+                f"{tuple(y.shape)}: expected {self._expected} with channels divisible by {block}"
             )
+        return unsqueezed(self._mixed(y), self.factors, order=self.order)
+
+    def _mixed(self, y: Tensor) -> Tensor:
+        """Mixes the channels of a block; its own inverse."""
+        return y
 
     @property
     def _shown(self) -> str:
         same = len(self.factors) == 2 and len({*self.factors}) == 1
         return str(self.factors[0] if same else self.factors)
 
-    def _names(self) -> tuple[str, ...]:
-        names = {1: ("L",), 2: ("H", "W"), 3: ("D", "H", "W")}
-        return names.get(len(self.factors), ("...",))
-
-    def _axes(self) -> str:
-        b, n = self._shown, len(self.factors)
-        shape = f"(B, C, {', '.join(self._names())})"
-        return f"{shape} with {'height and width' if n == 2 else 'sizes'} divisible by {b}"
+    @property
+    def _expected(self) -> str:
+        names = {1: "L", 2: "H, W", 3: "D, H, W"}
+        return f"(B, C, {names.get(len(self.factors), '...')})"
 
     def extra_repr(self) -> str:
         return f"{self._shown}, order={self.order!r}"
@@ -148,14 +138,7 @@ class HaarSqueeze(Squeeze):
     def __init__(self, *, order: Order = "torch", streams: int = 2) -> None:
         super().__init__(2, order=order, streams=streams)
 
-    def transform(self, x: Tensor) -> Tensor:
-        return self._between_pixels_and_bands(super().transform(x))
-
-    def restore(self, y: Tensor) -> Tensor:
-        self.check_squeezed(y)
-        return super().restore(self._between_pixels_and_bands(y))
-
-    def _between_pixels_and_bands(self, y: Tensor) -> Tensor:
+    def _mixed(self, y: Tensor) -> Tensor:
         dim, shape = (2, (-1, 4)) if self.order == "torch" else (1, (4, -1))
         a, b, c, d = torch.unflatten(y, 1, shape).unbind(dim)
         # two butterflies: 8 additions per block instead of the 12 of the formulas
@@ -176,12 +159,12 @@ def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     # one kernel instead of a permuted copy; it returns empty tensors in their old shape
     if x.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
         return functional.pixel_unshuffle(x, factors[0])
-    # (B, C, H/b, b, W/b, b), then the blocks' axes go to the channels
+    # (B, C, H/b, b, W/b, b) -> (B, C, b, b, H/b, W/b)
     pairs = [n for pair in zip(small, factors, strict=True) for n in pair]
-    inner = range(3, 3 + 2 * len(factors), 2)
-    outer = range(2, 2 + 2 * len(factors), 2)
-    axes = (1, *inner) if order == "torch" else (*inner, 1)
-    blocks = x.reshape(batch, channels, *pairs).permute(0, *axes, *outer)
+    inner, outer = range(3, 2 + len(pairs), 2), range(2, 2 + len(pairs), 2)
+    blocks = x.reshape(batch, channels, *pairs).permute(0, 1, *inner, *outer)
+    if order == "irevnet":
+        blocks = blocks.movedim(1, 1 + len(factors))
     return blocks.reshape(batch, channels * math.prod(factors), *small)
 
 
@@ -192,9 +175,10 @@ def unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     if y.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
         return functional.pixel_shuffle(y, factors[0])
     n = len(factors)
-    split = (channels, *factors) if order == "torch" else (*factors, channels)
-    first, at = (2, 1) if order == "torch" else (1, 1 + n)  # of the blocks' axes, of C
-    pairs = [axis for i in range(n) for axis in (2 + n + i, first + i)]
-    blocks = y.reshape(batch, *split, *small).permute(0, at, *pairs)
+    if order == "torch":
+        blocks = y.reshape(batch, channels, *factors, *small)
+    else:
+        blocks = y.reshape(batch, *factors, channels, *small).movedim(1 + n, 1)
+    pairs = [axis for i in range(n) for axis in (2 + n + i, 2 + i)]
     sizes = [m * b for m, b in zip(small, factors, strict=True)]
-    return blocks.reshape(batch, channels, *sizes)
+    return blocks.permute(0, 1, *pairs).reshape(batch, channels, *sizes)

@@ -110,22 +110,6 @@ class UnitPlan:
         """Whether output and input have the same shape, which an inverse requires."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
-    def per_stream(self, streams: int) -> "UnitPlan":
-        """The same plan with the channels of one of ``streams`` equal streams.
-
-        Raises:
-            ValueError: the channels do not divide evenly.
-        """
-        channels = self.in_channels, self.out_channels
-        for count in channels:
-            if count % streams:
-                raise ValueError(
-                    f"channels={count}: expected a multiple of {streams}, for {streams} equal "
-                    "streams; choose such stem_width and widths"
-                )
-        inside, outside = (count // streams for count in channels)
-        return replace(self, in_channels=inside, out_channels=outside)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -484,7 +468,13 @@ class RevNet(StagedNetwork):
 
     @staticmethod
     def build_unit(plan: UnitPlan) -> Step:
-        half = plan.per_stream(RevNet.streams)  # refuses odd widths
+        inside, outside = plan.in_channels, plan.out_channels
+        if inside % 2 or outside % 2:
+            raise ValueError(
+                f"a unit from {inside} to {outside} channels: expected even numbers, for two "
+                "equal streams; choose such stem_width and widths"
+            )
+        half = replace(plan, in_channels=inside // 2, out_channels=outside // 2)
         if plan.memcnn and not plan.keeps_shape:
             return MergedUnit(branch(plan), shortcut=shortcut(plan))
         # G reads y1, which already has the output's shape and has not passed the stem's BN-ReLU

@@ -104,10 +104,8 @@ def test_a_unit_keeps_its_shape_only_at_stride_one_and_equal_width():
     assert [plan.keeps_shape for plan in plans] == [True, False, False]
 
 
-def test_a_stream_has_its_share_of_the_channels():
-    plan = UnitPlan(8, 16, 2, "basic", False, 0.1)
-    assert plan.per_stream(2) == UnitPlan(4, 8, 2, "basic", False, 0.1)
-    with pytest.raises(ValueError, match=r"channels=65: expected a multiple of 2, for 2"):
+def test_streams_of_odd_widths_are_refused():
+    with pytest.raises(ValueError, match=r"32 to 65 channels: expected even numbers"):
         create_model("revnet38", widths=(32, 65, 112))
 
 
