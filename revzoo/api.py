@@ -21,17 +21,15 @@ from revzoo.layers.affine import (
 )
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.layers.coupling import AdditiveCoupling, Coupling
-from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.leaky_relu import InvertibleLeakyReLU
 from revzoo.layers.linear import InjectiveLinear, InvertibleConv1x1, InvertibleLinear, PatchConv
 from revzoo.layers.make_reversible import Residual, make_reversible, reversible_blocks
 from revzoo.layers.padding import ChannelPadding, SpatialPadding
-from revzoo.layers.permute import ChannelPermutation
+from revzoo.layers.rearrange import ChannelPermutation, HaarSqueeze, InvertibleFlatten, Squeeze
 from revzoo.layers.recalibrate import recalibrate_batch_norm
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
-from revzoo.layers.squeeze import HaarSqueeze, Squeeze
 from revzoo.models.registry import (
     create_model,
     from_pretrained,

@@ -88,7 +88,12 @@ def load_published(
     # last, so that the caller decides where shapes do not
     model = create_model(**(spec | overrides)).eval()
     modules = dict(keys_of(model))
-    renamed = {_renamed(key, modules): value for key, value in file.tensors.items()}
+    renamed = {}
+    for key, value in file.tensors.items():
+        module, _, leaf = key.rpartition(".")
+        # the suffix keeps an unknown key from passing as one of revzoo's names
+        known = f"{modules[module]}.{leaf}" if module in modules else f"{key} (as in the file)"
+        renamed[known] = value
     try:
         load_weights(model, file._replace(tensors=renamed, architecture=None))
     except StateMismatchError as error:
@@ -96,12 +101,6 @@ def load_published(
             f"{error}\nName its network (name=...), or pass the differing options as keywords"
         ) from None
     return model
-
-
-def _renamed(key: str, modules: Mapping[str, str]) -> str:
-    module, _, leaf = key.rpartition(".")
-    # the suffix keeps an unknown key from passing as one of revzoo's names
-    return f"{modules[module]}.{leaf}" if module in modules else f"{key} (as in the file)"
 
 
 def _arguments(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import State, bare, name_of
 from revzoo.layers.precision import without_autocast
+from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.squeeze import Squeeze
 from revzoo.layers.streams import Joint
 
 MatrixKind = Literal["plu", "orthogonal"]

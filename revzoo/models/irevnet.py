@@ -33,9 +33,9 @@ from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
+from revzoo.layers.rearrange import Squeeze, unsqueezed
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
-from revzoo.layers.squeeze import Squeeze, unsqueezed
 from revzoo.models.components import (
     Branch,
     NormAct,
@@ -192,7 +192,12 @@ class IRevNet(ConvolutionalClassifier):
         self.variant = variant
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
-        self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
+        stem: list[Step] = [Split()]
+        if (added := widths[0][1] - widths[0][0]) > 0:
+            stem.insert(0, ChannelPadding(added))
+        if variant.squeeze > 1:
+            stem.insert(0, Squeeze(variant.squeeze, order="irevnet", streams=1))
+        self.stem = ReversibleSequence(stem, memory=self.default_memory)
         self.stages = nn.ModuleList(
             ReversibleSequence(steps, memory=self.default_memory)
             for steps in _stages(variant, widths, drop_path_rate)
@@ -215,15 +220,6 @@ class IRevNet(ConvolutionalClassifier):
         """Logits, and the representation of :meth:`encode`: the release's ``forward``."""
         z = self.encode(x)
         return self.forward_head(self.normed(z, last=True)), z
-
-
-def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
-    """From an image to two streams: squeeze, and zero padding if the first stage is wider."""
-    if variant.squeeze > 1:
-        yield Squeeze(variant.squeeze, order="irevnet", streams=1)
-    if width[1] > width[0]:
-        yield ChannelPadding(width[1] - width[0])
-    yield Split()
 
 
 def _stages(

@@ -166,10 +166,6 @@ def shape_of_weights(
     first = tensors.get(f"{network.input_layer}.weight")
     shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
     if head is not None and head.dim() == 2 and head.shape[1]:
-        if not head.shape[0]:
-            raise StateMismatchError(
-                file.where, misshapen=[f"{network.classifier}.weight (no classes)"]
-            )
         shape["num_classes"] = head.shape[0]
     if first is not None and first.dim() == 4 and first.numel():
         shape["in_chans"] = first.shape[1]

@@ -1,13 +1,14 @@
-"""Invertible downsampling: space to depth, on every stream.
+"""Layers that rearrange values: squeezes (also with Haar wavelets), flattening, permutations.
+
+A squeeze is an invertible downsampling, space to depth:
 
     (B, C, H, W) -> (B, b*b*C, H/b, W/b)
 
 and likewise for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a factor per axis.
-
 Convolutions with stride lose information; a squeeze only moves it (the psi of i-RevNet, Jacobsen
 et al. 2018, arXiv 1802.07088, section 3.2; RealNVP, Dinh et al. 2017, arXiv 1605.08803). torch has
 the operation for images, a single factor and one channel order, ``pixel_unshuffle``; published
-i-RevNet weights need the other. torch has no wavelets.
+i-RevNet weights need the other. torch has no wavelets, and ``torch.nn.Flatten`` forgets the shape.
 
 ===========  =========================================  ==================
 ``order``    channel that pixel (dy, dx) of c goes to   used by
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from revzoo._checks import check_choice, counts_of
-from revzoo.layers.streams import Streamwise
+from revzoo._checks import check_choice, counts_of, is_count
+from revzoo.layers.streams import Joint, Streamwise
 
 Order = Literal["torch", "irevnet"]
 
@@ -153,6 +154,115 @@ class HaarSqueeze(Squeeze):
         return torch.stack(bands, dim).flatten(1, 2) / 2
 
 
+class InvertibleFlatten(Streamwise):
+    """``(B, *shape) -> (B, prod(shape))`` for each stream, or only some of the dimensions.
+
+    Args:
+        shape: of one stream without its batch dimension, e.g. ``(C, H, W)``.
+        start_dim: the first dimension to flatten, the batch being 0, as in torch; at least 1.
+        end_dim: the last one.
+        streams: number of streams of the state.
+
+    Raises:
+        ValueError: ``shape`` is empty or has a size below 1; a dimension is out of range; at the
+            call, a stream has a different shape.
+
+    Example:
+        >>> flat = revzoo.InvertibleFlatten((4, 8, 8))
+        >>> [tuple(y.shape) for y in flat(torch.zeros(2, 4, 8, 8), torch.zeros(2, 4, 8, 8))]
+        [(2, 256), (2, 256)]
+    """
+
+    exact = True
+
+    def __init__(
+        self, shape: Sequence[int], *, start_dim: int = 1, end_dim: int = -1, streams: int = 2
+    ) -> None:
+        super().__init__(streams=streams)
+        self.shape = counts_of(shape, repeat=0)
+        if not self.shape:
+            raise ValueError(f"shape={shape}: expected the sizes of one image, (C, H, W)")
+        dims = 1 + len(self.shape)
+        ends = (start_dim, end_dim)
+        # 0 for a number that is not a dimension: the check below refuses it
+        first, last = (d % dims if is_count(d, -dims) and d < dims else 0 for d in ends)
+        if not 1 <= first <= last:
+            raise ValueError(
+                f"start_dim={start_dim}, end_dim={end_dim}: expected dimensions 1 to {dims - 1} of "
+                f"(B, {', '.join(map(str, self.shape))}), the first not after the last"
+            )
+        self.start_dim, self.end_dim = first, last
+        # shape has no batch dimension, so dimension d is its item d - 1
+        self._sizes = self.shape[first - 1 : last]
+        self._flat = (*self.shape[: first - 1], math.prod(self._sizes), *self.shape[last:])
+
+    def transform(self, x: Tensor) -> Tensor:
+        self._check(x, self.shape, "InvertibleFlatten")
+        return x.flatten(self.start_dim, self.end_dim)
+
+    def restore(self, y: Tensor) -> Tensor:
+        self._check(y, self._flat, "the inverse of InvertibleFlatten")
+        return torch.unflatten(y, self.start_dim, self._sizes)
+
+    def _check(self, x: Tensor, expected: tuple[int, ...], name: str) -> None:
+        if x.shape[1:] != expected:
+            sizes = ", ".join(map(str, expected))
+            raise ValueError(
+                f"{name} got a stream of shape {tuple(x.shape)}: expected (B, {sizes}); build it "
+                "for the shape of one stream without its batch dimension"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {self.start_dim} to {self.end_dim}, streams={self.streams}"
+
+
+class ChannelPermutation(Joint):
+    """Channel ``i`` of the output is channel ``order[i]`` of the input, all streams together.
+
+    A coupling changes one half of the channels. RealNVP (Dinh et al. 2017, arXiv 1605.08803)
+    reverses or alternates them between couplings, others shuffle them by a fixed random permutation
+    (Ardizzone et al. 2019, arXiv 1907.02392).
+
+    Args:
+        channels: of all streams together.
+        order: ``"random"``, ``"reverse"`` or the permutation itself.
+        seed: seed of the random order, which depends on no other random state.
+        dim: dimension of the channels, 1 or -1.
+        streams: number of streams of the state.
+
+    The order is a buffer: loading a checkpoint replaces it.
+
+    Raises:
+        ValueError: ``order`` is not a permutation; at the call, the number of channels differs.
+
+    Example:
+        >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])
+        tensor([[3., 2., 1., 0.]])
+    """
+
+    exact = True
+
+    order: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        order: Literal["random", "reverse"] | Sequence[int] = "random",
+        seed: int = 0,
+        dim: int = 1,
+        streams: int = 2,
+    ) -> None:
+        super().__init__(channels, dim=dim, streams=streams)
+        self.register_buffer("order", _permutation(channels, order, seed))
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x.index_select(self.dim, self.order)
+
+    def restore(self, y: Tensor) -> Tensor:
+        return y.index_select(self.dim, self.order.argsort())
+
+
 def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     batch, channels, *sizes = x.shape
     small = [n // b for n, b in zip(sizes, factors, strict=True)]
@@ -182,3 +292,17 @@ def unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     pairs = [axis for i in range(n) for axis in (2 + n + i, 2 + i)]
     sizes = [m * b for m, b in zip(small, factors, strict=True)]
     return blocks.permute(0, 1, *pairs).reshape(batch, channels, *sizes)
+
+
+def _permutation(channels: int, order: str | Sequence[int], seed: int) -> Tensor:
+    if isinstance(order, str) and order == "random":
+        return torch.randperm(channels, generator=torch.Generator().manual_seed(seed))
+    if isinstance(order, str) and order == "reverse":
+        return torch.arange(channels - 1, -1, -1)
+    values = order.tolist() if hasattr(order, "tolist") else order  # arrays of NumPy and torch
+    numbers = counts_of(values, repeat=0, least=0)
+    if sorted(numbers) != list(range(channels)):
+        raise ValueError(
+            f"order={order!r}: expected 'random', 'reverse' or each of 0 to {channels - 1} once"
+        )
+    return torch.tensor(numbers)
