@@ -37,7 +37,6 @@ from operator import mul
 from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability
@@ -55,7 +54,7 @@ from revzoo.models.components import (
     conv2d,
     drop_path_rates,
 )
-from revzoo.models.lean import Lean, avg_pool2d, run
+from revzoo.models.lean import Lean, run
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
 
 BranchKind = Literal["basic", "bottleneck"]
@@ -291,7 +290,8 @@ def branch(plan: UnitPlan) -> Branch:
     Raises:
         ValueError: the output channels of a bottleneck are not a multiple of 4.
     """
-    kernels, inner = (3, 3), plan.out_channels
+    kernels: tuple[int, ...] = (3, 3)
+    inner = plan.out_channels
     if plan.branch == "bottleneck":
         kernels, inner = (1, 3, 1), plan.out_channels // BOTTLENECK_EXPANSION
         if inner < 1 or plan.out_channels % BOTTLENECK_EXPANSION:
@@ -313,44 +313,25 @@ def branch(plan: UnitPlan) -> Branch:
     )
 
 
-class PoolAndPad(nn.Module):
-    """``(B, in, H, W) -> (B, out, H/stride, W/stride)`` without parameters.
-
-    H and W must be multiples of the stride. If the difference of the channels is odd, the extra
-    zero channel comes last.
+def shortcut(plan: UnitPlan) -> nn.Module:
+    """The shortcut of one stream for ``plan``, whose channels are per stream.
 
     Raises:
-        ValueError: fewer channels out than in.
+        ValueError: a pooling shortcut has fewer channels out than in.
     """
-
-    def __init__(self, in_channels: int, *, out_channels: int, stride: int) -> None:
-        super().__init__()
-        added = out_channels - in_channels
-        if added < 0:
-            raise ValueError(
-                f"out_channels={out_channels}: expected at least in_channels={in_channels}, since "
-                "a pooling shortcut adds zero channels; let the widths grow, or use "
-                "branch='bottleneck'"
-            )
-        self.stride = stride
-        self.padding = (added // 2, added - added // 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.stride > 1:
-            x = avg_pool2d(x, self.stride)
-        return F.pad(x, (0, 0, 0, 0, *self.padding))  # last dimension first: W, H, C
-
-    def extra_repr(self) -> str:
-        return f"stride={self.stride}, padding={self.padding}"
-
-
-def shortcut(plan: UnitPlan) -> nn.Module:
-    """The shortcut of one stream for ``plan``, whose channels are per stream."""
     width, out, stride = plan.in_channels, plan.out_channels, plan.stride
     if plan.keeps_shape:
         return nn.Identity()
     if plan.branch == "basic" and not plan.memcnn:
-        return PoolAndPad(width, out_channels=out, stride=stride)
+        added = out - width
+        if added < 0:
+            raise ValueError(
+                f"out_channels={out}: expected at least in_channels={width}, since a pooling "
+                "shortcut adds zero channels; let the widths grow, or use branch='bottleneck'"
+            )
+        pool = [nn.AvgPool2d(stride)] if stride > 1 else []
+        # of channels, height and width, the last dimension first
+        return Lean(*pool, nn.ZeroPad3d((0, 0, 0, 0, added // 2, added - added // 2)))
     projection = conv2d(width, out_channels=out, kernel_size=1, stride=stride)
     return Lean(projection, plan.norm_act.normalise(out)) if plan.memcnn else projection
 

@@ -27,7 +27,7 @@ from revzoo.models.components import (
     NormAct,
 )
 from revzoo.models.lean import Lean
-from revzoo.models.revnet import MergedUnit, PoolAndPad, ResidualUnit, Stem, Transition
+from revzoo.models.revnet import MergedUnit, ResidualUnit, Stem, Transition, UnitPlan, shortcut
 from revzoo.models.revvit import MLP, Attention
 
 MODES = ("store", "invert", "exact")  # recompute is torch's checkpoint
@@ -156,7 +156,7 @@ def transition():
     return Transition(
         Branch(4, out_channels=6, stride=2),
         g=Branch(6, out_channels=6),
-        shortcuts=tuple(PoolAndPad(4, out_channels=6, stride=2) for _ in range(2)),
+        shortcuts=tuple(shortcut(UnitPlan(4, 6, 2, "basic", True, 0.0)) for _ in range(2)),
     )
 
 

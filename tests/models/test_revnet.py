@@ -13,7 +13,6 @@ from revzoo.core.invertible import as_state
 from revzoo.core.modes import MODES
 from revzoo.models import RESNETS, REVNETS, RevNet, Variant, create_model
 from revzoo.models.revnet import (
-    PoolAndPad,
     ResidualUnit,
     Stem,
     Transition,
@@ -175,14 +174,14 @@ def test_inner_width_of_a_bottleneck_is_a_quarter_of_its_output():
 
 def test_pooling_averages_windows_and_pads_channels_evenly():
     x = torch.arange(16.0).view(1, 1, 4, 4)
-    y = PoolAndPad(1, out_channels=5, stride=2)(x)
+    y = shortcut(UnitPlan(1, 5, 2, "basic", True, 0.0))(x)
     means = torch.tensor([[2.5, 4.5], [10.5, 12.5]])
     zeros = torch.zeros(2, 2)
     assert torch.equal(y, torch.stack([zeros, zeros, means, zeros, zeros])[None])
-    y = PoolAndPad(1, out_channels=4, stride=1)(torch.ones(1, 1, 1, 1))
+    y = shortcut(UnitPlan(1, 4, 1, "basic", True, 0.0))(torch.ones(1, 1, 1, 1))
     assert y.flatten().tolist() == [0.0, 1.0, 0.0, 0.0]  # the extra one is the last
     with pytest.raises(ValueError, match=r"out_channels=6: .* in_channels=8.*bottleneck"):
-        PoolAndPad(8, out_channels=6, stride=1)
+        shortcut(UnitPlan(8, 6, 1, "basic", True, 0.0))
 
 
 @pytest.mark.parametrize(("width", "stride"), [(16, 1), (8, 2)])
