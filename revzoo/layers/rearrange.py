@@ -269,12 +269,12 @@ def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     # one kernel instead of a permuted copy; it returns empty tensors in their old shape
     if x.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
         return functional.pixel_unshuffle(x, factors[0])
-    # (B, C, H/b, b, W/b, b) -> (B, C, b, b, H/b, W/b)
+    # (B, C, H/b, b, W/b, b), then the blocks' axes go to the channels
     pairs = [n for pair in zip(small, factors, strict=True) for n in pair]
-    inner, outer = range(3, 2 + len(pairs), 2), range(2, 2 + len(pairs), 2)
-    blocks = x.reshape(batch, channels, *pairs).permute(0, 1, *inner, *outer)
-    if order == "irevnet":
-        blocks = blocks.movedim(1, 1 + len(factors))
+    inner = range(3, 3 + 2 * len(factors), 2)
+    outer = range(2, 2 + 2 * len(factors), 2)
+    axes = (1, *inner) if order == "torch" else (*inner, 1)
+    blocks = x.reshape(batch, channels, *pairs).permute(0, *axes, *outer)
     return blocks.reshape(batch, channels * math.prod(factors), *small)
 
 
@@ -285,13 +285,12 @@ def unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     if y.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
         return functional.pixel_shuffle(y, factors[0])
     n = len(factors)
-    if order == "torch":
-        blocks = y.reshape(batch, channels, *factors, *small)
-    else:
-        blocks = y.reshape(batch, *factors, channels, *small).movedim(1 + n, 1)
-    pairs = [axis for i in range(n) for axis in (2 + n + i, 2 + i)]
+    split = (channels, *factors) if order == "torch" else (*factors, channels)
+    first, at = (2, 1) if order == "torch" else (1, 1 + n)  # of the blocks' axes, of C
+    pairs = [axis for i in range(n) for axis in (2 + n + i, first + i)]
+    blocks = y.reshape(batch, *split, *small).permute(0, at, *pairs)
     sizes = [m * b for m, b in zip(small, factors, strict=True)]
-    return blocks.permute(0, 1, *pairs).reshape(batch, channels, *sizes)
+    return blocks.reshape(batch, channels, *sizes)
 
 
 def _permutation(channels: int, order: str | Sequence[int], seed: int) -> Tensor:
