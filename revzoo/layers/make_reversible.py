@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from inspect import getattr_static
 from itertools import pairwise
 from types import NoneType
 from typing import Any, NamedTuple
@@ -52,8 +51,8 @@ def make_reversible(
         TypeError: ``model`` is not a module; ``blocks`` is a string.
         ValueError: ``bits`` is out of range; a path leads to no module; there is no run; the blocks
             are compiled by torch.jit.script, or a torch.fx graph does not call them; a block's
-            ``forward`` was replaced after an earlier call, or is not an ordinary method; a block
-            has an attribute ``reversible``. The model does not change.
+            ``forward`` was replaced after an earlier call; a block has an attribute ``reversible``.
+            The model does not change.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -115,16 +114,10 @@ def _check_block(block: nn.Module) -> None:
             f"{block.original_name} is compiled by torch.jit.script: expected blocks "
             "in Python; torch.compile and torch.export take a reversible network"
         )
-    kind = type(block)
     if hasattr(block, NAME) and _step_of(block) is None:
         raise ValueError(
-            f"{kind.__name__} has an attribute {NAME!r}, under which make_reversible adds its "
-            "step: rename it, or choose other blocks with make_reversible(blocks=...)"
-        )
-    if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
-        raise ValueError(
-            f"{kind.__name__}.forward is not an ordinary method: define forward(self, x), or "
-            "choose other blocks with make_reversible(blocks=...)"
+            f"{type(block).__name__} has an attribute {NAME!r}, under which make_reversible adds "
+            "its step: rename it, or choose other blocks with make_reversible(blocks=...)"
         )
 
 
