@@ -13,25 +13,23 @@ from revzoo.core.invertible_checkpoint import invertible_checkpoint
 from revzoo.core.set_memory import memory, set_memory
 from revzoo.interop.published import ConversionError, load_published
 from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
-from revzoo.layers.affine import AffineCoupling, ScaledCoupling
+from revzoo.layers.affine import (
+    AffineAdapterNaive,
+    AffineAdapterSigmoid,
+    AffineCoupling,
+    ScaledCoupling,
+)
 from revzoo.layers.batchnorm import InvertibleBatchNorm
-from revzoo.layers.conv1x1 import InvertibleConv1x1
 from revzoo.layers.coupling import AdditiveCoupling, Coupling
-from revzoo.layers.flatten import InvertibleFlatten
-from revzoo.layers.haar import HaarSqueeze
-from revzoo.layers.injective import InjectiveLinear, PatchConv
 from revzoo.layers.leaky_relu import InvertibleLeakyReLU
-from revzoo.layers.linear import InvertibleLinear
-from revzoo.layers.make_reversible import make_reversible, reversible_blocks
+from revzoo.layers.linear import InjectiveLinear, InvertibleConv1x1, InvertibleLinear, PatchConv
+from revzoo.layers.make_reversible import Residual, make_reversible, reversible_blocks
 from revzoo.layers.padding import ChannelPadding, SpatialPadding
-from revzoo.layers.permute import ChannelPermutation
+from revzoo.layers.rearrange import ChannelPermutation, HaarSqueeze, InvertibleFlatten, Squeeze
 from revzoo.layers.recalibrate import recalibrate_batch_norm
-from revzoo.layers.residual import Residual
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
-from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import (
     create_model,
     from_pretrained,

@@ -25,19 +25,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from revzoo.core.checkpoint import checkpoint
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.invertible_checkpoint import InvertibleCheckpoint, run_checkpoint
 from revzoo.layers import coupling as couplings
-from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid
-from revzoo.layers.affine import ScaledCoupling
+from revzoo.layers.affine import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.sequence import ReversibleSequence
 
 __all__ = [
@@ -51,18 +49,11 @@ __all__ = [
     "is_invertible_module",
 ]
 
-_IMPLEMENTATIONS = (-1, 0, 1)  # MemCNN's: -1 without its autograd function, 0 and 1 with it
-
-
-# the modes that wrappers choose for their couplings, in this thread; replaced, never changed
-_modes: ContextVar[Mapping[_Coupling, str]] = ContextVar("modes")
-
 
 class _Coupling(nn.Module):
     """Two one-sided couplings of ``Fm`` and ``Gm`` on the halves of one tensor."""
 
-    Fm: nn.Module
-    Gm: nn.Module
+    memory = "store"  # chosen by a wrapper, during its call
 
     def __init__(
         self,
@@ -87,11 +78,9 @@ class _Coupling(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check(self.implementation_fwd)
-        return cast(Tensor, self.block(_modes.get({}).get(self, "store"))(x))
+        return cast(Tensor, self.block(self.memory)(x))
 
     def inverse(self, y: Tensor) -> Tensor:
-        self._check(self.implementation_bwd)
         return cast(Tensor, self.block("store").inverse(y))
 
     def block(self, memory: str) -> ReversibleSequence:
@@ -112,12 +101,6 @@ class _Coupling(nn.Module):
 
     def _step(self, branch: nn.Module) -> Step:
         raise NotImplementedError
-
-    def _check(self, implementation: int) -> None:
-        if implementation not in _IMPLEMENTATIONS:
-            raise NotImplementedError(
-                f"implementation {implementation}: expected one of {_IMPLEMENTATIONS}"
-            )
 
 
 class AdditiveCoupling(_Coupling):
@@ -232,15 +215,14 @@ class InvertibleModuleWrapper(nn.Module):
         replaced = "forward" in vars(fn) or fn._compiled_call_impl is not None
         if directions == (_Coupling.forward, _Coupling.inverse) and not replaced:
             # as a sequence it inverts and replays one branch at a time, not both
-            token = _modes.set({**_modes.get({}), fn: self.memory})
+            fn.memory = self.memory
             try:
                 return fn(*xin)
             finally:
-                _modes.reset(token)
+                del fn.memory
         if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
-        step = WrappedForward(fn, self._inverse(), xin)
-        return _unpacked(run_checkpoint(step, xin, {}))
+        return _inverting(fn, self._inverse(), xin, "keep_input=True", "its inverse")
 
     def inverse(self, *yin: Tensor) -> Any:
         inverse = self._inverse()
@@ -248,27 +230,19 @@ class InvertibleModuleWrapper(nn.Module):
             return _unpacked(inverse(*yin))
         if self.keep_input_inverse:
             return _unpacked(checkpoint(inverse, *yin))
-        step = WrappedInverse(inverse, self._fn, yin)  # roles exchanged
-        return _unpacked(run_checkpoint(step, yin, {}))
+        wrong = "its forward, the inverse of its inverse"
+        return _inverting(inverse, self._fn, yin, "keep_input_inverse=True", wrong)
 
 
-class WrappedForward(InvertibleCheckpoint):
-    """The module in a wrapper; messages about its inverse name the wrapper's option."""
-
-    remedy = "set disable=True on the InvertibleModuleWrapper of this module"
-    drift_remedy = (
-        "set keep_input=True on the InvertibleModuleWrapper of this module, or correct its inverse"
-    )
-
-
-class WrappedInverse(InvertibleCheckpoint):
-    """The same for :meth:`InvertibleModuleWrapper.inverse`."""
-
-    remedy = WrappedForward.remedy
-    drift_remedy = (
-        "set keep_input_inverse=True on the InvertibleModuleWrapper of this module, or correct its "
-        "forward, the inverse of its inverse"
-    )
+def _inverting(
+    fn: Callable[..., Any], inverse: Callable[..., Any], inputs: State, option: str, wrong: str
+) -> Any:
+    """``fn(*inputs)`` in mode ``invert``; errors recommend the wrapper's ``option``."""
+    step = InvertibleCheckpoint(fn, inverse, inputs)
+    wrapper = "on the InvertibleModuleWrapper of this module"
+    step.remedy = f"set disable=True {wrapper}"
+    step.drift_remedy = f"set {option} {wrapper}, or correct {wrong}"
+    return _unpacked(run_checkpoint(step, inputs, {}))
 
 
 class ReversibleBlock(InvertibleModuleWrapper):
@@ -339,14 +313,17 @@ def is_invertible_module(
     fn: Any = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
     if not hasattr(fn, "inverse"):
         return False  # as MemCNN does; the wrapper itself raises
-    shapes = _shapes(test_input_shape)
+    shape: Any = test_input_shape
+    shapes = (shape,) if _is_shape(shape) else shape
+    if not (isinstance(shapes, (tuple, list)) and shapes and all(map(_is_shape, shapes))):
+        raise ValueError(f"test_input_shape={shape!r}: expected a shape, or a tuple of shapes")
     generator = torch.Generator().manual_seed(random_seed)
     inputs = tuple(torch.rand(s, dtype=test_input_dtype, generator=generator) for s in shapes)
     # the forked state: dropout in fn must not advance the caller's random numbers
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outputs = _packed(fn(*inputs))
-        back = _packed(fn.inverse(*outputs))
-        for actual, expected in ((back, inputs), (_packed(fn(*back)), outputs)):
+        outputs = as_state(fn(*inputs))
+        back = as_state(fn.inverse(*outputs))
+        for actual, expected in ((back, inputs), (as_state(fn(*back)), outputs)):
             if len(actual) != len(expected):
                 return False
             pairs = zip(actual, expected, strict=True)
@@ -364,16 +341,8 @@ def is_invertible_module(
     return True
 
 
-def _shapes(shape: Any) -> tuple[tuple[int, ...], ...]:
-    if isinstance(shape, (tuple, list)) and shape:
-        shapes = (shape,) if type(shape[0]) is int else shape
-        if all(isinstance(s, (tuple, list)) and all(type(n) is int for n in s) for s in shapes):
-            return tuple(tuple(s) for s in shapes)
-    raise ValueError(f"test_input_shape={shape!r}: expected a shape, or a tuple of shapes")
-
-
-def _packed(x: Any) -> tuple[Tensor, ...]:
-    return x if isinstance(x, tuple) else (x,)
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, (tuple, list)) and {*map(type, shape)} == {int}
 
 
 def _unpacked(x: Any) -> Any:

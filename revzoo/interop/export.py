@@ -162,10 +162,6 @@ def _write_pt2(job: Export, path: Path) -> None:
     torch.export.save(_program(job)[0], path, extra_files=extra)
 
 
-def _load_pt2(path: Path) -> Predictor:
-    return torch.export.load(path).module()
-
-
 def _write_onnx(job: Export, path: Path) -> None:
     graph, axis = _program(job)
     options: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "verbose": False}
@@ -192,24 +188,19 @@ def _load_onnx(path: Path) -> Predictor:
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
-def _write_safetensors(job: Export, path: Path) -> None:
-    path.write_bytes(job.packed(path.stem)[0])
-
-
-def _load_safetensors(path: Path) -> Predictor:
-    return from_pretrained(path, memory="store").eval()
-
-
 class Format(NamedTuple):
     """Writes a file, and loads it without the network that wrote it."""
 
-    write: Callable[[Export, Path], None]
+    write: Callable[[Export, Path], object]
     load: Callable[[Path], Predictor]
     packages: tuple[str, ...] = ()
 
 
 FORMATS: dict[str, Format] = {
-    "pt2": Format(_write_pt2, _load_pt2),
+    "pt2": Format(_write_pt2, lambda path: torch.export.load(path).module()),
     "onnx": Format(_write_onnx, _load_onnx, ("onnx", "onnxscript", "onnxruntime")),
-    "safetensors": Format(_write_safetensors, _load_safetensors),
+    "safetensors": Format(
+        lambda job, path: path.write_bytes(job.packed(path.stem)[0]),
+        lambda path: from_pretrained(path, memory="store").eval(),
+    ),
 }

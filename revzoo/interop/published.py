@@ -23,12 +23,12 @@ from typing import Any
 from torch import Tensor
 
 from revzoo._checks import check_choice, shortened
-from revzoo.models.components import BOTTLENECK_EXPANSION, TripleBranch
+from revzoo.models.components import Branch
 from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import load_weights
 from revzoo.models.registry import MODELS, create_model
-from revzoo.models.revnet import RESNETS, REVNETS, Variant
+from revzoo.models.revnet import BOTTLENECK_EXPANSION, RESNETS, REVNETS, Variant
 from revzoo.models.weights_file import read_state_dict
 from revzoo.weights.errors import StateMismatchError, UnreadableWeightsError
 
@@ -88,7 +88,12 @@ def load_published(
     # last, so that the caller decides where shapes do not
     model = create_model(**(spec | overrides)).eval()
     modules = dict(keys_of(model))
-    renamed = {_renamed(key, modules): value for key, value in file.tensors.items()}
+    renamed = {}
+    for key, value in file.tensors.items():
+        module, _, leaf = key.rpartition(".")
+        # the suffix keeps an unknown key from passing as one of revzoo's names
+        known = f"{modules[module]}.{leaf}" if module in modules else f"{key} (as in the file)"
+        renamed[known] = value
     try:
         load_weights(model, file._replace(tensors=renamed, architecture=None))
     except StateMismatchError as error:
@@ -98,18 +103,8 @@ def load_published(
     return model
 
 
-def _renamed(key: str, modules: Mapping[str, str]) -> str:
-    module, _, leaf = key.rpartition(".")
-    # the suffix keeps an unknown key from passing as one of revzoo's names
-    return f"{modules[module]}.{leaf}" if module in modules else f"{key} (as in the file)"
-
-
 def _arguments(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:
-    """Arguments of :func:`revzoo.create_model` for a network like ``variant``.
-
-    The name is the first of ``names`` with an equal row; otherwise the first of all, with the
-    fields that differ.
-    """
+    """Arguments of :func:`revzoo.create_model` for a network like ``variant``."""
     names = list(names)
     name = next((name for name in names if MODELS[name].variant == variant), names[0])
     row = MODELS[name].variant
@@ -131,7 +126,7 @@ OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "con
 
 def irevnet_keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
     """The release's name and ours of each module that holds tensors."""
-    branches = (name for name, m in model.named_modules() if isinstance(m, TripleBranch))
+    branches = (name for name, m in model.named_modules() if isinstance(m, Branch))
     for block, branch in enumerate(branches):
         for layer, place in (OTHER_BLOCKS if block else FIRST_BLOCK).items():
             yield f"stack.{block}.bottleneck_block.{place}", f"{branch}.{layer}"

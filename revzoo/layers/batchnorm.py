@@ -15,9 +15,8 @@ NOTE [ Which map is inverted ]
     In evaluation mode the layer is one affine map per channel. In training mode each forward pass
     is a different map, since it updates the averages. ``inverse`` and ``log_det`` use the averages
     in the buffers, so they match the last forward pass. For its replays the tape keeps the averages
-    of each pass (``carried``), so gradients are right with any number of passes in between. But in
-    training mode ``y = net(a); net(b); net.inverse(y)`` differs from ``a`` by one update of the
-    averages. For inference, call ``eval()``.
+    of each pass (``carried``), so gradients are right with any number of passes in between. But
+    ``y = net(a); net(b); net.inverse(y)`` differs from ``a`` by one update: call ``eval()``.
 
     ``log_det`` in training mode treats the averages as constants, like RealNVP; the Jacobian of the
     whole batch has further terms. Its gradient flows through the averages.

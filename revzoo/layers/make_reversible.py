@@ -6,22 +6,20 @@ The method and the step beside each block are in :mod:`revzoo.layers.side_bits`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from inspect import getattr_static
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import NoneType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
-from revzoo._checks import check_module, did_you_mean, is_count
+from revzoo._checks import check_callable, check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint.scale import fraction_bits
 from revzoo.core.invertible import Step, kind_of, label_steps, name_of
 from revzoo.core.tensors import has_values
-from revzoo.layers.residual import Residual
 from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
 
 
@@ -53,8 +51,8 @@ def make_reversible(
         TypeError: ``model`` is not a module; ``blocks`` is a string.
         ValueError: ``bits`` is out of range; a path leads to no module; there is no run; the blocks
             are compiled by torch.jit.script, or a torch.fx graph does not call them; a block's
-            ``forward`` was replaced after an earlier call, or is not an ordinary method; a block
-            has an attribute ``reversible``. The model does not change.
+            ``forward`` was replaced after an earlier call; a block has an attribute ``reversible``.
+            The model does not change.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -80,13 +78,22 @@ def make_reversible(
     earlier = {block: step for block in among if (step := _step_of(block)) is not None}
     # all checks first, so that an error changes nothing
     for block, step in earlier.items():
-        _check_forward(block, step)
+        forward = vars(block).get("forward")
+        if not isinstance(forward, Forward) or forward.step is not step:
+            raise ValueError(
+                f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
+                "make_reversible; undo that before you call make_reversible again"
+            )
     if bits is not None:
         _check_graphs(model, {*found})
         for block in found:
             _check_block(block)
     for block, step in earlier.items():
-        _make_plain(block, step)
+        del block._modules[NAME], block.forward
+        if step.patched is not None:
+            block.forward = step.patched  # type: ignore[assignment]
+        if isinstance(block, Step):
+            del block.delegates
     if bits is not None:
         # a block may be in two lists: it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
@@ -100,16 +107,6 @@ def make_reversible(
     return model
 
 
-def _check_forward(block: nn.Module, step: SideBits) -> None:
-    """Raise a ValueError if the ``forward`` of a reversible block was replaced."""
-    forward = vars(block).get("forward")
-    if not isinstance(forward, Forward) or forward.step is not step:
-        raise ValueError(
-            f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
-            "make_reversible; undo that before you call make_reversible again"
-        )
-
-
 def _check_block(block: nn.Module) -> None:
     """Raise a ValueError if a module cannot become a reversible block."""
     if isinstance(block, torch.jit.ScriptModule):
@@ -117,25 +114,11 @@ def _check_block(block: nn.Module) -> None:
             f"{block.original_name} is compiled by torch.jit.script: expected blocks "
             "in Python; torch.compile and torch.export take a reversible network"
         )
-    kind = type(block)
     if hasattr(block, NAME) and _step_of(block) is None:
         raise ValueError(
-            f"{kind.__name__} has an attribute {NAME!r}, under which make_reversible adds its "
-            "step: rename it, or choose other blocks with make_reversible(blocks=...)"
+            f"{type(block).__name__} has an attribute {NAME!r}, under which make_reversible adds "
+            "its step: rename it, or choose other blocks with make_reversible(blocks=...)"
         )
-    if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
-        raise ValueError(
-            f"{kind.__name__}.forward is not an ordinary method: define forward(self, x), or "
-            "choose other blocks with make_reversible(blocks=...)"
-        )
-
-
-def _make_plain(block: nn.Module, step: SideBits) -> None:
-    del block._modules[NAME], block.forward
-    if step.patched is not None:
-        block.forward = step.patched  # type: ignore[assignment]
-    if isinstance(block, Step):
-        del block.delegates
 
 
 def _check_graphs(model: nn.Module, blocks: set[nn.Module]) -> None:
@@ -240,6 +223,66 @@ def _alike_built(a: nn.Module, b: nn.Module) -> bool:
     return shapes == others
 
 
+class Residual(nn.Module):
+    """``x + fn(x)``; any shape, which ``fn`` must keep.
+
+    :func:`make_reversible` splits a block whose branches are :class:`Residual` modules: attention
+    and MLP of a transformer become two steps. The backward pass replays one branch at a time, so
+    its peak is lower; each branch keeps its own side bits.
+
+    Args:
+        fn: a module, or a method of the block that holds the weights, which keeps their keys in the
+            ``state_dict``. It returns a tensor, or a tuple that begins with one; further arguments
+            pass through.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or returns something else.
+        ValueError: ``fn`` returns a tensor of a different shape than ``x``.
+
+    Example:
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.norm = nn.LayerNorm(16)
+        ...         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        ...         self.first = revzoo.Residual(self.attend)
+        ...         mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+        ...         self.second = revzoo.Residual(mlp)
+        ...
+        ...     def attend(self, x):
+        ...         x = self.norm(x)
+        ...         return self.attention(x, x, x, need_weights=False)[0]
+        ...
+        ...     def forward(self, x):
+        ...         return self.second(self.first(x))
+        >>> net = revzoo.make_reversible(nn.Sequential(Block(), Block()), bits=4)
+        >>> net(torch.randn(2, 5, 16)).sum().backward()
+        >>> [row.path for row in revzoo.reversible_blocks(net)]
+        ['0.first', '0.second', '1.first', '1.second']
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        check_callable("fn", fn)
+        self.fn = fn
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``x + fn(x, *args, **kwargs)``; if ``fn`` returns a tuple, adds to its first tensor."""
+        value = self.fn(x, *args, **kwargs)
+        first, *rest = value if isinstance(value, tuple) and value else (value,)
+        if not isinstance(first, Tensor):
+            raise TypeError(
+                f"the branch of Residual returned {type(value).__name__}: expected a tensor, or a "
+                "tuple that begins with one"
+            )
+        if first.shape != x.shape:
+            raise ValueError(
+                f"the branch of Residual returned shape {tuple(first.shape)} for an input of "
+                f"{tuple(x.shape)}: expected the same shape, since both are added"
+            )
+        return (x + first, *rest) if isinstance(value, tuple) else x + first
+
+
 class BlockRow(NamedTuple):
     """A block that :func:`make_reversible` has wrapped.
 
@@ -271,8 +314,16 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
         BlockRow(path='layers.0', bits=4, role='starts', grid=23)
         BlockRow(path='layers.1', bits=4, role='joins', grid=23)
     """
-    steps = {n: m for n, m in model.named_modules() if isinstance(m, SideBits)}
-    return [_row(path.rpartition(".")[0], step) for path, step in steps.items()]
+    rows = []
+    for path, step in model.named_modules():
+        if isinstance(step, SideBits):
+            role, grid = "", None
+            if (call := step.last_call) is not None:
+                role = (("alone", "starts"), ("ends", "joins"))[call.joined][call.continues]
+                if call.scale is not None and has_values(call.scale.down):
+                    grid = fraction_bits(call.scale)
+            rows.append(BlockRow(path.rpartition(".")[0], step.bits, role, grid))
+    return rows
 
 
 def has_uniform_bits(model: nn.Module) -> bool:
@@ -286,19 +337,3 @@ def has_uniform_bits(model: nn.Module) -> bool:
 def _step_of(block: nn.Module) -> SideBits | None:
     step = getattr(block, NAME, None)
     return step if isinstance(step, SideBits) else None
-
-
-def _row(path: str, step: SideBits) -> BlockRow:
-    call = step.last_call
-    if call is None:
-        return BlockRow(path, step.bits, "", None)
-    role = {
-        (True, True): "joins",
-        (False, True): "starts",
-        (True, False): "ends",
-        (False, False): "alone",
-    }[call.joined, call.continues]
-    grid = None
-    if call.scale is not None and has_values(call.scale.down):
-        grid = fraction_bits(call.scale)
-    return BlockRow(path, step.bits, role, grid)

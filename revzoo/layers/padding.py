@@ -19,6 +19,7 @@ NOTE [ Zeros are not reconstructed ]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,18 +80,16 @@ class ChannelPadding(Invertible):
                 f"the inverse of ChannelPadding({self.extra}) got a stream of shape "
                 f"{tuple(y.shape)}: expected (B, C, H, W) with more than {self.extra} channels"
             )
-        if self.tolerance is not None and y.is_floating_point():
-            self._check_zero(y[:, -self.extra :], self.tolerance)
+        stripped = y[:, -self.extra :]
+        if self.tolerance is not None and y.is_floating_point() and stripped.numel():
+            largest = stripped.abs().max().item()
+            if not largest <= self.tolerance:
+                raise ValueError(
+                    f"the inverse of ChannelPadding({self.extra}) found {largest:.3g} where the "
+                    f"padding was zero, more than tolerance={self.tolerance:g}: expected features "
+                    "that the network computed, reconstructed exactly (memory mode 'exact' helps)"
+                )
         return y[:, : -self.extra]
-
-    def _check_zero(self, stripped: Tensor, tolerance: float) -> None:
-        largest = stripped.abs().max().item() if stripped.numel() else 0.0
-        if not largest <= tolerance:
-            raise ValueError(
-                f"the inverse of ChannelPadding({self.extra}) found {largest:.3g} where the "
-                f"padding was zero, more than tolerance={tolerance:g}: expected features that "
-                "the network computed, reconstructed exactly (memory mode 'exact' helps)"
-            )
 
     def extra_repr(self) -> str:
         return f"{self.extra}, tolerance={self.tolerance}"
@@ -156,17 +155,14 @@ class SpatialPadding(Streamwise):
             return functional.pad(x, self.padding, self.mode, self.value or None)
 
     def restore(self, y: Tensor) -> Tensor:
-        x = y
-        for i in range(len(self.padding) // 2):
-            before, after = self.padding[2 * i : 2 * i + 2]
-            dim = y.dim() - 1 - i
-            if dim < 2 or y.shape[dim] <= before + after:
-                raise ValueError(
-                    f"the inverse of SpatialPadding({self.padding}) got a stream of shape "
-                    f"{tuple(y.shape)}: expected one that is larger than the frame"
-                )
-            x = x.narrow(dim, before, y.shape[dim] - before - after)
-        return x
+        frames = [a + b for a, b in zip(self.padding[::2], self.padding[1::2], strict=True)]
+        sizes = y.shape[: 1 - y.dim() : -1]  # without batch and channels, the last one first
+        if len(sizes) < len(frames) or any(map(operator.le, sizes, frames)):
+            raise ValueError(
+                f"the inverse of SpatialPadding({self.padding}) got a stream of shape "
+                f"{tuple(y.shape)}: expected one that is larger than the frame"
+            )
+        return functional.pad(y, [-n for n in self.padding])
 
     def extra_repr(self) -> str:
         return f"{self.padding}, mode={self.mode!r}, value={self.value}, streams={self.streams}"
@@ -175,12 +171,8 @@ class SpatialPadding(Streamwise):
 class PaddedCoupling(AdditiveCoupling):
     """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
 
-    Its memory mode is ``recompute`` if ``invert`` was set.
-
-    Args:
-        branch: the residual function.
-        filled: number of channels of the second input stream before the padding's zeros; None for
-            all, as in the second coupling.
+    Its memory mode is ``recompute`` if ``invert`` was set. ``filled`` is the number of channels of
+    the second input stream before the padding's zeros; None for all, as in the second coupling.
     """
 
     def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:

@@ -126,7 +126,7 @@ class ReversibleSequence(Invertible):
         self.dim, self.split = check_cut(dim, split, name="split")
         self.steps = _Steps()
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
-        self._set_steps([(_checked_name(name), step) for name, step in named])
+        self._set_steps(list(named))
         if memory is not None:
             members = [*all_steps(self).values()]
             assign_memory(members, default_mode(members) if memory == "auto" else memory)
@@ -168,7 +168,7 @@ class ReversibleSequence(Invertible):
 
     def __getitem__(self, index: int | str | slice) -> Step | ReversibleSequence:
         if not isinstance(index, slice):
-            return self._items()[self._position(index)][1]
+            return list(self)[self._position(index)]
         part = self._with_steps(())
         part.steps = self.steps[index]  # set together, so the steps keep their labels
         return part
@@ -176,18 +176,12 @@ class ReversibleSequence(Invertible):
     def __setitem__(self, index: int | str | slice, step: Step | Iterable[Step]) -> None:
         items = self._items()
         if isinstance(index, slice):
-            if isinstance(step, Step):
-                raise TypeError(
-                    f"a slice of {name_of(self)} got one {type(step).__name__}: expected a list of "
-                    "steps, seq[i:j] = [step]"
-                )
-            items[index] = [(None, each) for each in step]
+            items[index] = [(None, each) for each in step]  # type: ignore[union-attr]
+        elif isinstance(index, str) and index not in self:
+            items.append((index, step))  # type: ignore[arg-type]
         else:
-            if isinstance(index, str) and index not in self:
-                items.append((_checked_name(index), step))  # type: ignore[arg-type]
-            else:
-                i = self._position(index)
-                items[i] = items[i][0], step  # type: ignore[assignment]
+            i = self._position(index)
+            items[i] = items[i][0], step  # type: ignore[assignment]
         self._set_steps(items)
 
     def __delitem__(self, index: int | str | slice) -> None:
@@ -270,7 +264,7 @@ class ReversibleSequence(Invertible):
             ValueError: ``name`` is taken, is a number or has a dot.
         """
         items = self._items()
-        items.insert(index, (_checked_name(name), step))
+        items.insert(index, (name, step))
         self._set_steps(items)
         return self
 
@@ -292,7 +286,8 @@ class ReversibleSequence(Invertible):
 
     def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
         # all checks first, so that an error changes nothing
-        for i, (_, step) in enumerate(items):
+        for i, (name, step) in enumerate(items):
+            _check_name(name)
             _check_step(i, step)
             if any(m is self for m in step.modules()):
                 raise ValueError(f"step {i} contains this sequence: expected a step outside of it")
@@ -311,12 +306,10 @@ class ReversibleSequence(Invertible):
 
     def _assign_memory_to(self, step: Step) -> None:
         """Set the sequence's memory mode, or ``invert`` if it does not fit."""
+        others = (s for s in steps_in(self).values() if s.invertible and s is not step)
         members = [*all_steps(step).values()]
-        grid = next(
-            (s.grid for s in steps_in(self).values() if s.invertible and s is not step), None
-        )
         try:
-            assign_memory(members, self.memory, grid=grid)
+            assign_memory(members, self.memory, grid=next((s.grid for s in others), None))
         except ValueError:
             assign_memory(members, "invert")
 
@@ -343,12 +336,9 @@ class ReversibleSequence(Invertible):
     def _walk(
         self, streams: list[Tensor], total: State, context: dict[str, Any]
     ) -> tuple[State, State, State]:
-        """Run the steps; ``total``, if not empty, is the sum of log-determinants before them.
+        """Streams, sum of log-determinants (if ``total`` is not empty), and extra outputs.
 
         Empties ``streams``, which would keep the first ones in memory until the last step has run.
-
-        Returns:
-            The streams, the sum, and the steps' extra outputs.
         """
         state: State = tuple(streams)
         streams.clear()
@@ -385,7 +375,11 @@ class ReversibleSequence(Invertible):
             private = [False] * len(state)
             extras += more
         if splits:
-            self._check_mergeable(state)
+            if len(state) != 2:
+                raise ValueError(
+                    f"{type(self).__name__} got one tensor to split in two, but its last step "
+                    f"returned {len(state)} streams to merge: pass the streams one by one"
+                )
             last = _settings_at_end(self, -1)
             state = run_step(_edge(Merge, self.dim, self.split, last), state)
         return state, total, tuple(extras)
@@ -428,7 +422,11 @@ class ReversibleSequence(Invertible):
                 # an inverse evaluates branches, which must not update statistics or draw the
                 # caller's numbers
                 with repeating(step, state):
-                    inputs = _inverted(step, state, context)
+                    try:
+                        inputs = inverse_on_grid(step, *state, **context)
+                    except (RuntimeError, TypeError) as error:
+                        explain_streams(error, step, state, "inverse")
+                        raise
                 refuse_changed_outputs(step, state, versions)
                 state = inputs
         return apply_with_words(Merge(self.dim, self.split).forward, state) if splits else state
@@ -481,13 +479,6 @@ class ReversibleSequence(Invertible):
                 "its first step takes: pass that many"
             )
 
-    def _check_mergeable(self, state: State) -> None:
-        if len(state) != 2:
-            raise ValueError(
-                f"{type(self).__name__} got one tensor to split in two, but its last step returned "
-                f"{len(state)} streams to merge: pass the streams one by one"
-            )
-
 
 def run_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
     """``sequence(*streams)``; empties the list, so that each stream is freed after its last use.
@@ -506,14 +497,6 @@ def invert_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> Stat
     return as_state(sequence.inverse(*streams))
 
 
-def _inverted(step: Invertible, state: State, context: dict[str, Any]) -> State:
-    try:
-        return inverse_on_grid(step, *state, **context)
-    except (RuntimeError, TypeError) as error:
-        explain_streams(error, step, state, "inverse")
-        raise
-
-
 def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
     """Whether the members of ``step`` can run in its place."""
     # the same streams: it splits no tensor
@@ -521,19 +504,13 @@ def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
 
 
 def _is_plain(sequence: ReversibleSequence) -> bool:
-    """Whether a call only runs the members, so that we can run them instead.
-
-    A call keeps its inputs in memory until the last member has run.
-    """
+    """Whether we can run the members instead; a call keeps its inputs until the last has run."""
     inherits = type(sequence).forward is ReversibleSequence.forward
     return inherits and calls_only_forward(sequence)
 
 
 def _couplings_from(step: Step, waiting: list[Step], state: State) -> list[Any]:
-    """``step`` and the couplings after it that may share functions, taken from ``waiting``.
-
-    The last in ``waiting`` is the next; containers among them are opened.
-    """
+    """``step`` and the couplings that may share functions with it, from the stack ``waiting``."""
     steps, settings = [step], Settings.of(step)
     while waiting:
         following = waiting[-1]
@@ -549,12 +526,10 @@ def _couplings_from(step: Step, waiting: list[Step], state: State) -> list[Any]:
 def _run_couplings(
     steps: list[Any], streams: list[Tensor], *, private: bool
 ) -> tuple[State, list[bool]]:
-    """Run couplings, several in one function; the last two have one each. Empties both lists.
+    """The streams, and which of them only the caller holds. Empties both lists.
 
-    Hooks of the tensors that the last two return see the same gradients as in plain training.
-
-    Returns:
-        The streams, and which of them only the caller holds.
+    Several couplings share a function. The last two have one each, so hooks of the tensors that
+    they return see the same gradients as in plain training.
     """
     state: State = tuple(streams)
     streams.clear()
@@ -615,19 +590,21 @@ def merged(state: State, last: Step, merge: Merge) -> State:
 
 def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], settings: Settings) -> Step:
     """A split or merge that joins the chain of the step whose settings it has."""
-    if torch.compiler.is_compiling():  # it does not trace caches, and records nothing
-        return kind(dim, parts)
-    return _edge_in(kind, dim, parts, settings)
+    # torch.compile does not trace caches, and records nothing
+    make = _new_edge if torch.compiler.is_compiling() else _same_edge
+    return make(kind, dim, parts, settings)
 
 
-@functools.lru_cache(maxsize=256)
-def _edge_in(
+def _new_edge(
     kind: Callable[..., Step], dim: int, parts: tuple[int, int], settings: Settings
 ) -> Step:
-    # the same object in each call: a new one would need a new search of what it reaches
     edge = kind(dim, parts)
     settings.assign(edge)
     return edge
+
+
+# the same object in each call: a new one would need a new search of what it reaches
+_same_edge = functools.lru_cache(maxsize=256)(_new_edge)
 
 
 class _Steps(nn.ModuleList):
@@ -656,33 +633,26 @@ _repr = nn.Module.__repr__
 
 def _check_step(i: int, step: object) -> None:
     """Raise a TypeError unless ``step``, at position ``i``, is a Step."""
-    if isinstance(step, Step):
-        return
     if isinstance(step, type):
         raise TypeError(f"step {i} is the class {step.__name__}: create it with (...)")
-    kind = type(step)
-    if hasattr(step, "inverse"):  # of another library, or compat.memcnn
+    if not isinstance(step, Step):
+        kind = type(step)  # with its module: compat.memcnn has classes of the same names
         raise TypeError(
-            f"step {i} is a {kind.__module__}.{kind.__name__}, expected a revzoo.Invertible: it "
-            "has an inverse, so let its class derive from Invertible, or replace it, e.g. a "
-            "coupling of Fm and Gm by ReversibleBlock(Fm, Gm)"
+            f"step {i} is a {kind.__module__}.{kind.__name__}, expected a revzoo.Invertible: wrap "
+            "a residual function in AdditiveCoupling, a pair of them in ReversibleBlock(f, g); let "
+            "the class of a module with an inverse derive from revzoo.Invertible"
         )
-    raise TypeError(
-        f"step {i} is a {kind.__name__}, expected an Invertible: wrap a residual function in "
-        "AdditiveCoupling or a pair of them in ReversibleBlock"
-    )
 
 
-def _checked_name(name: str | None) -> str | None:
+def _check_name(name: str | None) -> None:
     if name is None:
-        return None
+        return
     wrong = not isinstance(name, str) or not name or name.isdigit() or "." in name
     if wrong or hasattr(nn.ModuleList(), name):
         raise ValueError(
             f"a step got the name {name!r}: expected a name without dots that is neither a number "
             "nor an attribute of nn.ModuleList"
         )
-    return name
 
 
 class ReversibleBlock(ReversibleSequence):
@@ -695,21 +665,14 @@ class ReversibleBlock(ReversibleSequence):
         memory: see :class:`ReversibleSequence`.
 
     Raises:
-        TypeError: ``f`` or ``g`` is not a module, or there is a third one.
+        TypeError: ``f`` or ``g`` is not a module.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))
         >>> y1, y2 = block(torch.randn(2, 4), torch.randn(2, 4))
     """
 
-    def __init__(
-        self, f: nn.Module, g: nn.Module | None = None, *more: nn.Module, memory: str = "auto"
-    ) -> None:
-        if more:
-            raise TypeError(
-                f"ReversibleBlock got {len(more) + 2} residual functions, expected f and g: put "
-                "more into ReversibleSequence([AdditiveCoupling(f), AdditiveCoupling(g), ...])"
-            )
+    def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "auto") -> None:
         check_callable("f", f)
         g = copy.deepcopy(f) if g is None else g
         check_callable("g", g)

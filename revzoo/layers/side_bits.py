@@ -53,25 +53,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint.scale import Scale, free_to_read
-from revzoo.core.fixedpoint.words import (
-    AUTO,
-    Fixed,
-    fixed_of,
-    keeps_words,
-)
+from revzoo.core.fixedpoint.words import AUTO, Fixed, fixed_of, keeps_words
 from revzoo.core.guard.ranges import range_failure
-from revzoo.core.invertible import (
-    Invertible,
-    NotInvertibleError,
-    State,
-    name_of,
-)
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, name_of
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
 from revzoo.core.saved import innermost_hooks, save_for_replay, saving_for_replay
 from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.tensors import version_of
-from revzoo.layers.pack_bits import pack_bits, unpack_bits
 
 NAME = "reversible"  # the step's name among the block's modules
 MAX_BITS = 8
@@ -80,11 +69,8 @@ _previous: Any = WeakTensorKeyDictionary()
 
 
 def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
-    """The versions and the checkpoint, which must not have changed when a block continues the run.
-
-    A reentrant checkpoint has no hooks. But gradients are off inside it, and its results require
-    gradient only afterwards.
-    """
+    """The versions and the checkpoint, which must be the same when a block continues the run."""
+    # a reentrant checkpoint has no hooks, but gradients are off inside it
     hooks = innermost_hooks(True)
     checkpoint = None if hooks is None else hooks[0]
     versions = version_of(before), version_of(x)
@@ -109,15 +95,10 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """The call that runs in this thread.
+    """The call that runs in this thread."""
 
-    Not attributes of the step: threads share it, and copies and pickles would contain them.
-    """
-
-    returned: list[Any] | None = None
-    """Two parts of a block's result: the values that are not tensors, and its nested structure."""
-    evaluated: SideBits | None = None
-    """The step whose block is running."""
+    returned: list[Any] | None = None  # of a block: what is no tensor, and the nested structure
+    evaluated: SideBits | None = None  # the step whose block is running
 
 
 _running = _Running()
@@ -360,3 +341,33 @@ def _sizes(t: Tensor) -> Any:
     # nested, as torch's encoder in eval mode with a padding mask; a jagged one has a shape
     nested = t.is_nested and t.layout is torch.strided
     return [part.shape for part in t.unbind()] if nested else t.shape
+
+
+def pack_bits(words: Tensor, bits: int) -> Tensor:
+    """The low ``bits`` of each word; a byte holds as many words as fit."""
+    slot = _slot_bits(bits)
+    # a narrowing cast keeps the low bits, even of negative words (two's complement)
+    low = words.to(torch.uint8).flatten()  # the low byte
+    if rest := -len(low) % (8 // slot):
+        low = nn.functional.pad(low, (0, rest))
+    low &= 2**bits - 1
+    # words far apart share a byte, so both packing and unpacking are whole-row operations
+    packed, *parts = low.view(8 // slot, -1)
+    for k, part in enumerate(parts, 1):
+        packed |= part.bitwise_left_shift_(slot * k)
+    # a copy, since a view would keep all rows in memory
+    return packed.clone() if parts else packed
+
+
+def unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
+    """The result of :func:`pack_bits` as one byte for each of the ``words``, in their shape."""
+    slot = _slot_bits(bits)
+    parts = packed.new_empty(8 // slot, len(packed))
+    for k, part in enumerate(parts):
+        torch.bitwise_right_shift(packed, slot * k, out=part)
+    parts &= 2**bits - 1
+    return parts.flatten()[: words.numel()].view(words.shape)
+
+
+def _slot_bits(bits: int) -> int:
+    return next(slot for slot in (1, 2, 4, 8) if slot >= bits)

@@ -28,23 +28,21 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
     """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, as dense copies.
 
     Raises:
-        ValueError: the tensor has no such dimension, its size is not divisible, or a nested tensor
-            is not split in halves along a dimension of one size.
+        ValueError: the tensor has no such dimension, its size is not divisible, or it is nested.
     """
     _check_has(x, dim)
-    if x.is_nested:
-        _check_nested(x, dim, parts)
-    unit = x.shape[dim] // sum(parts)
-    if x.shape[dim] % sum(parts):
+    if x.is_nested:  # the backward pass of torch.split would end in a segmentation fault
+        raise ValueError("got a nested tensor to split in two streams: pass two streams instead")
+    unit, rest = divmod(x.shape[dim], sum(parts))
+    if rest:
         number = "an even number" if parts == HALVES else f"a multiple of {sum(parts)}"
         raise ValueError(
             f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim={dim}: "
             f"expected {number} of channels there; choose another dim, other relative sizes "
             "(split= of a sequence, parts= of Split), pad the channels or pass two streams"
         )
-    # of a jagged tensor, the backward pass of split() with a list ends in a segmentation fault
-    pieces = x.chunk(2, dim) if x.is_nested else torch.split(x, [unit * n for n in parts], dim)
-    # not torch.split, whose pieces are views with gaps: see the module
+    # not torch.split alone, whose pieces are views with gaps: see the module
+    pieces = torch.split(x, [unit * n for n in parts], dim)
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
 
 
@@ -71,17 +69,18 @@ def _check_has(x: Tensor, dim: int) -> None:
         raise ValueError(f"dim={dim}: got a tensor of shape {tuple(x.shape)}, expected {fits}")
 
 
-def _check_nested(x: Tensor, dim: int, parts: Parts) -> None:
-    # the size of the jagged dimension is symbolic
-    if x.layout != torch.jagged or parts != HALVES or not isinstance(x.shape[dim], int):
-        raise ValueError(
-            f"got a nested tensor ({x.layout}) to split along dim={dim} in parts {parts}: expected "
-            f"layout=torch.jagged, parts {HALVES} and a dim that has one size, such as -1; or pass "
-            "two streams"
-        )
+class _Cut(Invertible):
+    exact = True
+
+    def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
+        super().__init__()
+        self.dim, self.parts = check_cut(dim, parts)
+
+    def log_det(self, x: Tensor, *others: Tensor, **context: Any) -> Tensor:
+        return zero_log_det(x)
 
 
-class Split(Invertible):
+class Split(_Cut):
     """``(B, 2C, ...) -> (B, C, ...), (B, C, ...)``: the two halves along ``dim``.
 
     Args:
@@ -98,11 +97,6 @@ class Split(Invertible):
 
     streams = 1
     outputs = 2
-    exact = True
-
-    def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
-        super().__init__()
-        self.dim, self.parts = check_cut(dim, parts)
 
     def forward(self, x: Tensor, **context: Any) -> State:
         return halves(x, self.dim, self.parts)
@@ -110,11 +104,8 @@ class Split(Invertible):
     def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return torch.cat((x1, x2), dim=self.dim)
 
-    def log_det(self, x: Tensor, **context: Any) -> Tensor:
-        return zero_log_det(x)
 
-
-class Merge(Invertible):
+class Merge(_Cut):
     """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`.
 
     Raises:
@@ -125,12 +116,7 @@ class Merge(Invertible):
         tensor([[0., 0., 1., 1.]])
     """
 
-    exact = True
     outputs = 1
-
-    def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
-        super().__init__()
-        self.dim, self.parts = check_cut(dim, parts)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         _check_has(x1, self.dim)
@@ -150,6 +136,3 @@ class Merge(Invertible):
 
     def inverse(self, y: Tensor, **context: Any) -> State:
         return halves(y, self.dim, self.parts)
-
-    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return zero_log_det(x1)

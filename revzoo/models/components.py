@@ -5,7 +5,6 @@ Network", NeurIPS 2017, arXiv 1707.04585, and its TensorFlow release. This is th
 they are converted to torch's conventions.
 """
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,8 +28,6 @@ EPSILON = 1e-3
 GROUP_SIZE = 16
 # The cut-off of initial weights, in standard deviations (tf.truncated_normal_initializer).
 TRUNCATION = 2.0
-# Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
-BOTTLENECK_EXPANSION = 4
 
 NormKind = Literal["batch", "group", "none"]
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {
@@ -58,9 +55,9 @@ def check_stages(row: Any, *names: str) -> None:
 
 
 def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
-    """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))`` without bias.
+    """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``; odd kernels.
 
-    A batch normalisation follows each one, directly or in the next unit, so none needs a bias.
+    It has no bias, since a batch normalisation follows, directly or in the next unit.
     Weights are drawn from a normal distribution, truncated at two standard deviations, with
     ``std = sqrt(2 / (k * k * out_channels))`` before truncation (He et al. 2015, arXiv 1502.01852,
     fan-out form), as in the release. ``torch.nn.init.kaiming_normal_`` does not truncate.
@@ -68,12 +65,6 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
     Known limit: for stride 2 and an even size, TensorFlow's "SAME" pads only after the image. The
     sampling grid is shifted by one pixel, so converted TensorFlow weights would not give identical
     outputs.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        kernel_size: side of the square kernel, odd; the padding is half of it.
-        stride: stride in both directions.
     """
     padding = kernel_size // 2
     layer = nn.Conv2d(
@@ -88,8 +79,8 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
 
-    By timm's rules. For one channel: the sum, which acts like C equal channels. Otherwise: repeat
-    them and scale by ``C / channels``, so that the sum over channels stays about the same.
+    By timm's rules: for one channel their sum, otherwise repeated and scaled, so that the sum over
+    channels stays about the same.
     """
     old = weight.shape[1]
     if channels == 1:
@@ -165,15 +156,19 @@ class Branch(Lean):
 
         [BN-ReLU] conv - BN-ReLU - conv - ... - BN-ReLU - [dropout] - conv - [drop path]
 
-    It has no skip connection: the coupling or unit around it adds. It computes in autocast's type
-    if autocast is on, and does not change its input, which is a stream. Dropout is between the last
-    two convolutions (as in Wide ResNets, arXiv 1605.07146). Dropout and drop path have no
-    parameters, and convolutions are numbered from 1: the ``state_dict`` keys are always the same.
+    It maps ``(B, in, H, W)`` to ``(B, out, ceil(H/stride), ceil(W/stride))``. It has no skip
+    connection: the coupling or unit around it adds. It computes in autocast's type if autocast is
+    on, and does not change its input, which is a stream. Dropout is between the last two
+    convolutions (as in Wide ResNets, arXiv 1605.07146). Dropout and drop path have no parameters,
+    and convolutions are numbered from 1: the ``state_dict`` keys are always the same.
 
     Args:
-        widths: channels of the input and after each convolution.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
         kernels: side of each convolution's kernel.
-        strides: stride of each convolution.
+        inner: channels between the convolutions; None for ``out_channels``.
+        stride: stride of one convolution.
+        strided: the index of that convolution.
         activate_first: False omits the leading BN-ReLU, for the first branch after a stem that ends
             in BN-ReLU.
         dropout: probability of zeroing an activation before the last convolution.
@@ -184,10 +179,13 @@ class Branch(Lean):
 
     def __init__(
         self,
-        widths: tuple[int, ...],
+        in_channels: int,
         *,
-        kernels: tuple[int, ...],
-        strides: tuple[int, ...],
+        out_channels: int,
+        kernels: tuple[int, ...] = (3, 3),
+        inner: int | None = None,
+        stride: int = 1,
+        strided: int = 0,
         activate_first: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -195,90 +193,29 @@ class Branch(Lean):
         norm_act: NormAct = RELEASE,
     ) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
-        last = len(kernels)
-        convolutions = zip(itertools.pairwise(widths), kernels, strides, strict=True)
-        for i, ((before, after), kernel, stride) in enumerate(convolutions, start=1):
-            if i > 1 or activate_first:
-                layers[f"norm{i}"] = norm_act.normalise(before)
-                layers[f"relu{i}"] = norm_act.activate()
+        last = len(kernels) - 1
+        width = in_channels
+        for i, kernel in enumerate(kernels):
+            if i or activate_first:
+                layers[f"norm{i + 1}"] = norm_act.normalise(width)
+                layers[f"relu{i + 1}"] = norm_act.activate()
             if dropout and i == last and not dropout_at_conv:
-                layers[f"dropout{i}"] = nn.Dropout(dropout)
-            layers[f"conv{i}"] = conv2d(
-                before, out_channels=after, kernel_size=kernel, stride=stride
+                layers[f"dropout{i + 1}"] = nn.Dropout(dropout)
+            before, width = width, out_channels if i == last or inner is None else inner
+            layers[f"conv{i + 1}"] = conv2d(
+                before,
+                out_channels=width,
+                kernel_size=kernel,
+                stride=stride if i == strided else 1,
             )
             if dropout and i == last - 1 and dropout_at_conv:
-                layers[f"dropout{i}"] = nn.Dropout(dropout)
+                layers[f"dropout{i + 1}"] = nn.Dropout(dropout)
         if drop_path:
             layers["drop_path"] = stochastic_depth(drop_path)
         super().__init__(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(narrowed(x))
-
-
-class BasicBranch(Branch):
-    """Two 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
-
-    The first has the stride. ``options`` are those of :class:`Branch`.
-    """
-
-    def __init__(
-        self, in_channels: int, *, out_channels: int, stride: int = 1, **options: Any
-    ) -> None:
-        widths = (in_channels, out_channels, out_channels)
-        super().__init__(widths, kernels=(3, 3), strides=(stride, 1), **options)
-
-
-class BottleneckBranch(Branch):
-    """1x1, 3x3 and 1x1 convolution, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
-
-    The inner width is ``out_channels / 4``. The first convolution has the stride; with
-    ``stride_at_3x3`` the second.
-
-    Raises:
-        ValueError: ``out_channels`` is not a multiple of 4.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        *,
-        out_channels: int,
-        stride: int = 1,
-        stride_at_3x3: bool = False,
-        **options: Any,
-    ) -> None:
-        inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
-        if remainder or inner < 1:
-            raise ValueError(
-                f"out_channels={out_channels}: expected a positive multiple of "
-                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
-            )
-        widths = (in_channels, inner, inner, out_channels)
-        strides = (1, stride, 1) if stride_at_3x3 else (stride, 1, 1)
-        super().__init__(widths, kernels=(1, 3, 1), strides=strides, **options)
-
-
-class TripleBranch(Branch):
-    """Three 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
-
-    The branch of i-RevNets (arXiv 1802.07088): ``inner`` channels between the convolutions, stride
-    of the first, and dropout where their release has it.
-    """
-
-    def __init__(
-        self, in_channels: int, *, out_channels: int, inner: int, stride: int = 1, **options: Any
-    ) -> None:
-        widths = (in_channels, inner, inner, out_channels)
-        options["dropout_at_conv"] = True
-        super().__init__(widths, kernels=(3, 3, 3), strides=(stride, 1, 1), **options)
-
-
-BranchKind = Literal["basic", "bottleneck"]
-BRANCHES: dict[BranchKind, type[BasicBranch | BottleneckBranch]] = {
-    "basic": BasicBranch,
-    "bottleneck": BottleneckBranch,
-}
 
 
 # by timm's names (R. Wightman); over the dimensions of all places

@@ -33,13 +33,13 @@ from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
+from revzoo.layers.rearrange import Squeeze, unsqueezed
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
-from revzoo.layers.squeeze import Squeeze, unsqueezed
 from revzoo.models.components import (
+    Branch,
     NormAct,
     NormKind,
-    TripleBranch,
     check_stages,
     drop_path_rates,
 )
@@ -192,7 +192,12 @@ class IRevNet(ConvolutionalClassifier):
         self.variant = variant
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
-        self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
+        stem: list[Step] = [Split()]
+        if (added := widths[0][1] - widths[0][0]) > 0:
+            stem.insert(0, ChannelPadding(added))
+        if variant.squeeze > 1:
+            stem.insert(0, Squeeze(variant.squeeze, order="irevnet", streams=1))
+        self.stem = ReversibleSequence(stem, memory=self.default_memory)
         self.stages = nn.ModuleList(
             ReversibleSequence(steps, memory=self.default_memory)
             for steps in _stages(variant, widths, drop_path_rate)
@@ -217,15 +222,6 @@ class IRevNet(ConvolutionalClassifier):
         return self.forward_head(self.normed(z, last=True)), z
 
 
-def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
-    """From an image to two streams: squeeze, and zero padding if the first stage is wider."""
-    if variant.squeeze > 1:
-        yield Squeeze(variant.squeeze, order="irevnet", streams=1)
-    if width[1] > width[0]:
-        yield ChannelPadding(width[1] - width[0])
-    yield Split()
-
-
 def _stages(
     variant: IRevNetVariant, widths: list[tuple[int, int]], drop_path_rate: float
 ) -> Iterator[list[Step]]:
@@ -241,13 +237,15 @@ def _stages(
             steps.append(Squeeze(2, order="irevnet"))
         for block in range(variant.units[index]):
             stride = variant.strides[index] if block == 0 else 1
-            branch: nn.Module = TripleBranch(
+            branch: nn.Module = Branch(
                 stream // stride**2,
                 out_channels=stream,
+                kernels=(3, 3, 3),
                 inner=stream // variant.bottleneck,
                 stride=stride,
                 activate_first=bool(index or block),  # the first block reads the image itself
                 dropout=variant.dropout,
+                dropout_at_conv=True,  # as in the release
                 drop_path=next(rates),
                 norm_act=variant.norm_act(MOMENTUM),
             )

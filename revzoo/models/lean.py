@@ -70,12 +70,6 @@ def _works_in_place(layer: nn.Module, following: nn.Module | None) -> bool:
     return factor is None or (factor >= 0 and not getattr(following, "inplace", False))
 
 
-def avg_pool2d(x: Tensor, size: int) -> Tensor:
-    """``torch.nn.functional.avg_pool2d``, keeping only the shape of the input."""
-    with keeping_shape_of(x):
-        return functional.avg_pool2d(x, size)
-
-
 def _run_one(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer) is nn.Dropout and layer.training and 0 < layer.p < 1:
         return torch.native_dropout(x, layer.p, True)[0]  # the same draws, but a mask of bytes
@@ -89,6 +83,6 @@ def _needs_shape_alone(layer: nn.Module) -> bool:
     """Whether the gradient reads only the shape of the layer's input."""
     if type(layer) in _BATCH_NORMS and (layer.training or layer.running_mean is None):
         return False
-    if type(layer) not in (*_CONVS, *_BATCH_NORMS):
+    if type(layer) not in (*_CONVS, *_BATCH_NORMS, nn.AvgPool2d):
         return False
     return not any(p is not None and p.requires_grad for p in layer._parameters.values())

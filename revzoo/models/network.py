@@ -113,13 +113,7 @@ class ImageNetwork(SavableNetwork, ABC):
     """Number of streams after the stages."""
 
     channel_dim: ClassVar[int] = 1
-    """The dimension along which the streams are merged."""
-
-    places: ClassVar[tuple[int, ...]] = (2, 3)
-    """The dimensions that pooling removes."""
-
-    output_formats: ClassVar[tuple[str, ...]] = ("NCHW",)
-    """The formats of :meth:`forward_intermediates`."""
+    """The dimension along which the streams are merged: 1 of maps, -1 of tokens."""
 
     classifier: ClassVar[str] = "fc"
     """Path of the last linear layer."""
@@ -144,7 +138,7 @@ class ImageNetwork(SavableNetwork, ABC):
     ) -> None:
         """Append pooling, dropout and classifier, name the steps, and set their memory mode."""
         check_probability("drop_rate", drop_rate)
-        self.pool = GlobalPool(global_pool, places=self.places)
+        self.pool = self._pool(global_pool)
         self.drop = nn.Dropout(drop_rate)
         # in a tuple, so that it is not a submodule: it follows the memory mode of the stages
         self._merge = (Merge(self.channel_dim),)
@@ -153,6 +147,9 @@ class ImageNetwork(SavableNetwork, ABC):
         # the subclass has built its sequences in default_memory, which fits; others may raise
         if memory is not None:
             set_memory(self, memory)
+
+    def _pool(self, kind: str) -> GlobalPool:
+        return GlobalPool(kind, places=(2, 3) if self.channel_dim == 1 else (1,))
 
     @property
     @abstractmethod
@@ -220,7 +217,8 @@ class ImageNetwork(SavableNetwork, ABC):
             >>> [tuple(m.shape) for m in maps]
             [(1, 64, 16, 16), (1, 112, 8, 8)]
         """
-        check_choice("output_fmt", output_fmt, self.output_formats)
+        tokens = ("NLC",) if self.channel_dim == -1 else ()
+        check_choice("output_fmt", output_fmt, ("NCHW", *tokens))
         count = len(self.feature_info)
         taken = taken_indices(indices, count)
         last = max(taken) if stop_early else count - 1
@@ -256,7 +254,7 @@ class ImageNetwork(SavableNetwork, ABC):
             ValueError: ``num_classes`` is not an integer >= 0, or is not 0 without pooling.
         """
         check_count("num_classes", num_classes, least=0)
-        pool = self.pool if global_pool is None else GlobalPool(global_pool, places=self.places)
+        pool = self.pool if global_pool is None else self._pool(global_pool)
         if num_classes and not pool.kind:
             raise ValueError(
                 f"global_pool='' with num_classes={num_classes}: a linear layer classifies pooled "
@@ -420,13 +418,6 @@ class ImageNetwork(SavableNetwork, ABC):
             raise ValueError(
                 f"images of {channels} channels: expected {self.in_chans}; create the model with "
                 f"in_chans={channels}, or convert the images"
-            )
-        weight = next(self.parameters())
-        wider = x.element_size() > weight.element_size() and weight.is_floating_point()
-        if wider and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(
-                f"images of {x.dtype}: expected {weight.dtype}, like the model's weights; convert "
-                f"them, x.to({weight.dtype})"
             )
         self.check_size(height, width)
 

@@ -58,15 +58,10 @@ def find_model(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
 ) -> NamedModel:
-    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a folder of weights.
+    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a safetensors file or its folder.
 
-    Args:
-        name: one of these. A file must be safetensors; an architecture precedes a folder of the
-            same name.
-        known: the architectures.
-        pretrained: whether to look for weights; an architecture alone means its default weights.
-        cache_dir: for files from the hub.
-        table: the entries to search; None for the package's.
+    An architecture (one of ``known``) precedes a folder of the same name. If ``pretrained``, an
+    architecture alone means its default weights.
 
     Raises:
         ValueError: the name belongs to a Python file.
@@ -171,10 +166,6 @@ def shape_of_weights(
     first = tensors.get(f"{network.input_layer}.weight")
     shape = {} if file.in_chans is None else {"in_chans": file.in_chans}
     if head is not None and head.dim() == 2 and head.shape[1]:
-        if not head.shape[0]:
-            raise StateMismatchError(
-                file.where, misshapen=[f"{network.classifier}.weight (no classes)"]
-            )
         shape["num_classes"] = head.shape[0]
     if first is not None and first.dim() == 4 and first.numel():
         shape["in_chans"] = first.shape[1]

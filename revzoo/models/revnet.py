@@ -34,10 +34,9 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability
@@ -45,21 +44,22 @@ from revzoo.core.invertible import State, Step
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.components import (
-    BOTTLENECK_EXPANSION,
-    BRANCHES,
     EPSILON,
     MOMENTUM,
     RELEASE,
     Branch,
-    BranchKind,
     NormAct,
     NormKind,
     check_stages,
     conv2d,
     drop_path_rates,
 )
-from revzoo.models.lean import Lean, avg_pool2d, run
+from revzoo.models.lean import Lean, run
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
+
+BranchKind = Literal["basic", "bottleneck"]
+# Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
+BOTTLENECK_EXPANSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,22 +109,6 @@ class UnitPlan:
         """Whether output and input have the same shape, which an inverse requires."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
-    def per_stream(self, streams: int) -> "UnitPlan":
-        """The same plan with the channels of one of ``streams`` equal streams.
-
-        Raises:
-            ValueError: the channels do not divide evenly.
-        """
-        channels = self.in_channels, self.out_channels
-        for count in channels:
-            if count % streams:
-                raise ValueError(
-                    f"channels={count}: expected a multiple of {streams}, for {streams} equal "
-                    "streams; choose such stem_width and widths"
-                )
-        inside, outside = (count // streams for count in channels)
-        return replace(self, in_channels=inside, out_channels=outside)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
@@ -160,7 +144,7 @@ class Variant:
     def __post_init__(self) -> None:
         check_stages(self, "widths", "units", "strides")
         check_count("stem_width", self.stem_width)
-        check_choice("branch", self.branch, BRANCHES)
+        check_choice("branch", self.branch, get_args(BranchKind))
         check_choice("convention", self.convention, CONVENTIONS)
         NormAct(self.norm, self.activation)  # refuses unknown names
 
@@ -301,58 +285,53 @@ class Transition(Step):
 
 
 def branch(plan: UnitPlan) -> Branch:
-    """The residual function of ``plan``, whose channels are per stream."""
-    options: dict[str, Any] = {"stride_at_3x3": plan.memcnn} if plan.branch == "bottleneck" else {}
-    return BRANCHES[plan.branch](
+    """The residual function of ``plan``, whose channels are per stream.
+
+    Raises:
+        ValueError: the output channels of a bottleneck are not a multiple of 4.
+    """
+    kernels: tuple[int, ...] = (3, 3)
+    inner = plan.out_channels
+    if plan.branch == "bottleneck":
+        kernels, inner = (1, 3, 1), plan.out_channels // BOTTLENECK_EXPANSION
+        if inner < 1 or plan.out_channels % BOTTLENECK_EXPANSION:
+            raise ValueError(
+                f"out_channels={plan.out_channels}: expected a positive multiple of "
+                f"{BOTTLENECK_EXPANSION}, since the inner width of a bottleneck branch is a quarter"
+            )
+    return Branch(
         plan.in_channels,
         out_channels=plan.out_channels,
+        kernels=kernels,
+        inner=inner,
         stride=plan.stride,
+        strided=int(plan.memcnn and plan.branch == "bottleneck"),
         activate_first=plan.activate_first,
         dropout=plan.dropout,
         drop_path=plan.drop_path,
         norm_act=plan.norm_act,
-        **options,
     )
 
 
-class PoolAndPad(nn.Module):
-    """``(B, in, H, W) -> (B, out, H/stride, W/stride)`` without parameters.
-
-    H and W must be multiples of the stride. If the difference of the channels is odd, the extra
-    zero channel comes last.
+def shortcut(plan: UnitPlan) -> nn.Module:
+    """The shortcut of one stream for ``plan``, whose channels are per stream.
 
     Raises:
-        ValueError: fewer channels out than in.
+        ValueError: a pooling shortcut has fewer channels out than in.
     """
-
-    def __init__(self, in_channels: int, *, out_channels: int, stride: int) -> None:
-        super().__init__()
-        added = out_channels - in_channels
-        if added < 0:
-            raise ValueError(
-                f"out_channels={out_channels}: expected at least in_channels={in_channels}, since "
-                "a pooling shortcut adds zero channels; let the widths grow, or use "
-                "branch='bottleneck'"
-            )
-        self.stride = stride
-        self.padding = (added // 2, added - added // 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.stride > 1:
-            x = avg_pool2d(x, self.stride)
-        return F.pad(x, (0, 0, 0, 0, *self.padding))  # last dimension first: W, H, C
-
-    def extra_repr(self) -> str:
-        return f"stride={self.stride}, padding={self.padding}"
-
-
-def shortcut(plan: UnitPlan) -> nn.Module:
-    """The shortcut of one stream for ``plan``, whose channels are per stream."""
     width, out, stride = plan.in_channels, plan.out_channels, plan.stride
     if plan.keeps_shape:
         return nn.Identity()
     if plan.branch == "basic" and not plan.memcnn:
-        return PoolAndPad(width, out_channels=out, stride=stride)
+        added = out - width
+        if added < 0:
+            raise ValueError(
+                f"out_channels={out}: expected at least in_channels={width}, since a pooling "
+                "shortcut adds zero channels; let the widths grow, or use branch='bottleneck'"
+            )
+        pool = [nn.AvgPool2d(stride)] if stride > 1 else []
+        # of channels, height and width, the last dimension first
+        return Lean(*pool, nn.ZeroPad3d((0, 0, 0, 0, added // 2, added - added // 2)))
     projection = conv2d(width, out_channels=out, kernel_size=1, stride=stride)
     return Lean(projection, plan.norm_act.normalise(out)) if plan.memcnn else projection
 
@@ -470,7 +449,13 @@ class RevNet(StagedNetwork):
 
     @staticmethod
     def build_unit(plan: UnitPlan) -> Step:
-        half = plan.per_stream(RevNet.streams)  # refuses odd widths
+        inside, outside = plan.in_channels, plan.out_channels
+        if inside % 2 or outside % 2:
+            raise ValueError(
+                f"a unit from {inside} to {outside} channels: expected even numbers, for two "
+                "equal streams; choose such stem_width and widths"
+            )
+        half = replace(plan, in_channels=inside // 2, out_channels=outside // 2)
         if plan.memcnn and not plan.keeps_shape:
             return MergedUnit(branch(plan), shortcut=shortcut(plan))
         # G reads y1, which already has the output's shape and has not passed the stem's BN-ReLU

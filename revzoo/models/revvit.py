@@ -203,8 +203,6 @@ class RevViT(ImageNetwork):
 
     default_memory: ClassVar[str] = "exact"
     channel_dim: ClassVar[int] = -1
-    places: ClassVar[tuple[int, ...]] = (1,)
-    output_formats: ClassVar[tuple[str, ...]] = ("NCHW", "NLC")
     input_layer = "stem.steps.0.conv"
     positions = "stem.steps.0.positions"
 
@@ -224,7 +222,13 @@ class RevViT(ImageNetwork):
         embedding = PatchEmbedding(in_chans, variant=variant, copies=self.streams)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
-        blocks = [self._block(variant, rate) for rate in rates]
+        blocks = []
+        for rate in rates:
+            drops = {"dropout": variant.dropout, "drop_path": rate}
+            attention = Attention(variant.width, heads=variant.heads, **drops)
+            hidden = variant.mlp_ratio * variant.width
+            mlp = MLP(variant.width, hidden=hidden, activation=variant.activation, **drops)
+            blocks.append(self.build_block(attention, mlp))
         # one stage: the width is the same throughout, so all blocks form one reversible run
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
@@ -232,13 +236,6 @@ class RevViT(ImageNetwork):
         self.stages.apply(_initialise)
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
         self._assemble(num_classes, drop_rate, memory, global_pool)
-
-    def _block(self, variant: RevViTVariant, drop_path: float) -> Step:
-        width, drops = variant.width, {"dropout": variant.dropout, "drop_path": drop_path}
-        attention = Attention(width, heads=variant.heads, **drops)
-        hidden = variant.mlp_ratio * width
-        mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
-        return self.build_block(attention, mlp)
 
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:

@@ -1,9 +1,8 @@
-"""Saves networks to folders and to the hub: weights, entry and model card."""
+"""Saves networks to folders: weights, entry and model card."""
 
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -22,9 +21,9 @@ from revzoo.layers.make_reversible import has_uniform_bits, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes
 from revzoo.weights.card import model_card
-from revzoo.weights.entry import CONFIG_FILE, HUB, WeightsEntry, metadata_for
+from revzoo.weights.entry import CONFIG_FILE, WeightsEntry, metadata_for
 from revzoo.weights.errors import EntryError, StateMismatchError
-from revzoo.weights.files import TENSORS_FILE, push_folder
+from revzoo.weights.files import TENSORS_FILE
 
 if TYPE_CHECKING:
     from torchvision.transforms import v2
@@ -47,7 +46,7 @@ class Spec(NamedTuple):
 
 
 class SavableNetwork(nn.Module):
-    """A network that can save itself to a folder or to the hub.
+    """A network that can save itself to a folder.
 
     Attributes:
         num_classes: number of logits.
@@ -161,31 +160,14 @@ class SavableNetwork(nn.Module):
                 Nothing is written.
             NotFiniteError: a tensor has NaN or Inf.
         """
-        return _save(self, Path(folder), facts, source=Path(folder).name)
-
-    def push_to_hub(self, repository: str, *, private: bool = False, **facts: Any) -> str:
-        """Upload the files of :meth:`save_pretrained` to ``owner/name``; returns the address.
-
-        Raises:
-            EntryError: as :meth:`save_pretrained`.
-            HubError: huggingface_hub is missing, or the hub refuses.
-        """
-        with tempfile.TemporaryDirectory() as folder:
-            entry = _save(self, Path(folder), facts, source=HUB + repository.removeprefix(HUB))
-            message = f"Add {entry.name}"
-            return push_folder(Path(folder), repository, private=private, message=message)
-
-
-def _save(
-    network: SavableNetwork, folder: Path, facts: dict[str, Any], *, source: str
-) -> WeightsEntry:
-    data, entry = pack(network, file=TENSORS_FILE, facts=facts)
-    inverts = any(step.invertible for step in steps_in(network).values())
-    card = model_card(entry, source=source, reversible=inverts).encode()
-    contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
-    # together: an entry beside different weights would fail verification
-    write_together({folder / name: content for name, content in contents.items()})
-    return entry
+        folder = Path(folder)
+        data, entry = pack(self, file=TENSORS_FILE, facts=facts)
+        inverts = any(step.invertible for step in steps_in(self).values())
+        card = model_card(entry, source=folder.name, reversible=inverts).encode()
+        contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
+        # together: an entry beside different weights would fail verification
+        write_together({folder / name: content for name, content in contents.items()})
+        return entry
 
 
 def pack(
@@ -228,13 +210,7 @@ def pack(
 
 
 def _check_description(network: SavableNetwork, spec: Spec) -> None:
-    """Refuse a network that its description would not restore.
-
-    Raises:
-        EntryError: a network created from the description has other tensors, or computes something
-            else.
-        NotFiniteError: a tensor has NaN or Inf.
-    """
+    """Refuse a network that its description would not restore."""
     where = f"this {type(network).__name__}, compared with create_model({spec.architecture!r}),"
     state = network.state_dict()
     if any(value.is_meta for value in state.values()):
@@ -285,11 +261,7 @@ def json_of(entry: WeightsEntry) -> bytes:
 
 
 def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The known facts about the data of the network's weights.
-
-    Raises:
-        EntryError: facts from its creation are no longer true, and ``given`` lacks the new ones.
-    """
+    """The known facts about the data of the weights; those no longer true must be in ``given``."""
     facts, entry, trained_on = dict(network.facts), network.entry, network.trained_on
     stale: tuple[str, ...] = ()
     if network.fresh_head and facts:

@@ -108,15 +108,11 @@ def read_state_dict(path: Path) -> TensorFile:
     # a loop: a model wrapped in DataParallel twice has the prefix twice
     while tensors and all(key.startswith("module.") for key in tensors):
         tensors = {key.removeprefix("module."): t for key, t in tensors.items()}
-    return TensorFile(tensors, str(path), *_model_in(content, str(path)))
+    return TensorFile(tensors, str(path), *_model_in(content))
 
 
 def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
     """The content of a file of ``torch.save``: plain values and tensors. No code in it runs.
-
-    Args:
-        path: a regular file.
-        map_location: the device of the tensors, as in ``torch.load``.
 
     Raises:
         UnreadableWeightsError: the file is missing or damaged, or holds other objects.
@@ -135,12 +131,10 @@ def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
 
 
 def _check_sums(path: Path) -> None:
-    """Refuse damage, which torch's reader ignores.
-
-    Files from before torch 1.6 have no checksums, nor those of ``set_crc32_options(False)``.
-    """
+    """Refuse damage, which torch's reader ignores."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
+            # none before torch 1.6 and after torch.serialization.set_crc32_options(False)
             with_sums = any(record.CRC for record in archive.infolist())
             if with_sums and (damaged := archive.testzip()):
                 raise zipfile.BadZipFile(f"the checksum of {damaged} does not match")
@@ -160,19 +154,14 @@ def _reason(error: Exception) -> str:
     return f"is damaged, cut off or not a checkpoint ({type(error).__name__}: {text}): {REMEDY}"
 
 
-def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
+def _model_in(content: Mapping[str, Any]) -> tuple[str | None, int | None]:
     """Architecture and image channels in a training checkpoint; None in other files."""
     parameters = content.get("hyper_parameters")  # Lightning's key
     spec = parameters.get("model") if isinstance(parameters, Mapping) else None
     if not isinstance(spec, Mapping):
         return None, None
     name, in_chans = spec.get("name"), spec.get("in_chans")
-    if not (name is None or isinstance(name, str)) or not (in_chans is None or is_count(in_chans)):
-        raise UnreadableWeightsError(
-            f"{where} is of a model with name={name!r:.80} and in_chans={in_chans!r:.80}; expected "
-            "a word and a positive whole number: save model.state_dict() alone"
-        )
-    return name, in_chans
+    return name if isinstance(name, str) else None, in_chans if is_count(in_chans) else None
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
@@ -198,10 +187,7 @@ def check_finite(
 ) -> None:
     """Refuse weights with NaN or Inf, which would make every output NaN.
 
-    Args:
-        tensors: the weights.
-        where: their file, for errors.
-        expected: the tensors that they replace, whose dtype may be too narrow for the values.
+    ``expected`` are the tensors that they replace, whose dtype may be too narrow for the values.
 
     Raises:
         NotFiniteError: names the tensors.

@@ -13,13 +13,11 @@ points ("hf-hub:...", "local-dir:..."), so a name could choose files to read or 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, make_dataclass
 from functools import partial
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -38,7 +36,6 @@ from revzoo.weights.files import socket_timeout
 _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
 # ImageNet's, for which both libraries publish weights
 LIBRARY_CLASSES, LIBRARY_CHANNELS = 1000, 3
-_HUB = "https://huggingface.co/"
 # Classifiers used only in training, which we leave out: a network returns one tensor.
 _AUXILIARY = ("aux1", "aux2", "AuxLogits")
 
@@ -59,11 +56,7 @@ class WrappedNetwork(ImageNetwork):
     def _find_layers(self, classes: int, channels: int, *, heads: slice, missing: str) -> None:
         """Find the layers that depend on the numbers of classes and image channels.
 
-        Args:
-            classes: classes that ``net`` was built for.
-            channels: image channels that ``net`` was built for.
-            heads: the classifiers among the linear layers of so many outputs.
-            missing: the error's message if there are none.
+        ``heads`` are the classifiers among the linear layers of so many outputs.
         """
         named = [(f"net.{name}", m) for name, m in self.net.named_modules()]
         linear = {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == classes}
@@ -358,7 +351,7 @@ def weights_address(name: str) -> str:
 
         config = timm.get_pretrained_cfg(network)
         hub = config and config.hf_hub_id  # timm prefers it to the address
-        address = f"{_HUB}{hub}" if hub else config and config.url
+        address = f"https://huggingface.co/{hub}" if hub else config and config.url
     else:
         from torchvision import models
 
@@ -464,12 +457,7 @@ class LibraryNetwork(WrappedNetwork):
 
 
 def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> nn.Module:
-    """The library's network with its 1,000 classes.
-
-    Raises:
-        DownloadError: the weights cannot be downloaded.
-        ValueError: the network does not take ``img_size``.
-    """
+    """The library's network with its 1,000 classes."""
     sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
     try:
         with _downloading(f"{library}:{name}") if pretrained else nullcontext():
@@ -494,32 +482,16 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
 
 @contextmanager
 def _downloading(name: str) -> Iterator[None]:
-    """Explain a failed download of the default weights of ``name``.
-
-    Raises:
-        DownloadError: names the address and the remedies.
-    """
-    retries = logging.getLogger("huggingface_hub")
-    level = retries.level
-    retries.setLevel(logging.ERROR)  # otherwise four lines for each of twelve attempts
+    """Raise a DownloadError with address and remedies if the weights of ``name`` cannot be had."""
     try:
         with socket_timeout(30):  # torch.hub waits forever
             yield
     except NotImplementedError:  # of the meta device; a RuntimeError, too
         raise
     except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: the file's hash
-        address = weights_address(name)
-        cache = Path(torch.hub.get_dir()) / "checkpoints"
-        if address.startswith(_HUB):
-            from huggingface_hub.constants import HF_HUB_CACHE
-
-            cache = Path(HF_HUB_CACHE)
         raise DownloadError(
-            f"the pretrained weights of {name} cannot be loaded from {address} "
+            f"the pretrained weights of {name} cannot be loaded from {weights_address(name)} "
             f"({str(error).rstrip('.')}). Check the network; or download their file on another "
             "machine and give its path as checkpoint_path (+model.checkpoint_path=FILE); or start "
-            "from random weights, pretrained=False (model.pretrained=false). Cache of earlier "
-            f"downloads: {cache}"
+            "from random weights, pretrained=False (model.pretrained=false)"
         ) from None  # a socket's traceback would not help
-    finally:
-        retries.setLevel(level)

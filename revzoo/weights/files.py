@@ -144,23 +144,6 @@ def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: b
     return config.parent
 
 
-def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:
-    """Upload the files of ``folder`` to ``owner/name``, created if missing; returns its address.
-
-    huggingface_hub handles the login (``hf auth login``, or ``HF_TOKEN``).
-
-    Raises:
-        HubError: huggingface_hub is missing, the name is invalid, or the hub refuses.
-    """
-    name, api = repository.removeprefix(HUB), _library().HfApi()
-    try:
-        api.create_repo(repo_id=name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
-    except (OSError, ValueError) as error:
-        raise HubError(f"{repository}: the hub refused the upload: {error}") from error
-    return f"https://huggingface.co/{name}"
-
-
 def _library() -> Any:
     try:
         return importlib.import_module("huggingface_hub")

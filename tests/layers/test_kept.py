@@ -23,13 +23,11 @@ from revzoo.core.invertible import as_state
 from revzoo.core.saved import SavedState
 from revzoo.models.components import (
     ACTIVATIONS,
-    BasicBranch,
-    BottleneckBranch,
+    Branch,
     NormAct,
-    TripleBranch,
 )
 from revzoo.models.lean import Lean
-from revzoo.models.revnet import MergedUnit, PoolAndPad, ResidualUnit, Stem, Transition
+from revzoo.models.revnet import MergedUnit, ResidualUnit, Stem, Transition, UnitPlan, shortcut
 from revzoo.models.revvit import MLP, Attention
 
 MODES = ("store", "invert", "exact")  # recompute is torch's checkpoint
@@ -156,20 +154,20 @@ FROZEN = (
 
 def transition():
     return Transition(
-        BasicBranch(4, out_channels=6, stride=2),
-        g=BasicBranch(6, out_channels=6),
-        shortcuts=tuple(PoolAndPad(4, out_channels=6, stride=2) for _ in range(2)),
+        Branch(4, out_channels=6, stride=2),
+        g=Branch(6, out_channels=6),
+        shortcuts=tuple(shortcut(UnitPlan(4, 6, 2, "basic", True, 0.0)) for _ in range(2)),
     )
 
 
 def merged():
     projection = Lean(nn.Conv2d(8, 12, 1, stride=2, bias=False), nn.BatchNorm2d(12))
-    return MergedUnit(BasicBranch(8, out_channels=12, stride=2), shortcut=projection)
+    return MergedUnit(Branch(8, out_channels=12, stride=2), shortcut=projection)
 
 
 def basic(norm="batch", activation="relu", **options):
     norm_act = NormAct(norm, activation)
-    return AdditiveCoupling(BasicBranch(4, out_channels=4, norm_act=norm_act, **options))
+    return AdditiveCoupling(Branch(4, out_channels=4, norm_act=norm_act, **options))
 
 
 TABLE = {
@@ -179,12 +177,16 @@ TABLE = {
     "basic, no norm": partial(basic, "none"),
     "basic, no norm, leaky_relu": partial(basic, "none", "leaky_relu"),
     "basic, dropout": partial(basic, dropout=0.3),
-    "bottleneck": lambda: AdditiveCoupling(BottleneckBranch(4, out_channels=4, dropout=0.3)),
-    "triple": lambda: AdditiveCoupling(TripleBranch(4, out_channels=4, inner=2, dropout=0.3)),
-    "affine": lambda: AffineCoupling(BasicBranch(4, out_channels=8)),
+    "bottleneck": lambda: AdditiveCoupling(
+        Branch(4, out_channels=4, kernels=(1, 3, 1), inner=1, dropout=0.3)
+    ),
+    "triple": lambda: AdditiveCoupling(
+        Branch(4, out_channels=4, kernels=(3, 3, 3), inner=2, dropout=0.3, dropout_at_conv=True)
+    ),
+    "affine": lambda: AffineCoupling(Branch(4, out_channels=8)),
     "transition": transition,
     "merged": merged,
-    "residual": lambda: ResidualUnit(BasicBranch(4, out_channels=4), shortcut=nn.Identity()),
+    "residual": lambda: ResidualUnit(Branch(4, out_channels=4), shortcut=nn.Identity()),
     "stem": lambda: Stem(4, channels=8, out_streams=2, downsample=False),
     "stem of ImageNet": lambda: Stem(4, channels=8, out_streams=2, downsample=True),
     "attention": lambda: AdditiveCoupling(Attention(8, heads=2, dropout=0.2)),

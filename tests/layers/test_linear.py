@@ -6,7 +6,7 @@ from compare import error
 from torch.nn import functional
 
 from revzoo import InvertibleConv1x1, InvertibleLinear
-from revzoo.layers.matrix import MATRICES, OrthogonalMatrix, PLUMatrix
+from revzoo.layers.linear import MATRICES, OrthogonalMatrix, PLUMatrix
 
 both = pytest.mark.parametrize("kind", MATRICES)
 

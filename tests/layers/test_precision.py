@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from revzoo.layers.precision import narrowed, widened
-from revzoo.models.components import BasicBranch
+from revzoo.models.components import Branch
 
 AUTOCAST = [torch.bfloat16, torch.float16]
 
@@ -66,7 +66,7 @@ def test_gradients_keep_the_type_of_the_stream():
 
 
 def test_the_first_normalisation_of_a_branch_computes_in_the_narrow_type():
-    branch = BasicBranch(4, out_channels=4)
+    branch = Branch(4, out_channels=4)
     seen = []
     branch.norm1.register_forward_hook(lambda _m, args, y: seen.extend((args[0].dtype, y.dtype)))
     with torch.autocast("cpu", dtype=torch.bfloat16):

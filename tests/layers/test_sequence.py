@@ -129,7 +129,7 @@ def test_an_inverse_of_the_wrong_width_names_the_step():
 
 
 def test_a_member_that_is_not_a_step():
-    with pytest.raises(TypeError, match="step 1 is a Linear, expected an Invertible"):
+    with pytest.raises(TypeError, match=r"step 1 is a .*Linear, expected a revzoo\.Inv"):
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
 
 
@@ -229,7 +229,7 @@ def test_steps_by_name():
             seq.append(coupling(), name=name)
     with pytest.raises(ValueError, match="two steps got the name 'first'"):
         seq.append(coupling(), name="first")
-    with pytest.raises(TypeError, match="step 1 is a Linear"):
+    with pytest.raises(TypeError, match=r"step 1 is a .*Linear"):
         seq.insert(1, nn.Linear(4, 4))
     assert len(seq) == 5
 
@@ -267,7 +267,7 @@ def test_steps_are_replaced_and_deleted():
         seq[0.0]
     with pytest.raises(ValueError, match="contains this sequence"):
         seq.append(ReversibleSequence([seq]))
-    with pytest.raises(TypeError, match="expected an Invertible"):
+    with pytest.raises(TypeError, match=r"expected a revzoo\.Invertible"):
         seq[0] = nn.Identity()
     assert list(seq) == [d]
 
@@ -462,7 +462,6 @@ def test_steps_are_given_as_a_list():
         (("f",), "f is 'f', expected a module or a function"),
         ((nn.Tanh(), "invert"), "g is 'invert', expected a module"),
         ((nn.Linear,), r"f is the class Linear, .*: create it first, Linear\(\.\.\.\)"),
-        ((nn.Tanh(), nn.Tanh(), nn.Tanh()), r"got 3 residual functions, expected f and g"),
     ],
 )
 def test_a_block_takes_two_residual_functions(functions, message):
@@ -532,12 +531,6 @@ def test_a_sum_of_sequences_keeps_names_also_in_place():
     first += second
     assert list(first.keys()) == names == ["a", "b"]
     assert list(first.extend(second).keys()) == ["a", "b", "2"]  # a name that is taken
-
-
-def test_a_slice_takes_a_list_of_steps():
-    sequence = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(2, 2))])
-    with pytest.raises(TypeError, match=r"seq\[i:j\] = \[step\]"):
-        sequence[0:1] = revzoo.ReversibleBlock(nn.Linear(2, 2))
 
 
 def test_streams_in_a_tuple_are_explained_by_log_det_too():

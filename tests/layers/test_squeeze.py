@@ -97,5 +97,5 @@ def test_factors_that_are_refused():
 
 
 def test_volumes_need_a_factor_for_each_axis():
-    with pytest.raises(ValueError, match=r"Squeeze\(\(2, 2, 2\)\)"):
+    with pytest.raises(ValueError, match="one factor for each axis"):
         Squeeze(2, streams=1)(torch.zeros(1, 2, 4, 4, 4))

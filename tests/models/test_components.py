@@ -12,9 +12,8 @@ from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, set_me
 from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.models.components import (
     ACTIVATIONS,
-    BRANCHES,
     RELEASE,
-    BottleneckBranch,
+    Branch,
     NormAct,
     adapt_channels,
     conv2d,
@@ -93,38 +92,29 @@ BASIC = ["norm1", "relu1", "conv1", "norm2", "relu2", "conv2"]
 BOTTLENECK = [*BASIC, "norm3", "relu3", "conv3"]
 
 
-@pytest.mark.parametrize(("kind", "names"), [("basic", BASIC), ("bottleneck", BOTTLENECK)])
-def test_layers_come_in_pre_activation_order(kind, names):
-    full = BRANCHES[kind](8, out_channels=16)
+@pytest.mark.parametrize(("kernels", "names"), [((3, 3), BASIC), ((1, 3, 1), BOTTLENECK)])
+def test_layers_come_in_pre_activation_order(kernels, names):
+    full = Branch(8, kernels=kernels, out_channels=16)
     assert [name for name, _ in full.named_children()] == names
-    bare = BRANCHES[kind](8, out_channels=16, activate_first=False)
+    bare = Branch(8, kernels=kernels, out_channels=16, activate_first=False)
     assert [name for name, _ in bare.named_children()] == names[2:]
-    dropping = BRANCHES[kind](8, out_channels=16, dropout=0.25, drop_path=0.5)
+    dropping = Branch(8, kernels=kernels, out_channels=16, dropout=0.25, drop_path=0.5)
     assert list(dropping.state_dict()) == list(full.state_dict())
     *_, relu, dropout, conv, _ = dropping
     assert (type(relu), dropout.p, type(conv)) == (nn.ReLU, 0.25, nn.Conv2d)
 
 
-@pytest.mark.parametrize("kind", BRANCHES)
-def test_the_first_convolution_has_the_stride(kind):
-    branch = BRANCHES[kind](8, out_channels=16, stride=2)
+@pytest.mark.parametrize("kernels", [(3, 3), (1, 3, 1)])
+def test_the_first_convolution_has_the_stride(kernels):
+    branch = Branch(8, kernels=kernels, out_channels=16, stride=2)
     assert branch(torch.randn(2, 8, 7, 8)).shape == (2, 16, 4, 4)
     strides = [m.stride for m in branch if isinstance(m, nn.Conv2d)]
     assert strides == [(2, 2)] + [(1, 1)] * (len(strides) - 1)
 
 
-def test_inner_width_of_a_bottleneck_is_a_quarter_of_its_output():
-    branch = BottleneckBranch(8, out_channels=64)
-    widths = [(m.in_channels, m.out_channels) for m in branch if isinstance(m, nn.Conv2d)]
-    assert widths == [(8, 16), (16, 16), (16, 64)]
-    for out_channels in (6, 0):
-        with pytest.raises(ValueError, match=f"out_channels={out_channels}.*multiple of 4"):
-            BottleneckBranch(8, out_channels=out_channels)
-
-
 @pytest.mark.parametrize("activate_first", [True, False])
 def test_the_stream_that_a_branch_reads_is_left_alone(activate_first):
-    branch = BottleneckBranch(8, out_channels=8, activate_first=activate_first, dropout=0.5)
+    branch = Branch(8, out_channels=8, activate_first=activate_first, dropout=0.5)
     x = torch.randn(2, 8, 4, 4)
     before = x.clone()
     branch(x)

@@ -321,12 +321,3 @@ def test_a_header_that_is_not_an_entry_is_refused(tmp_path, entry):
     save_file(small().state_dict(), path, metadata={"entry": entry})
     with pytest.raises(WeightsError, match=re.escape(str(path))):
         from_pretrained(path)
-
-
-def test_a_classifier_without_classes_is_refused(tmp_path):
-    """A new, random classifier replaced it."""
-    state = small().state_dict()
-    state["fc.weight"], state["fc.bias"] = torch.zeros(0, 8), torch.zeros(0)
-    torch.save(state, path := tmp_path / "net.pt")
-    with pytest.raises(StateMismatchError, match=r"fc\.weight \(no classes\)"):
-        create_model("revnet38", checkpoint_path=path, **OPTIONS)

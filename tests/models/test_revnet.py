@@ -13,7 +13,6 @@ from revzoo.core.invertible import as_state
 from revzoo.core.modes import MODES
 from revzoo.models import RESNETS, REVNETS, RevNet, Variant, create_model
 from revzoo.models.revnet import (
-    PoolAndPad,
     ResidualUnit,
     Stem,
     Transition,
@@ -104,10 +103,8 @@ def test_a_unit_keeps_its_shape_only_at_stride_one_and_equal_width():
     assert [plan.keeps_shape for plan in plans] == [True, False, False]
 
 
-def test_a_stream_has_its_share_of_the_channels():
-    plan = UnitPlan(8, 16, 2, "basic", False, 0.1)
-    assert plan.per_stream(2) == UnitPlan(4, 8, 2, "basic", False, 0.1)
-    with pytest.raises(ValueError, match=r"channels=65: expected a multiple of 2, for 2"):
+def test_streams_of_odd_widths_are_refused():
+    with pytest.raises(ValueError, match=r"32 to 65 channels: expected even numbers"):
         create_model("revnet38", widths=(32, 65, 112))
 
 
@@ -163,18 +160,28 @@ def test_a_branch_is_built_as_planned():
     assert f(torch.randn(2, 8, 4, 4)).shape == (2, 16, 2, 2)
     assert next(name for name, _ in f.named_children()) == "conv1"
     assert f.dropout3.p == 0.2
+    assert [f.conv1.stride, f.conv2.stride, f.conv3.stride] == [(2, 2), (1, 1), (1, 1)]
+
+
+def test_inner_width_of_a_bottleneck_is_a_quarter_of_its_output():
+    f = branch(UnitPlan(8, 64, 1, "bottleneck", True, 0.0))
+    widths = [(m.in_channels, m.out_channels) for m in f if isinstance(m, nn.Conv2d)]
+    assert widths == [(8, 16), (16, 16), (16, 64)]
+    for out in (6, 0):
+        with pytest.raises(ValueError, match=f"out_channels={out}.*multiple of 4"):
+            branch(UnitPlan(8, out, 1, "bottleneck", True, 0.0))
 
 
 def test_pooling_averages_windows_and_pads_channels_evenly():
     x = torch.arange(16.0).view(1, 1, 4, 4)
-    y = PoolAndPad(1, out_channels=5, stride=2)(x)
+    y = shortcut(UnitPlan(1, 5, 2, "basic", True, 0.0))(x)
     means = torch.tensor([[2.5, 4.5], [10.5, 12.5]])
     zeros = torch.zeros(2, 2)
     assert torch.equal(y, torch.stack([zeros, zeros, means, zeros, zeros])[None])
-    y = PoolAndPad(1, out_channels=4, stride=1)(torch.ones(1, 1, 1, 1))
+    y = shortcut(UnitPlan(1, 4, 1, "basic", True, 0.0))(torch.ones(1, 1, 1, 1))
     assert y.flatten().tolist() == [0.0, 1.0, 0.0, 0.0]  # the extra one is the last
     with pytest.raises(ValueError, match=r"out_channels=6: .* in_channels=8.*bottleneck"):
-        PoolAndPad(8, out_channels=6, stride=1)
+        shortcut(UnitPlan(8, 6, 1, "basic", True, 0.0))
 
 
 @pytest.mark.parametrize(("width", "stride"), [(16, 1), (8, 2)])

@@ -1,8 +1,4 @@
-import json
 import random
-import sys
-import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -173,27 +169,6 @@ def test_a_saved_network_does_not_follow_later_changes(tmp_path):
     with torch.no_grad():
         model.fc.weight.add_(1)
     assert (tmp_path / "model.safetensors").read_bytes() == before
-
-
-def test_a_push_uploads_what_a_folder_would_hold(monkeypatch):
-    uploaded = {}
-
-    class HfApi:
-        def create_repo(self, *, repo_id, private, exist_ok):
-            uploaded["private"] = private
-
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            uploaded.update({p.name: p.read_bytes() for p in Path(folder_path).iterdir()})
-
-    hub = types.ModuleType("huggingface_hub")
-    hub.HfApi = HfApi
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    address = small().push_to_hub("me/net", private=True, **FACTS)
-    assert address == "https://huggingface.co/me/net"
-    assert uploaded.pop("private") is True
-    assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors"]
-    assert json.loads(uploaded["config.json"])["architecture"] == "revnet38"
-    assert b'revzoo.from_pretrained("hf-hub:me/net")' in uploaded["README.md"]
 
 
 def test_a_new_head_asks_for_the_facts_of_its_data(tmp_path):
