@@ -367,9 +367,19 @@ class ImageNetwork(SavableNetwork, ABC):
             Part(self.classifier, (self.get_classifier(),)),
         )
 
+    def published_keys(self) -> Iterable[tuple[str, str]]:
+        """Pairs: a module or tensor in the file of the network's publisher, and the one here."""
+        return ()
+
     def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The ``tensors`` of a file under the names of this network's ``state_dict``."""
-        return tensors
+        names = dict(self.published_keys())
+        renamed = {}
+        for key, t in tensors.items():
+            module, _, leaf = key.rpartition(".")
+            inside = f"{names[module]}.{leaf}" if module in names else key
+            renamed[names.get(key, inside)] = t
+        return renamed
 
     def _sequences(self) -> list[ReversibleSequence]:
         return cast(list[ReversibleSequence], [self.stem, *self.stages])

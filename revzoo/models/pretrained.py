@@ -12,29 +12,40 @@ All other names and shapes must match.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch import Tensor
 from torch.nn import functional
 
+from revzoo._files import file_name, json_bytes, write_together
 from revzoo._libraries import library_hint
 from revzoo.models.components import adapt_channels
 from revzoo.models.network import ImageNetwork
-from revzoo.models.weights_file import TensorFile, check_finite, check_fit, parse_safetensors
+from revzoo.models.weights_file import (
+    TensorFile,
+    check_finite,
+    check_fit,
+    parse_safetensors,
+    read_state_dict,
+    safetensors_bytes,
+)
 from revzoo.models.wrapped import is_library_name, weights_address
-from revzoo.weights.entry import WeightsEntry
+from revzoo.weights.entry import WeightsEntry, entry_beside, metadata_for
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
     EntryError,
     StateMismatchError,
     UnknownWeightsError,
 )
-from revzoo.weights.files import read_bytes
+from revzoo.weights.files import cache_folder, download, read_bytes
 from revzoo.weights.source import CHECKPOINTS, SUFFIX, find_entry
 from revzoo.weights.table import SHIPPED, WeightsTable
 
@@ -111,11 +122,34 @@ def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) ->
     """The tensors of ``entry``, after verification of the file.
 
     Raises:
-        WeightsError: the file is missing, cannot be fetched, or has another hash.
+        WeightsError: the file is missing, cannot be fetched, has another hash, or holds more than
+            tensors.
     """
-    file = parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
+    known = _cached_copy(entry, cache_dir) if entry.is_published_file else entry
+    file = parse_safetensors(read_bytes(known, cache_dir=cache_dir), entry.name)
     in_chans = file.in_chans or entry.in_chans
     return file._replace(in_chans=in_chans, num_classes=entry.num_classes)
+
+
+def _cached_copy(entry: WeightsEntry, cache_dir: str | Path | None) -> WeightsEntry:
+    """The entry of a safetensors file in the cache, made once from a publisher's file.
+
+    The tensors keep the publisher's names, which ``ImageNetwork.adapt_state_dict`` translates.
+    """
+    url = str(entry.url)
+    kept_apart = hashlib.sha256(f"{url} {entry.sha256}".encode()).hexdigest()[:16]
+    path = cache_folder(cache_dir) / f"{file_name(entry.name)}-{kept_apart}{SUFFIX}"
+    if path.is_file() and (known := entry_beside(path)) is not None:
+        return known
+    with TemporaryDirectory() as folder:
+        downloaded = Path(folder) / Path(urlsplit(url).path).name
+        download(url, downloaded, sha256=entry.sha256)
+        tensors = read_state_dict(downloaded).tensors
+    data = safetensors_bytes(tensors, metadata_for(entry))
+    digest = hashlib.sha256(data).hexdigest()
+    known = replace(entry, sha256=digest, file=path.name, url=None, folder=path.parent)
+    write_together({path: data, path.with_suffix(".json"): json_bytes(known.plain())})
+    return known
 
 
 def load_weights(
@@ -160,7 +194,7 @@ def shape_of_weights(
 ) -> dict[str, int]:
     """``num_classes`` and ``in_chans`` of the weights, as far as known."""
     tensors = file.tensors
-    if isinstance(network, ImageNetwork):  # a user's module may be saved alone
+    if isinstance(network, ImageNetwork):  # a publisher's file, or a user's module alone
         tensors = dict(network.adapt_state_dict(tensors))
     head = tensors.get(f"{network.classifier}.weight")
     first = tensors.get(f"{network.input_layer}.weight")

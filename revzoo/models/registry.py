@@ -359,7 +359,9 @@ def _build(
     row = replace(architecture.variant, **{key: options[key] for key in of_row})
     others = {key: value for key, value in options.items() if key not in of_row}
     layout = network
-    if file is not None and issubclass(network, OwnNetwork):
+    renames = network.adapt_state_dict is not ImageNetwork.adapt_state_dict
+    renames = renames or network.published_keys is not ImageNetwork.published_keys
+    if file is not None and renames and not issubclass(network, LibraryNetwork):
         # A network without values tells what names its first and last layer. A constructor that
         # reads values of tensors runs on the CPU, where it draws.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

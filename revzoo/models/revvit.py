@@ -23,7 +23,8 @@ not have.
 Shapes: B batch, N patches, D width of a token in one stream.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -269,6 +270,27 @@ class RevViT(ImageNetwork):
     @property
     def image_size(self) -> int:
         return self.variant.img_size
+
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Of PySlowFast's Rev-ViT, whose queries, keys and values are three layers."""
+        yield from (("patch_embed.proj", "stem.steps.0.conv"), ("head.projection", "fc"))
+        yield "pos_embed", "stem.steps.0.positions"
+        for i in range(self.variant.depth):
+            theirs, ours = f"rev_backbone.layers.{i}", f"stages.0.steps.{i}.steps"
+            yield f"{theirs}.F.norm", f"{ours}.0.branch.norm"
+            yield f"{theirs}.F.attn.proj", f"{ours}.0.branch.proj"
+            yield f"{theirs}.G.norm", f"{ours}.1.branch.norm"
+            yield f"{theirs}.G.mlp.fc1", f"{ours}.1.branch.fc1"
+            yield f"{theirs}.G.mlp.fc2", f"{ours}.1.branch.fc2"
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        renamed = dict(super().adapt_state_dict(tensors))
+        for i, leaf in itertools.product(range(self.variant.depth), ("weight", "bias")):
+            three = [f"rev_backbone.layers.{i}.F.attn.{name}.{leaf}" for name in "qkv"]
+            if all(key in renamed for key in three):
+                merged = torch.cat([renamed.pop(key) for key in three])
+                renamed[f"stages.0.steps.{i}.steps.0.branch.qkv.{leaf}"] = merged
+        return renamed
 
     def as_map(self, z: Tensor) -> Tensor:
         side = self.variant.img_size // self.variant.patch_size

@@ -21,9 +21,9 @@ from revzoo.weights.entry import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
 
-PICKLED = (".pt", ".pth", ".ckpt")
+PICKLED = (".pt", ".pth", ".ckpt", ".pyth", ".tar")
 REMEDY = "use another copy of it, or another checkpoint of the run"
-WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
+WRAPPERS = ("state_dict", "model", "model_state_dict", "model_state", "net")
 """Keys under which training scripts keep the state dict."""
 
 

@@ -30,9 +30,10 @@ def model_card(entry: WeightsEntry, *, source: str = "DIR", reversible: bool = F
         "Classes": ", ".join(entry.classes or ()),
         "Options": entry.options and f"`{json.dumps(dict(entry.options))}`",
         "Licence": entry.license,
+        "Citation": entry.citation,
         "Measured": ", ".join(f"{name} {value:g}" for name, value in entry.metrics.items()),
         "Measured on": entry.measured_on,
-        "SHA-256": f"`{entry.sha256}`",
+        "SHA-256": entry.sha256 and f"`{entry.sha256}`",
     }
     size = " x ".join(map(str, entry.input_size))
     yaml = "".join(f"{key}: {json.dumps(value)}\n" for key, value in header.items() if value)

@@ -25,8 +25,9 @@ CONFIG_FILE = "config.json"  # of an entry in a folder of save_pretrained, or on
 HUB = "hf-hub:"
 WEB = ("https://", "http://")
 KEY = "entry"
-# fields that the file cannot hold (its hash), or that change when someone renames or moves the file
-_OUTSIDE = ("sha256", "file", "url", "default")
+# fields that the file cannot hold (its hash), that the network shows, or that change when someone
+# renames or moves the file
+_OUTSIDE = ("sha256", "file", "url", "default", "parameters", "mib")
 _LISTS = ("input_size", "classes", "mean", "std")
 _NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")  # timm:resnet50.tag
 
@@ -41,9 +42,10 @@ class WeightsEntry:
         options: further keywords of ``create_model`` that the network was built with.
         num_classes: rows of the classifier.
         input_size: channels, height and width of the training images.
-        sha256: of the whole file, 64 hexadecimal digits.
+        sha256: of the whole file, 64 hexadecimal digits; None if its publisher states none.
         file: name of a safetensors file, beside the entry or in the hub's repository.
-        url: ``https://...`` of the file, or ``hf-hub:owner/name``.
+        url: ``https://...`` of the file, or ``hf-hub:owner/name``. A publisher's own file of
+            ``torch.save`` (``.pth``, ``.tar``, ...) is cached as safetensors.
         default: whether the architecture's name without a tag selects this entry.
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
@@ -51,6 +53,9 @@ class WeightsEntry:
         crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and crop the
             centre to ``input_size``; 1 keeps all of it.
         license: SPDX identifier of the weights' licence.
+        citation: the paper, or the repository.
+        parameters: their number, in millions.
+        mib: activations that training keeps for an image of ``input_size``, by memory mode.
         recipe: the exact command that trained them.
         metrics: measured figures by name, as fractions of one.
         measured_on: set, split, number of images and precision of the measurement.
@@ -64,7 +69,7 @@ class WeightsEntry:
     architecture: str
     num_classes: int
     input_size: tuple[int, ...]
-    sha256: str
+    sha256: str | None = None
     file: str | None = None
     url: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +79,9 @@ class WeightsEntry:
     std: tuple[float, ...] | None = None
     crop_pct: float | None = None
     license: str | None = None
+    citation: str | None = None
+    parameters: float | None = None
+    mib: Mapping[str, float] = field(default_factory=dict)
     recipe: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     measured_on: str | None = None
@@ -91,6 +99,12 @@ class WeightsEntry:
         # the other rules rely on the types
         if faults := "; ".join(self._wrong_types()) or "; ".join(self._faults()):
             raise EntryError(f"the entry of weights {self.name!r} is not valid: {faults}")
+
+    @property
+    def is_published_file(self) -> bool:
+        """Whether the file is a publisher's own, not of this package's format."""
+        web = self.url is not None and self.url.startswith(WEB)
+        return web and not str(self.url).endswith(".safetensors")
 
     @property
     def in_chans(self) -> int:
@@ -117,8 +131,9 @@ class WeightsEntry:
         """Name, whether its value is valid, and the expected value."""
         named = _NAME.fullmatch(self.name) and self.name.partition(".")[0] == self.architecture
         yield "name", bool(named), f"the architecture, or {self.architecture}.NAME of your own"
-        is_hash = re.fullmatch("[0-9a-f]{64}", self.sha256)
-        yield "sha256", bool(is_hash), "64 hexadecimal digits in lower case"
+        is_hash = re.fullmatch("[0-9a-f]{64}", self.sha256 or "")
+        known = bool(is_hash) or (self.sha256 is None and self.is_published_file)
+        yield "sha256", known, "64 hexadecimal digits in lower case"
         placed = self.url.startswith((*WEB, HUB)) if self.url else self.file is not None
         yield "url", placed, f"https://... or {HUB}owner/name, or a file beside the entry"
         # an entry from the hub must not reach files outside its folder
@@ -142,6 +157,8 @@ class WeightsEntry:
         yield "crop_pct", share, "a share above 0, up to 1"
         numbers = all(is_number(value) and abs(value) < inf for value in self.metrics.values())
         yield "metrics", numbers, "finite numbers"
+        counted = all(is_number(value) and 0 < value < inf for value in self.mib.values())
+        yield "mib", counted, "a positive number for each memory mode"
 
 
 def read_entry(path: Path) -> WeightsEntry:
@@ -166,7 +183,7 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
         EntryError: a field is unknown, missing or invalid.
     """
     known = {f.name for f in fields(WeightsEntry)} - {"folder"}
-    needed = {"name", "architecture", "num_classes", "input_size", "sha256"}
+    needed = {"name", "architecture", "num_classes", "input_size"}
     unknown, missing = sorted(values.keys() - known), sorted(needed - values.keys())
     if unknown or missing:
         raise EntryError(

@@ -61,6 +61,7 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
     if entry.url is not None and entry.url.startswith(HUB):
         return fetch(entry.url, entry.file or TENSORS_FILE, cache_dir=cache_dir)
     # the hash in the name keeps versions of the weights apart
+    assert entry.sha256 is not None  # only a publisher's file may lack it, and is read elsewhere
     cached = cache_folder(cache_dir) / f"{file_name(entry.name)}-{entry.sha256[:16]}.safetensors"
     # a damaged file in the cache is downloaded again
     if cached.is_file() and hashlib.sha256(cached.read_bytes()).hexdigest() == entry.sha256:
@@ -74,13 +75,13 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
     return cached
 
 
-def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> None:
+def download(url: str, target: Path, *, sha256: str | None, timeout: float = 30.0) -> None:
     """Download ``url``, verify it, and move it to ``target`` atomically.
 
     Args:
         url: http or https.
         target: the file; its folder is created.
-        sha256: of the whole file, 64 hexadecimal digits.
+        sha256: of the whole file, 64 hexadecimal digits; None if it is not known.
         timeout: the download fails after so many seconds without a byte.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -89,7 +90,19 @@ def test_list_prints_networks_of_libraries(
 def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_entry(tmp_path)
     main(["list", "revnet*", "--pretrained", "--weights", str(tmp_path)])
-    assert capsys.readouterr().out == "revnet38.small\n"
+    header, row, _ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["weights", "params", "side", "top-1", "licence", "store", "exact"]
+    assert row.split() == ["revnet38.small", "8", "50.0%", "MIT"]
+
+
+def test_the_table_of_weights_fits_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["list", "--pretrained"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(line.split() for line in lines if line.startswith("revvit_small.in1k"))
+    assert row[1:6] == ["22.4", "M", "224", "79.9%", "Apache-2.0"]
+    store, exact = map(float, row[6:])
+    assert 0 < exact < store / 10
 
 
 @pytest.mark.parametrize("options", [[], ["--pretrained"]])
@@ -99,7 +112,9 @@ def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
 
 
 def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
-    (tmp_path / "revnet38.small.json").touch()  # names come from the folder, not from the files
+    entry = {"name": "revnet38.small", "architecture": "revnet38", "num_classes": 10}
+    entry |= {"input_size": [3, 32, 32], "sha256": "0" * 64, "file": "a.safetensors"}
+    (tmp_path / "revnet38.small.json").write_text(json.dumps(entry))
     script = (
         "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, main\n"
         "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
@@ -116,7 +131,7 @@ def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("irevnet13\n")
-    assert done.stdout.endswith("\nrevnet38.small\n")
+    assert done.stdout.splitlines()[-2].split() == ["revnet38.small", "32"]
 
 
 @pytest.mark.parametrize("command", ["list", "info revnet38"])
