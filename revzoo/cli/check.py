@@ -1,20 +1,24 @@
-"""Compares a composed configuration with the schema, without importing torch.
+"""Compares a composed configuration with the schema, and its devices and folder with this machine.
 
-The error for a wrong name suggests the nearest option; that for a wrong value gives the range.
+The error for a wrong name suggests the nearest option; that for a wrong value gives the range. The
+schema is compared without torch, the machine without Lightning, which takes seconds to import.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from revzoo._checks import (
     check_choice,
+    cores,
     did_you_mean,
     expected_type,
     is_number,
     nearest,
+    number_of,
     shortened,
 )
 from revzoo.cli.schema import (
@@ -211,15 +215,14 @@ def _tf32(config: Config) -> None:
 def _memory(config: Config) -> None:
     memory = config["memory"]
     mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
-    if mode == "budget":
-        if budget is None:
-            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
-        if budget != MISSING:
-            bytes_from(budget, name="memory.bytes")
-    elif budget is not None and mode == "auto":
-        bytes_from(budget, name="memory.bytes")
-    elif budget is not None:
+    if mode == "budget" and budget is None:
+        raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+    if budget is not None and mode not in ("auto", "budget"):
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if budget not in (None, MISSING):
+        bytes_from(budget, name="memory.bytes")
+    if (part := memory.get("fraction")) is not None and mode != "auto":
+        raise ConfigError(f"memory.fraction={part} is of the free memory: add memory=auto")
     if inverting is not None and mode not in PLANS:
         raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
 
@@ -276,3 +279,79 @@ def _tuner(config: Config) -> None:
 RULES: Sequence[Callable[[Config], None]] = (
     _ends, _optimizer, _tf32, _memory, _callbacks, _tuner,
 )  # fmt: skip
+
+
+# --- this machine ---
+
+
+def check_machine(config: Config) -> None:
+    """Check the device, the precision and the number of processes of a checked configuration."""
+    trainer, precision = config["trainer"], config["precision"]
+    device, devices = device_kind(trainer["accelerator"]), str(trainer["devices"])
+    # on a CPU, Lightning starts any number of processes
+    if device == "cpu" and devices.isdecimal() and int(devices) > 4 * cores():
+        raise ConfigError(
+            f"trainer.devices={devices} processes for {number_of(cores(), 'core')}: "
+            f"expected at most {4 * cores()}"
+        )
+    if device == "cpu" and precision["trainer"] == "16-mixed":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
+    if device == "mps" and precision["trainer"] == "64-true":
+        raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
+    if device != "cuda" and precision["tf32"]:
+        raise ConfigError(
+            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "
+            "precision=fp32"
+        )
+
+
+def check_root(data: Config) -> None:
+    """Check that the folder of an image folder exists."""
+    if data["_target_"] == "revzoo.data.ImageFolder":
+        root = Path(data["root"]).expanduser().absolute()
+        if not root.is_dir():
+            raise ConfigError(
+                f"image folder {root} does not exist: set data.root=DIR, the folder above "
+                "train/CLASS/*.jpg"
+            )
+
+
+def device_kind(accelerator: str) -> str:
+    """The type of a run's device: ``cpu``, ``cuda`` or ``mps``."""
+    import torch
+
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+    for kind in fitting.get(accelerator, (accelerator,)):
+        if available[kind]:
+            return kind
+    raise ConfigError(
+        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
+        "trainer.accelerator=cpu or auto"
+    )
+
+
+def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
+    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
+
+    ``several`` is for a command that starts several runs: ``-m``, ``revzoo sweep``.
+    """
+    from revzoo.training.distributed import started_together
+
+    count = started_together()
+    if count == 1:
+        return
+    if several:
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, and each would start all runs: start "
+            "several runs without torchrun and srun"
+        )
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, which need one folder: add "
+            "hydra.run.dir=outputs/NAME, with a new name"
+        )

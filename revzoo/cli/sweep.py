@@ -29,10 +29,11 @@ from revzoo._checks import (
     package_needed,
 )
 from revzoo._files import replacing_table
+from revzoo.cli.check import check_machine
 from revzoo.cli.config import TRAIN, ConfigFiles, compose, parse, quoted
 from revzoo.cli.invocation import command_line, train_words
-from revzoo.cli.run.machine import check_machine
-from revzoo.cli.run.record import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, write_yaml
+from revzoo.cli.run.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, locked, write_yaml
+from revzoo.cli.run.multirun import run_program
 from revzoo.cli.terminal import ConfigError, folded, folded_command, status_of
 
 log = logging.getLogger(__name__)
@@ -181,8 +182,6 @@ class Search:
 
     def run_trial(self, trial: Any) -> str:
         """Train, and report the trial's end to the study; return the reason of a failure."""
-        from revzoo.cli.run.child_process import run_program
-
         run_dir = self.folder / f"{trial.number:04d}"
         output, pruned, error = run_dir.with_suffix(".log"), False, ""
 
@@ -221,8 +220,6 @@ class Search:
 
     def command(self, trial: Any, run_dir: Path) -> list[str]:
         """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
-        from revzoo.cli.run.lock import locked
-
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
                 return [*train_words(), "--resume", str(run_dir)]

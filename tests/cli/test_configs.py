@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from revzoo.cli.check import check_machine
 from revzoo.cli.run.build import check_parts, memory_mode
-from revzoo.cli.run.machine import check_machine
 from revzoo.cli.schema import RUN
 from revzoo.models import create_model, list_models
 

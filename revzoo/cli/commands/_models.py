@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
+from revzoo.cli.terminal import ConfigError, one_line
 from revzoo.weights.source import SAVED
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from revzoo.models.network import ImageNetwork
 
 
@@ -152,7 +155,6 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
     Raises:
         ValueError: the model does not take it; the message names the option.
     """
-    from revzoo.cli.run.sizes import try_image
     from revzoo.models.network import ImageSizeError
 
     try:
@@ -176,3 +178,48 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     side = side_of("--image-size", args.image_size, model.image_size)
     check_side(model, side, "--image-size")
     return args.batch_size, model.in_chans, side, side
+
+
+def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -> None:
+    """Run a model on one black image, before reading images or measuring a step.
+
+    Some networks of libraries take images of only one size, and do not raise until they run.
+
+    Args:
+        model: on any device; its BatchNorms keep their statistics.
+        side: in pixels.
+        channels: of the image.
+        remedy: the end of the message; ``{size}`` stands for the side that the model was made for.
+
+    Raises:
+        ConfigError: the model fails on this size, but not on the size that it was made for.
+        ValueError: from the model, if it checks the size.
+    """
+    import torch
+
+    from revzoo.core.evaluation import evaluation_mode
+    from revzoo.core.invertible import kind_of
+
+    def run(side: int) -> None:
+        first = next(model.parameters())
+        image = torch.zeros(1, channels, side, side, dtype=first.dtype, device=first.device)
+        # in evaluation mode, so BatchNorm's statistics stay
+        with torch.no_grad(), evaluation_mode(model):
+            model(image)
+
+    refusals = (RuntimeError, AssertionError)  # of layers, and of timm
+    try:
+        run(side)
+    except refusals as error:
+        made_for = getattr(model, "image_size", side)  # a user's model may have none
+        if made_for == side:
+            raise
+        try:
+            run(made_for)
+        except refusals:  # something else is wrong: show the original error
+            raise error from None
+        why = f" ({one_line(error)})" if str(error) else ""
+        raise ConfigError(
+            f"{kind_of(model)} fails on images of {side} x {side} pixels{why}: it is made for "
+            f"{made_for} x {made_for}{remedy.format(size=made_for)}"
+        ) from error

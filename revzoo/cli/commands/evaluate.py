@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
     from revzoo.cli.config import EVAL, compose
-    from revzoo.cli.run.record import run_of, take_root
+    from revzoo.cli.run.folder import run_of, take_root
 
     # on standard error: standard output has only the figures
     handler = logging.StreamHandler()
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.evaluate import evaluate
-        from revzoo.cli.run.record import check_imports
+        from revzoo.cli.run.folder import check_imports
         from revzoo.training.distributed import is_first_process
         from revzoo.training.quiet_lightning import quiet
 

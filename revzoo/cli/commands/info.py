@@ -92,7 +92,7 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
     """Print the facts of a checkpoint; return its model and the side of its images."""
     _print("checkpoint", resolve_source(checkpoint))
     with status_of("loading torch and Lightning"):
-        from revzoo.cli.run.record import check_imports, run_of
+        from revzoo.cli.run.folder import check_imports, run_of
         from revzoo.training.checkpoint.restore import restore
 
         check_imports(run_of(checkpoint))

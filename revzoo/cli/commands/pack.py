@@ -97,7 +97,7 @@ def publish(
 
 def _recipe(checkpoint: Path) -> str:
     """The command that started the run."""
-    from revzoo.cli.run.record import SESSIONS_FILE, recorded_words, run_of
+    from revzoo.cli.run.folder import SESSIONS_FILE, recorded_words, run_of
 
     run_dir = run_of(checkpoint)
     if not (run_dir / SESSIONS_FILE).is_file():
@@ -110,7 +110,7 @@ def _recipe(checkpoint: Path) -> str:
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
-    from revzoo.cli.run.record import SUMMARY_FILE, errors_naming, run_of
+    from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming, run_of
     from revzoo.weights.source import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE

@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> None:
     with status_of("loading torch and Lightning"):
         import torch
 
+        from revzoo.cli.run.folder import check_imports, run_of
         from revzoo.cli.run.predict import FORMS, predict
-        from revzoo.cli.run.record import check_imports, run_of
         from revzoo.data import DataError
         from revzoo.training.checkpoint.restore import restore
         from revzoo.training.quiet_lightning import quiet

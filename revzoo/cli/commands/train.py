@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
         # hydra.mode=MULTIRUN, the same as -m
         _multirun(args, source)
     else:
-        from revzoo.cli.run.machine import check_machine, check_root
+        from revzoo.cli.check import check_machine, check_root
 
         check_root(config["data"])
         with status_of("loading torch and Lightning"):
@@ -114,8 +114,8 @@ def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.run.machine import check_machine
-    from revzoo.cli.run.record import resumed_config
+    from revzoo.cli.check import check_machine
+    from revzoo.cli.run.folder import resumed_config
 
     new_runs = (
         *("multirun", "cfg", "resolve", "package"),
@@ -130,7 +130,7 @@ def _resume(args: argparse.Namespace) -> None:
     config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
     with status_of("loading torch and Lightning"):
         check_machine(config)  # before Lightning is imported
-        from revzoo.cli.run.resume import resume
+        from revzoo.cli.run.train import resume
 
     resume(run_dir, config, args.overrides)
 

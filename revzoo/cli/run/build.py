@@ -21,8 +21,8 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.run.record import METRICS_FILE
-from revzoo.cli.run.sizes import try_image
+from revzoo.cli.commands._models import try_image
+from revzoo.cli.run.folder import METRICS_FILE
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData

@@ -8,10 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.check import check
+from revzoo.cli.check import check, check_machine
 from revzoo.cli.run.build import apply_precision, build_data, make_trainer
-from revzoo.cli.run.machine import check_machine
-from revzoo.cli.run.record import CONFIG_FILE, errors_naming, moved, recorded_config, run_of
+from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, moved, recorded_config, run_of
 from revzoo.cli.schema import EVALUATION
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import DataError

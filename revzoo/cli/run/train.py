@@ -1,4 +1,8 @@
-"""Runs training and test from a checked configuration."""
+"""Runs training and test from a checked configuration, in a new folder or a resumed run's.
+
+A resumed run has the configuration of its ``config.yaml``: on the CPU, it ends with the same
+weights and figures as an uninterrupted run, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +28,15 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
+from revzoo.cli.check import check_started_together
 from revzoo.cli.run.build import (
     apply_precision,
     build_data,
     build_module,
     build_trainer,
     check_network,
+    data_name,
+    model_spec,
 )
 from revzoo.cli.run.console import (
     log_finished,
@@ -41,44 +48,61 @@ from revzoo.cli.run.console import (
     shorten_log,
 )
 from revzoo.cli.run.folder import (
+    CONFIG_FILE,
+    LOG_FILE,
     check_unused,
-    describe_run,
     discard_folder,
     is_timed,
+    locked,
+    moved,
     new_folder,
+    new_run_command,
     record_session,
     resume_hint,
     seconds_before,
+    versions,
     write_config,
     write_summary,
 )
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.machine import check_started_together
-from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
+from revzoo.data.registry import DATA
 from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
+from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.checkpoints import (
     best_checkpoint_path,
+    best_figures,
     check_saved,
     check_validated,
 )
+from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
+    has_saved,
+    read_last,
 )
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
+from revzoo.training.checkpoint.restore import check_complete
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
-from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
+from revzoo.training.lightning_compat import (
+    all_callbacks,
+    batches_of_run,
+    callbacks_of,
+    epochs_of_run,
+)
+from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.quiet_lightning import quiet
 from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.resume.run_state import RunState
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
+from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +118,6 @@ ENDINGS = (
     MisconfigurationException,  # Lightning's, such as a fraction of batches that leaves none
 )
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
-# environment variables that Lightning sets: two for determinism, two for seeds
-VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "HOROVOD_FUSION_THRESHOLD",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-)
 
 
 def begin(
@@ -108,12 +125,7 @@ def begin(
 ) -> dict[str, float]:
     """Create, check and lock a run's folder, and train there; return the final figures.
 
-    If the run cannot start, its folder is removed.
-
-    Args:
-        config: the composed configuration as plain containers.
-        whole: the same with Hydra's section, checked.
-        overrides: of the command line.
+    If the run cannot start, its folder is removed. ``whole`` is ``config`` with Hydra's section.
 
     Raises:
         SystemExit: as :func:`train`; or the folder is in use or contains a run.
@@ -164,6 +176,117 @@ def without_hydra(overrides: Sequence[str]) -> list[str]:
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
+def resume(
+    run_dir: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """Continue a run in its folder; return its figures.
+
+    Args:
+        run_dir: the run's folder.
+        config: from :func:`revzoo.cli.run.folder.resumed_config`.
+        overrides: of the command line, for the record.
+
+    Raises:
+        SystemExit: the run cannot resume; the message says why.
+    """
+    # messages and records name the path, and the process may change its folder
+    run_dir = run_dir.absolute()
+    with locked(run_dir), logged_to(run_dir):
+        arguments = ["--resume", str(run_dir), *overrides]
+        # under the lock: it may rename a damaged file
+        checkpoint = last_state(run_dir, config)
+        return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
+
+
+def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
+    """The checkpoint to resume from; None if the run has saved none."""
+    if not has_saved(run_dir / CHECKPOINTS):
+        if is_first_process():
+            log.warning("%s has no %s: the run starts from the beginning", run_dir, LAST)
+            best = run_dir / CHECKPOINTS / BEST
+            if best.is_file():  # someone has removed only last.ckpt
+                log.warning("%s is now %s", best, best.replace(best.with_name(f"{BEST}.earlier")))
+        return None
+    with user_errors():
+        check = partial(check_fits, config, run_dir=run_dir)
+        path, state = read_last(run_dir / CHECKPOINTS, check)
+    # the rest is freed: it may hold gigabytes
+    return Saved(path, state["global_step"], state[data_name(config)])
+
+
+def check_fits(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, *, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` fits the run's configuration.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint is damaged.
+        CheckpointError: it comes from another run, or its hyperparameters are refused.
+    """
+    # before check_complete, which builds the model that they describe
+    check_hyperparameters(state.get("hyper_parameters"))
+    callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
+    try:
+        check_same_run(config, state, path, run_dir)
+        check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
+    except ValueError as error:  # options of another version
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def check_same_run(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` has the model and the recipe of the configuration."""
+    hyper = state["hyper_parameters"]
+    model = hyper["model"]
+    # these come from the data, which are compared by themselves
+    same_size = {name: model.get(name) for name in ("num_classes", "in_chans")}
+    spec = model_spec(config, **same_size)
+    # a checkpoint contains the weights and does not record the source of the initial ones
+    others = {*WEIGHTS_ARGUMENTS, "memory"}
+    if config["callbacks"].get("side_bits"):
+        others.add("reversible_bits")  # the callback raises them, so a checkpoint may have more
+    spec = {key: value for key, value in spec.items() if key not in others}
+    # revnet38.cifar10 names weights of revnet38
+    spec["name"] = spec["name"].partition(".")[0]
+    # OptimSpec adds the defaults of options that are newer than the checkpoint
+    expected: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
+    optim = OptimSpec.of(hyper.get("optim")).plain()
+    saved: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
+    if names := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
+        expected["data"], saved["data"] = data_name(config), ", ".join(names)
+    for section, options in expected.items():
+        if options != saved[section]:
+            raise CheckpointError(
+                f"{run_dir / CONFIG_FILE} and {path} differ in {section}: {options} and "
+                f"{saved[section]}; restore the configuration with which the run started"
+            )
+
+
+@contextmanager
+def logged_to(run_dir: Path) -> Iterator[None]:
+    """Log to the terminal and to the run's log file, as Hydra does for a new run."""
+    handlers: tuple[logging.Handler, ...] = (
+        logging.StreamHandler(sys.stdout),
+        # names of files may hold any bytes
+        logging.FileHandler(run_dir / LOG_FILE, errors="backslashreplace"),
+    )
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    shorten_log()
+    try:
+        yield
+    finally:
+        # in a notebook, more runs may follow in this process
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
 def train(
     config: Mapping[str, Any],
     *,
@@ -192,7 +315,7 @@ def train(
     stop = GracefulStop()
     stop.hint = partial(resume_hint, run_dir)
     try:
-        with stop.listening(), switches_restored(), logged_warnings():
+        with stop.listening(), logged_warnings():
             # a resumed run has the value in its configuration
             if config.get("tuner") is not None and resume is None:
                 following = search(config, run_dir, overrides)
@@ -233,37 +356,22 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
 
 
 class Saved(NamedTuple):
-    """The checkpoint from which a run resumes.
-
-    Attributes:
-        path: of the file.
-        step: the optimiser steps so far.
-        data: the state of the data module.
-    """
+    """The checkpoint from which a run resumes."""
 
     path: Path
-    step: int
-    data: Mapping[str, Any]
+    step: int  # optimiser steps so far
+    data: Mapping[str, Any]  # the state of the data module
 
 
 class Run(NamedTuple):
-    """The parts of a run that is ready to train.
+    """The parts of a run that is ready to train."""
 
-    Attributes:
-        config: with the plan of memory modes, if the run has one.
-        trainer: with the callbacks.
-        module: with the model.
-        data: after ``setup``.
-        first_step: the step at which it starts; None in a new folder.
-        resumed: the checkpoint from which it resumes; None for a new run.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # with the plan of memory modes, if the run has one
     trainer: pl.Trainer
     module: Classifier
-    data: ImageData
-    first_step: int | None
-    resumed: Path | None
+    data: ImageData  # after ``setup``
+    first_step: int | None  # None in a new folder
+    resumed: Path | None  # the checkpoint; None for a new run
 
 
 def build(
@@ -386,6 +494,39 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     return figures
 
 
+def describe_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    seconds: float,
+    figures: Mapping[str, float],
+    stopped: str | None,
+) -> dict[str, Any]:
+    """The figures of a run as plain values; ``stopped`` is the signal or error that ended it."""
+    device = module.device
+    best = best_checkpoint_path(trainer)
+    root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
+    return {
+        "metrics": dict(figures),
+        "epochs": epochs_of_run(trainer),
+        "steps": trainer.global_step,
+        # a resumed run adds to it, see seconds_before
+        "train_seconds": round(seconds, 3),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        # relative, since users move folders
+        "checkpoint": os.path.relpath(best, root) if best else None,
+        # from its validation; metrics has the last figures
+        "best": best_figures(trainer) if best else {},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "stopped": stopped,
+        "notes": [
+            note for state in callbacks_of(trainer, RunState) for note in state.notes.values()
+        ],
+    }
+
+
 def figures_of(trainer: pl.Trainer) -> dict[str, float]:
     """The figures of training and validation, also from before the resume of a resumed run."""
     before = [state.figures for state in callbacks_of(trainer, RunState)]
@@ -417,29 +558,3 @@ def prepare_process(config: Mapping[str, Any]) -> None:
         torch.set_num_threads(at_most(cores(), "threads", config["threads"]))
     apply_precision(config["precision"])
     pl.seed_everything(config["seed"], workers=True, verbose=False)
-
-
-@contextmanager
-def switches_restored() -> Iterator[None]:
-    """Restore determinism, cuDNN, TF32, threads and the environment after a run.
-
-    Torch's random state is not restored.
-    """
-    cudnn = torch.backends.cudnn
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    # a sweep in a notebook starts several runs in one process
-    variables = {name: os.environ.get(name) for name in VARIABLES}
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads)
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -20,11 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.folder import check_unused
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.record import moved, take_root
-from revzoo.cli.run.resume import check_same_run
-from revzoo.cli.run.train import train
+from revzoo.cli.run.folder import check_unused, locked, moved, take_root
+from revzoo.cli.run.train import check_same_run, train
 from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint

@@ -69,7 +69,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
     def stop(*args: Any, **more: Any) -> None:
         raise Passed
 
-    monkeypatch.setattr("revzoo.cli.run.resume.train", stop)
+    monkeypatch.setattr("revzoo.cli.run.train.train", stop)
     monkeypatch.setattr("revzoo.cli.run.evaluate.build_data", stop)
     last = run_dir / "checkpoints" / "last.ckpt"
     state = read_checkpoint(last)  # read once: edits do not change it
@@ -78,7 +78,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
         check(state, last)
         return last, state
 
-    monkeypatch.setattr("revzoo.cli.run.resume.read_last", read)
+    monkeypatch.setattr("revzoo.cli.run.train.read_last", read)
     ckpt = str(run_dir / "checkpoints" / "best.ckpt")
     base = {"ckpt": ckpt, "split": "val", "batch_size": None, "data": None, "bits": "saved"}
     base |= {key: config[key] for key in ("precision", "trainer")}

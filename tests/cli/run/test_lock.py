@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.main import main
-from revzoo.cli.run.lock import LOCK_FILE, locked
+from revzoo.cli.run.folder import LOCK_FILE, locked
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from revzoo.cli.run.lock import locked
+from revzoo.cli.run.folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(100)
@@ -47,7 +47,7 @@ def test_child_programs_do_not_inherit_the_lock(tmp_path: Path) -> None:
 FORKING = """
 import os, sys, time
 from pathlib import Path
-from revzoo.cli.run.lock import locked
+from revzoo.cli.run.folder import locked
 with locked(Path(sys.argv[1])):
     child = os.fork()
     if child:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.config import compose
 from revzoo.cli.invocation import command_line
-from revzoo.cli.run.folder import seconds_before
-from revzoo.cli.run.record import check_changes
+from revzoo.cli.run.folder import check_changes, resumed_config, seconds_before, write_config
 from revzoo.cli.terminal import ConfigError
 
 
@@ -41,3 +41,16 @@ def test_a_wrong_training_time_is_named(
     (tmp_path / "summary.json").write_text(f'{{"train_seconds": {seconds}}}')
     assert seconds_before(tmp_path) == 0
     assert f"{tmp_path}/summary.json" in caplog.text
+
+
+def test_the_limits_of_a_plan_may_change_and_its_mode_stays(tmp_path: Path) -> None:
+    """memory.fraction was refused; memory.bytes alone silently changed the mode to auto."""
+    config = compose(["memory=budget", "memory.bytes=1GiB", "model=revnet38"]).config
+    config["memory"]["plan"] = {"stem": "store"}
+    write_config(config, tmp_path)
+    changed = resumed_config(tmp_path, ["memory.bytes=2GiB"])["memory"]
+    assert changed == {"mode": "budget", "bytes": "2GiB", "inverting": None}
+    share = ["memory=auto", "memory.fraction=0.3"]
+    assert resumed_config(tmp_path, share)["memory"]["fraction"] == 0.3
+    with pytest.raises(ConfigError, match="of the free memory: add memory=auto"):
+        resumed_config(tmp_path, ["memory.fraction=0.3"])
