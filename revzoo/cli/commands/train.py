@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config import compose
+    from revzoo.cli.config import compose, without_hydra
 
     source = _source(args)
     if args.multirun and args.cfg:
@@ -77,9 +77,10 @@ def run(args: argparse.Namespace) -> None:
     if args.multirun:
         _multirun(args, source)
         return
-    config, cfg, whole = compose(args.overrides, source, complete=args.cfg is None)
+    config, whole = compose(args.overrides, source, complete=args.cfg is None)
     if args.cfg is not None:
-        _print(whole if args.cfg == "all" else whole.hydra if args.cfg == "hydra" else cfg, args)
+        parts = {"all": whole, "hydra": whole.hydra, "job": without_hydra(whole)}
+        _print(parts[args.cfg], args)
     elif whole.hydra.mode is not None and whole.hydra.mode.name == "MULTIRUN":
         # hydra.mode=MULTIRUN, the same as -m
         _multirun(args, source)

@@ -302,7 +302,7 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
 def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
-    assert compose([override], ConfigFiles("eval")).cfg.ckpt == path
+    assert compose([override], ConfigFiles("eval")).whole.ckpt == path
 
 
 @pytest.mark.parametrize(

@@ -38,5 +38,5 @@ def test_runs_of_the_same_second_have_different_folders(
 
 
 def test_the_default_name_is_short() -> None:
-    _, _, whole = compose([])
+    whole = compose([]).whole
     assert len(str(whole.hydra.run.dir)) == len("outputs/revnet38-digits/2026-01-01_00-00-00")
