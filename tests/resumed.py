@@ -20,4 +20,4 @@ def resume(
             run_dir.absolute(), overrides, allow_precision_change=allow_precision_change
         )
         check_machine(config)
-    return train_module.resume(run_dir, config, overrides)
+        return train_module.resume(run_dir, config, overrides)

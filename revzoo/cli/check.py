@@ -56,9 +56,6 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
         config: plain containers.
         root: the schema.
         complete: whether options that must be given are needed, as for a run.
-
-    Raises:
-        ValueError: naming the value, the expected ones and the remedy.
     """
 
     def check_section(path: str, values: Config, known: Section) -> None:
@@ -86,11 +83,7 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
 
 
 def check_value(name: str, value: Any, option: Option) -> None:
-    """Check the type and the range of a value.
-
-    Raises:
-        ValueError: naming the expected values.
-    """
+    """Check the type and the range of a value."""
     remedy = f"; {option.remedy}" if option.remedy else ""
     if option.choices and value is not None and value not in option.choices:
         null = "" if expected_type(None, option.type) else ", null"

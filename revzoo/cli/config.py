@@ -9,12 +9,10 @@ NOTE [ Hydra's section ]
 ``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
 environment variables and files to write. Hydra merges that section from every file it reads, so
 ``experiment=x`` in a downloaded folder can set them. Therefore:
-1. Hydra only composes: its callbacks, launchers and sweepers are never instantiated, and its own
-   command line, which can read a pickle, is not used.
-2. A file with ``hydra.searchpath`` is refused before Hydra follows it: ``pkg://x`` imports x.
-3. The composed section must equal the default of Hydra's package, except for :data:`FREE`, which
-   are folders and switches, and :data:`SET_BY_HYDRA`.
-4. References (``${...}``) in a user's files may name other values, the time and variables
+1. Hydra only composes. Of its section we use :data:`FREE`, the folders of runs, and nothing else.
+2. A user's file that sets other keys is refused before Hydra reads it: ``hydra.searchpath:
+   [pkg://x]`` imports x.
+3. References (``${...}``) in a user's files may name other values, the time and variables
    ``REVZOO_*`` only: ``${oc.env:AWS_SECRET_ACCESS_KEY}`` would end in names of folders.
 """
 
@@ -24,7 +22,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,11 +40,10 @@ from hydra.core.override_parser.types import (
     Override,
     Quote,
     QuotedString,
-    RangeSweep,
 )
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
@@ -58,30 +55,8 @@ from revzoo.cli.schema import CONFIGS, EVALUATION, RUN, SCHEDULES
 from revzoo.cli.terminal import ConfigError, one_line
 
 SCHEDULE = "optim.schedule"
-MAX_VALUES = 10_000  # of one key in a multirun
 # The keys of Hydra that users may set, on the command line or in files.
-FREE = (
-    "hydra.run.dir",
-    "hydra.sweep.dir",
-    "hydra.sweep.subdir",
-    "hydra.job.name",  # the name of the log file; Lightning sets it in further processes
-    "hydra.job.chdir",
-    "hydra.output_subdir",  # .hydra or null; Lightning sets null in further processes
-    "hydra.mode",
-    "hydra.verbose",
-)
-# Options of these groups are compared by value with Hydra's package.
-HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
-SET_BY_HYDRA = (
-    "hydra.runtime",
-    "hydra.overrides",
-    "hydra.job.override_dirname",
-    "hydra.job.config_name",
-    "hydra.job.num",
-    "hydra.job.id",
-    "hydra.help",
-    "hydra.hydra_help",
-)
+FREE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _REFERENCE = re.compile(
     r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
@@ -122,9 +97,6 @@ def compose(
         source: the files.
         trusted: overrides that the program adds; they are not checked.
         complete: whether every option that must be given is needed.
-
-    Raises:
-        ValueError: naming the value, the expected ones and the remedy.
     """
     with hydra_of(source) as hydra:
         parsed = parse(with_libraries(overrides), hydra.config_loader)
@@ -133,10 +105,7 @@ def compose(
     # Hydra locks the configuration: no key can be added or removed
     with flag_override(whole, ["struct", "readonly"], [False, False]):
         _drop_options_of_other_schedules(whole, parsed)
-        # as typed, for records and names of folders
-        whole.hydra.overrides.task = [
-            str(o.input_line) for o in parsed if not o.is_hydra_override()
-        ]
+        # as typed, for names of folders
         job: Any = OmegaConf.to_container(whole.hydra.job)  # references unresolved
         whole.hydra.job.override_dirname = job["override_dirname"].replace("++", "")
     try:
@@ -145,7 +114,6 @@ def compose(
         raise ConfigError(one_line(error)) from None
     config = {str(key): value for key, value in plain.items()}
     check(config, EVALUATION if source == EVAL else RUN, complete=complete)
-    _check_hydra_section(whole)  # last: it composes Hydra's own section, which takes 0.2 s
     return Composed(config, whole)
 
 
@@ -187,7 +155,7 @@ def hydra_of(source: ConfigFiles) -> Iterator[Hydra]:
 
 
 def _load_checked(place: ConfigSource, config_path: str) -> ConfigResult:
-    """Load a file of a user's folder, after rules 2 and 4 of NOTE [ Hydra's section ]."""
+    """Load a file of a user's folder, after rules 2 and 3 of NOTE [ Hydra's section ]."""
     path = Path(place.path, place._normalize_file_name(config_path)).resolve()
     load_yaml(path)  # for the place of a fault
     for token in yaml.scan(path.read_bytes()):
@@ -201,15 +169,17 @@ def _load_checked(place: ConfigSource, config_path: str) -> ConfigResult:
                 "${oc.env:NAME}, on the command line"
             )
     loaded = type(place).load_config(place, config_path)
-    if (paths := OmegaConf.select(loaded.config, "hydra.searchpath")) is not None:
-        raise ConfigError(
-            f"hydra.searchpath={paths} in {config_path}: a file cannot add places to read or "
-            "import; use --config-dir DIR"
-        )
+    section = OmegaConf.select(loaded.config, "hydra")
+    for key in section if isinstance(section, DictConfig) else ():
+        if key not in ("run", "sweep"):
+            raise ConfigError(
+                f"hydra.{key} is set by {path}: files may set only these keys of Hydra: "
+                f"{', '.join(FREE)}; use --config-dir DIR to add a folder of options"
+            )
     return loaded
 
 
-def _composed(name: str | None, overrides: Sequence[str]) -> DictConfig:
+def _composed(name: str, overrides: Sequence[str]) -> DictConfig:
     try:
         return hydra_compose(name, list(overrides), return_hydra_config=True)
     except ConfigError:  # from load_yaml
@@ -226,46 +196,6 @@ def _composed(name: str | None, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{one_line(error)}{hint}") from None
     except Exception as error:  # Hydra does not validate files, so any error can occur
         raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
-
-
-def _check_hydra_section(cfg: DictConfig) -> None:
-    """Check rule 3 of NOTE [ Hydra's section ]."""
-    choices = cfg.hydra.runtime.choices
-    packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
-    for key, value in _differing(packaged, OmegaConf.to_container(cfg.hydra), "hydra"):
-        # the trailing dots keep hydra.job.numbers apart from hydra.job.num
-        if key in FREE or any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
-            continue
-        raise ConfigError(
-            f"{key}={value!r:.80} is set by a configuration file: files may set only these keys of "
-            f"Hydra: {', '.join(FREE)}"
-        )
-    name, folder, verbose = str(cfg.hydra.job.name), cfg.hydra.output_subdir, cfg.hydra.verbose
-    # FREE keys may have any value, so check the dangerous ones here
-    if not isinstance(verbose, bool | str | ListConfig):
-        raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
-    # it becomes a file name
-    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
-    if folder not in (".hydra", None):
-        raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
-
-
-@cache  # the jobs of a sweep ask again
-def _packaged_section(chosen: tuple[str, ...]) -> Any:
-    """Hydra's own configuration, without a user's overrides, with the same log handlers."""
-    with hydra_of(TRAIN):
-        return OmegaConf.to_container(_composed(None, chosen).hydra)
-
-
-def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield each dotted key at which two plain values differ, and the value of ``got``."""
-    if isinstance(expected, dict) and isinstance(got, dict):
-        # in the order of the files, each name once
-        for name in {**expected, **got}:
-            yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
-    elif expected != got:
-        yield key, got
 
 
 def _drop_options_of_other_schedules(cfg: DictConfig, overrides: Sequence[Override]) -> None:
@@ -347,21 +277,17 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
             raise ConfigError(f"{text}: expected KEY=VALUE{_meant_by(text, loader)}") from None
         raise ConfigError(_parse_error(text, _reason(error))) from None
     for override in parsed:
-        if isinstance(values := override.value(), RangeSweep):
-            _check_range(override, values)
         # dir=$DIR: an empty path would mean the working directory
-        if values == "" and str(override.input_line).endswith("="):
+        if override.value() == "" and str(override.input_line).endswith("="):
             raise ConfigError(
                 f"{override.input_line}: expected a value after =, or null (is a variable of the "
                 "shell empty?)"
             )
-        key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
-        # group@hydra.job=x would put a group's content into Hydra's section
-        places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
-        if "hydra" in places and (key not in known or override.package):
+        key = override.key_or_group
+        if re.split("[./]", key)[0] == "hydra" and key not in FREE:
             raise ConfigError(
-                f"{override.input_line}: expected one of Hydra's keys {', '.join(known)}"
-                + did_you_mean(key, known, cutoff=0.6)
+                f"{override.input_line}: expected one of Hydra's keys {', '.join(FREE)}"
+                + did_you_mean(key, FREE, cutoff=0.6)
             )
     return parsed
 
@@ -393,17 +319,6 @@ def quoted_if_needed(value: object) -> str:
     plain = re.fullmatch(r"[\w.-]*/[\w./-]*|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE)
     is_word = text.lower() in ("null", "true", "false", "nan", "inf")
     return text if plain and not is_word else quoted(text)
-
-
-def _check_range(override: Override, values: RangeSweep) -> None:
-    # Hydra makes a list of all values: range(0,1e9) would fill the memory
-    step, stop = (values.step, values.stop)
-    count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
-    if not step or not 0 <= count <= MAX_VALUES:
-        raise ConfigError(
-            f"{override.input_line}: expected at most {MAX_VALUES:,} values, in steps from the "
-            "first towards the last"
-        )
 
 
 def _reason(error: HydraException) -> str:

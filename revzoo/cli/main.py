@@ -14,10 +14,10 @@ import select
 import signal
 import sys
 import textwrap
-import threading
+import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import groupby
 from types import FrameType
@@ -32,17 +32,11 @@ INTERRUPTED = "revzoo: interrupted\n"
 
 
 class Row(NamedTuple):
-    """A subcommand.
+    """A subcommand."""
 
-    Attributes:
-        module: its module, below ``revzoo.cli``.
-        help: one line.
-        builds: whether it builds models or data and so needs the plugins.
-    """
-
-    module: str
+    module: str  # below revzoo.cli
     help: str
-    builds: bool = True
+    builds: bool = True  # models or data, and so needs the plugins
 
 
 class Command(Protocol):
@@ -101,8 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout = sys.stdout or io.StringIO()  # closed by the shell: revzoo list >&-
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
+    # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, _interrupt)
     try:
-        with interruptible_imports(), user_errors(), closed_output():
+        with user_errors(), closed_output():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
             if hasattr(args, "imports"):
@@ -129,33 +127,16 @@ def closed_output() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)  # as in a shell
 
 
-@contextmanager
-def interruptible_imports() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while a module is imported.
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """End the process at once if a module is being imported; otherwise raise KeyboardInterrupt.
 
     An exception in the middle of an import leaves half a module behind. Libraries catch it and
     import again, which ended in a RecursionError of NumPy, or in a crash of the interpreter.
     """
-    before = signal.getsignal(signal.SIGINT)
-    # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
-    if before is not signal.default_int_handler or (
-        threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+    for outer, _ in traceback.walk_stack(frame):
+        if outer.f_code.co_filename.startswith("<frozen importlib"):
             os.write(2, INTERRUPTED.encode())
             os._exit(130)
-        frame = frame.f_back
     raise KeyboardInterrupt
 
 

@@ -37,11 +37,7 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import the entry points and ``modules``, and add their names to the configuration.
-
-    Raises:
-        ConfigError: a module cannot be imported.
-    """
+    """Import the entry points and ``modules``, and add their names to the configuration."""
     # metadata only: nothing is imported if no package has such an entry point
     plugins = entry_points(group=GROUP)
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:

@@ -285,4 +285,3 @@ def test_a_folder_may_be_named_by_the_overrides_as_typed() -> None:
     named = "hydra.run.dir=out/${hydra.job.override_dirname}"
     whole = compose(["optim.lr=0.3", named, "callbacks.ema.decay=0.9"]).whole
     assert whole.hydra.run.dir == "out/callbacks.ema.decay=0.9,optim.lr=0.3"
-    assert list(whole.hydra.overrides.task) == ["optim.lr=0.3", "callbacks.ema.decay=0.9"]

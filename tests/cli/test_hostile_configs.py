@@ -114,11 +114,6 @@ def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-m", "seed=range(0,1000000000)"], "expected at most 10,000 values"),
-        (["-m", "seed=range(0,1e9)"], "expected at most 10,000 values"),
-        (["-m", "model=range(0,1e9)"], "expected at most 10,000 values"),
-        (["-m", "seed=range(0,9,0)"], "expected at most"),
-        (["hydra.verbose={a: 1}"], "hydra.verbose={'a': 1}: expected true, false, or names"),
         (["hydra.run.dir=${hydra.run.dir}"], "Recursive interpolation detected"),
         (["hydra.run.dir=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
         (["trainer.accelerator=${nope}"], "Interpolation key 'nope' not found"),
@@ -131,7 +126,7 @@ def test_odd_arguments_are_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A range of 10**9 seeds filled the memory; the others printed several lines or a traceback."""
+    """They printed several lines or a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])

@@ -43,11 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the names, one per line.
-
-    Raises:
-        ValueError: no name matches.
-    """
+    """Print the names, one per line."""
     if args.pretrained:
         names = weights_table(args).names(args.pattern)
     else:

@@ -55,11 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan, or the largest batch, image or depth that fits.
-
-    Raises:
-        ValueError: the model, mode, batch or size is not valid; the budget is wrong or too small.
-    """
+    """Print the plan, or the largest batch, image or depth that fits."""
     with status_of("loading torch"):
         import torch
 
@@ -204,11 +200,7 @@ def _least(args: argparse.Namespace, shape: Shape, keywords: Mapping[str, Any]) 
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
-    """A sentence with the largest batch, image or depth that has a plan, and how to see the plan.
-
-    Raises:
-        ValueError: no value fits.
-    """
+    """A sentence with the largest batch, image or depth that fits, and how to see its plan."""
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_one_unit
 

@@ -27,8 +27,7 @@ from typing import IO, Any
 from hydra.core.override_parser.types import QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from revzoo._checks import check_number
-from revzoo._files import check_regular, json_bytes, write_atomically
+from revzoo._files import json_bytes, write_atomically
 from revzoo._version import __version__
 from revzoo.cli.check import check
 from revzoo.cli.config import compose, parse, quoted_if_needed, read_yaml
@@ -46,7 +45,6 @@ METRICS_FILE = "metrics.csv"
 LOG_FILE = "train.log"
 LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
-MAX_SECONDS = 1e10  # of training; 300 years
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
 ACCELERATOR = "trainer.accelerator"
@@ -62,7 +60,6 @@ def check_unused(run_dir: Path) -> None:
     """Check that the folder of a new run does not contain a run."""
     from revzoo.training.distributed import is_first_process
 
-    check_files(run_dir)
     # the others would see the file that process 0 has just written
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
@@ -91,13 +88,13 @@ def new_folder(folder: Path) -> Path:
     return path
 
 
-def discard_folder(run_dir: Path, *, log_name: str) -> None:
-    """Remove the files that Hydra has written, then empty folders; keep the working directory."""
-    # only files that a run can write before it fails to start
-    for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
-        path.unlink(missing_ok=True)
+def discard_folder(run_dir: Path) -> None:
+    """Remove the files of a run that could not start, then empty folders."""
+    for name in (LOG_FILE, LOCK_FILE):
+        (run_dir / name).unlink(missing_ok=True)
     # outputs/MODEL-DATA/TIME: two parents may be new, too
-    for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+    for folder in (run_dir, *list(run_dir.parents)[:2]):
+        # not the working directory
         if folder.resolve() == Path.cwd():
             return
         try:
@@ -234,9 +231,7 @@ def seconds_before(run_dir: Path) -> float:
     """
     path = run_dir / SUMMARY_FILE
     try:
-        seconds = json.loads(path.read_text())["train_seconds"]
-        check_number("train_seconds", seconds, high=MAX_SECONDS)
-        return float(seconds)
+        return float(json.loads(path.read_text())["train_seconds"])
     except FileNotFoundError:
         return 0.0
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -262,12 +257,6 @@ def run_of(checkpoint: str | Path) -> Path:
     return Path(checkpoint).absolute().parent.parent
 
 
-def check_files(run_dir: Path) -> None:
-    """Check that the files that a run reads or appends to are regular files, not a FIFO, say."""
-    names = (CONFIG_FILE, SESSIONS_FILE, SUMMARY_FILE, METRICS_FILE, LOG_FILE, LOCK_FILE)
-    check_regular(*(run_dir / name for name in names))
-
-
 def recorded_config(run_dir: Path) -> dict[str, Any]:
     """Read ``config.yaml``; a ConfigError if there is no such file, or it is not a mapping."""
     path = run_dir / CONFIG_FILE
@@ -282,13 +271,8 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
 
 
 def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
-    """The ``imports`` or ``overrides`` of a session of a run; none without the record.
-
-    Raises:
-        ConfigError: the record is damaged.
-    """
+    """The ``imports`` or ``overrides`` of a session of a run; none without the record."""
     path = run_dir / SESSIONS_FILE
-    check_regular(path)
     if not path.is_file():
         return []
     try:
@@ -371,12 +355,7 @@ def resumed_config(
         run_dir: the run's folder.
         overrides: values of :data:`CHANGEABLE`.
         allow_precision_change: whether the precision may change, and with it the figures.
-
-    Raises:
-        ValueError: the run cannot resume, or not with these changes; the message says why.
     """
-    # before any file is opened: a FIFO would block
-    check_files(run_dir)
     # before the configuration, which may use names that a plugin registers
     check_imports(run_dir)
     config = recorded_config(run_dir)

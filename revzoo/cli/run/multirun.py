@@ -97,11 +97,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
 def check_jobs(
     jobs: Sequence[Sequence[str]], shared: Sequence[str], source: ConfigFiles
 ) -> list[DictConfig | Exception]:
-    """The configuration of each job with Hydra's section, or the error that refuses the job.
-
-    Raises:
-        ConfigError: all jobs are refused; the message has each reason once.
-    """
+    """The configuration of each job with Hydra's section, or the error that refuses the job."""
 
     def compose_job(number: int, job: Sequence[str]) -> Composed:
         # the number is not among the keys that users may set
@@ -134,16 +130,12 @@ def _check_some(jobs: Sequence[object]) -> None:
 
 
 def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list[str]], list[str]]:
-    """The overrides of each job, and Hydra's, which all jobs share.
-
-    Raises:
-        ConfigError: naming the key or the range.
-    """
+    """The overrides of each job, and Hydra's, which all jobs share."""
     with hydra_of(source) as hydra:
         parsed = parse(overrides, hydra.config_loader)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
-    # a job is not a multirun, and gets its folder from here
-    shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
+    # a job gets its folder from here
+    shared = [o for o in hydras if not o.lstrip("+").startswith("hydra.run.")]
     try:
         # max_batch_size=None: one batch with all jobs
         (jobs,) = BasicSweeper.split_arguments(

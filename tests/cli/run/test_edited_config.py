@@ -11,7 +11,7 @@ import pytest
 import yaml
 from resumed import resume
 
-from revzoo.cli.run.evaluate import evaluate
+from revzoo.cli.commands.evaluate import evaluate
 from revzoo.cli.run.folder import write_config
 from revzoo.cli.run.train import train
 from revzoo.data import DataError
@@ -70,7 +70,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
         raise Passed
 
     monkeypatch.setattr("revzoo.cli.run.train.train", stop)
-    monkeypatch.setattr("revzoo.cli.run.evaluate.build_data", stop)
+    monkeypatch.setattr("revzoo.cli.run.build.build_data", stop)
     last = run_dir / "checkpoints" / "last.ckpt"
     state = read_checkpoint(last)  # read once: edits do not change it
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from revzoo.cli.config import compose
 from revzoo.cli.run import train
 from revzoo.cli.run.folder import new_folder
+from revzoo.cli.terminal import ConfigError
 
 
 def test_runs_of_the_same_second_have_different_folders(
@@ -18,21 +19,24 @@ def test_runs_of_the_same_second_have_different_folders(
     monkeypatch.chdir(tmp_path)
     jobs: list[Path] = []
 
-    def run_job(*_: object, config: object, **options: object) -> SimpleNamespace:
-        jobs.append(Path(config.hydra.run.dir))  # type: ignore[attr-defined]
-        (jobs[-1] / "config.yaml").touch()
-        return SimpleNamespace(return_value={})
+    def run(config: object, *, run_dir: Path, **options: object) -> dict[str, float]:
+        jobs.append(run_dir.relative_to(tmp_path))
+        (run_dir / "config.yaml").touch()
+        return {}
 
-    monkeypatch.setattr(train, "run_job", run_job)
+    monkeypatch.setattr(train, "train", run)
+    monkeypatch.setattr("sys.argv", ["train.py"])
     # the time stands still
     timed = "hydra.run.dir='runs/${now:x}'"
     for _ in range(3):
         composed = compose([timed])
         train.begin(composed.config, composed.whole, overrides=[])
     assert jobs == [Path("runs", name) for name in ("x", "x-2", "x-3")]
+    # for the further processes of a distributed run
+    assert sys.argv == ["train.py", *(f"hydra.run.dir='{job}'" for job in jobs)]
     # a folder that the user names is not replaced by another
     composed = compose(["hydra.run.dir=runs/x"])
-    with pytest.raises(SystemExit, match="already holds a run"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         train.begin(composed.config, composed.whole, overrides=[])
     assert new_folder(tmp_path / "runs" / "x").name == "x-4"
 

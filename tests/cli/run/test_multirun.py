@@ -17,7 +17,11 @@ def test_jobs_use_the_configuration_of_the_command_line(
     started: list[list[str]] = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
     monkeypatch.setattr(invocation, "import_arguments", lambda: ["--import", "mine"])
-    given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
+    given = [
+        "seed=1,2",
+        "hydra.sweep.subdir=${hydra.job.num}",
+        f"hydra.sweep.dir={tmp_path / 'jobs'}",
+    ]
     multirun.multirun(given, ConfigFiles("own", extra=tmp_path))
     assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]
     for number, command in enumerate(started):

@@ -33,12 +33,12 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
     assert answer() == command_line("train", *words[2:])
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "-1", "1" + "0" * 400, '"a"'])
+@pytest.mark.parametrize("text", ["", "5", "[]", '{"train_seconds": null}'])
 def test_a_wrong_training_time_is_named(
-    seconds: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NaN stayed in all summaries of the run; other values ended in tracebacks."""
-    (tmp_path / "summary.json").write_text(f'{{"train_seconds": {seconds}}}')
+    """They ended in tracebacks."""
+    (tmp_path / "summary.json").write_text(text)
     assert seconds_before(tmp_path) == 0
     assert f"{tmp_path}/summary.json" in caplog.text
 
