@@ -7,7 +7,7 @@ schema is compared without torch, the machine without Lightning, which takes sec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,7 @@ REASONS = {
 
 
 def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None:
-    """Check the names and values of all options.
-
-    Args:
-        config: plain containers.
-        root: the schema.
-        complete: whether options that must be given are needed, as for a run.
-    """
+    """Check the names and values of all options; those that must be given only if ``complete``."""
 
     def check_section(path: str, values: Config, known: Section) -> None:
         for key in values:
@@ -78,8 +72,7 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
 
     check_section("", config, root)
     if root is RUN:
-        for rule in RULES:
-            rule(config)
+        _check_rules(config)
 
 
 def check_value(name: str, value: Any, option: Option) -> None:
@@ -164,10 +157,7 @@ def typed(value: Any) -> str:
 def our_spelling(key: str, value: str, sections: Container[str]) -> str:
     """``"; use optim.lr=0.1"`` for ``learning_rate=0.1``; empty if the table has no row.
 
-    Args:
-        key: as typed.
-        value: as typed.
-        sections: of the command's configuration; an evaluation has no ``optim``.
+    The ``sections`` are those of the command: an evaluation has no ``optim``.
     """
     text = SPELLINGS.get(f"{key}={value}", SPELLINGS.get(key))
     if text is None:
@@ -181,32 +171,21 @@ def our_spelling(key: str, value: str, sections: Container[str]) -> str:
 # --- rules of several options ---
 
 
-def _ends(config: Config) -> None:
-    trainer = config["trainer"]
+def _check_rules(config: Config) -> None:
+    trainer, precision, memory = config["trainer"], config["precision"], config["memory"]
     # without max_epochs, Lightning's default of 1000 ends the run
     ends = trainer.get("max_epochs") != -1 or trainer.get("max_steps", -1) != -1
     if not ends and trainer.get("max_time") is None:
         raise ConfigError(
             "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
         )
-
-
-def _optimizer(config: Config) -> None:
     name = config["optim"].get("name")
     check_choice("optim.name", name, dict.fromkeys([*OPTIMIZERS, *registered("optim")]))
-
-
-def _tf32(config: Config) -> None:
-    precision = config["precision"]
     if precision.get("tf32") and precision.get("trainer") != "32-true":
         raise ConfigError(
             f"precision.tf32=true changes float32 only, but precision.trainer="
             f"{precision.get('trainer')}: use precision=tf32 only"
         )
-
-
-def _memory(config: Config) -> None:
-    memory = config["memory"]
     mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
     if mode == "budget" and budget is None:
         raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
@@ -218,9 +197,19 @@ def _memory(config: Config) -> None:
         raise ConfigError(f"memory.fraction={part} is of the free memory: add memory=auto")
     if inverting is not None and mode not in PLANS:
         raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+    tuner = config.get("tuner") or {}
+    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+        raise ConfigError(
+            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
+            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
+            "process)"
+        )
+    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
+        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+    _check_callbacks(config)
 
 
-def _callbacks(config: Config) -> None:
+def _check_callbacks(config: Config) -> None:
     used = {name: options for name, options in config["callbacks"].items() if options is not None}
     model, trainer = config["model"], config["trainer"]
     if "finetuning" in used and not (model.get("pretrained") or model.get("checkpoint_path")):
@@ -255,23 +244,6 @@ def _callbacks(config: Config) -> None:
                 f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
                 f"callbacks.{name}.mode={better}"
             )
-
-
-def _tuner(config: Config) -> None:
-    tuner, trainer = config.get("tuner") or {}, config["trainer"]
-    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
-        raise ConfigError(
-            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
-            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
-            "process)"
-        )
-    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
-        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
-
-
-RULES: Sequence[Callable[[Config], None]] = (
-    _ends, _optimizer, _tf32, _memory, _callbacks, _tuner,
-)  # fmt: skip
 
 
 # --- this machine ---

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import groupby
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
@@ -37,16 +37,6 @@ class Row(NamedTuple):
     module: str  # below revzoo.cli
     help: str
     builds: bool = True  # models or data, and so needs the plugins
-
-
-class Command(Protocol):
-    """The interface of a subcommand's module."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the arguments."""
-
-    def run(self, args: argparse.Namespace) -> None:
-        """Run; :data:`~revzoo.cli.terminal.USER_ERRORS` end it with their message."""
 
 
 COMMANDS: dict[str, Row] = {
@@ -140,16 +130,12 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
-    """The subcommand and its arguments.
-
-    Raises:
-        SystemExit: for help, or for arguments that it does not have.
-    """
+def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The subcommand's module and its arguments."""
     # `revzoo` alone shows the help
     name = _command(["--help"] if arguments[:1] in ([], ["help"]) else arguments[:1])
     row = COMMANDS[name]
-    command: Command = import_module(f"revzoo.cli.{row.module}")
+    command = import_module(f"revzoo.cli.{row.module}")
     # the help is the module's docstring, without its notes for developers; python -OO has none
     about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
     parser = _Parser(

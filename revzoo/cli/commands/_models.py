@@ -144,11 +144,7 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
 
     Some networks of libraries take images of only one size, and do not raise until they run.
 
-    Args:
-        model: on any device; its BatchNorms keep their statistics.
-        side: in pixels.
-        channels: of the image.
-        remedy: the end of the message; ``{size}`` stands for the side that the model was made for.
+    ``remedy`` ends the message; ``{size}`` in it stands for the side that the model was made for.
     """
     import torch
 

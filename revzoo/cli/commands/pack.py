@@ -68,13 +68,9 @@ def run(args: argparse.Namespace) -> None:
 def publish(
     checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None
 ) -> list[Path]:
-    """Write ``NAME.safetensors``, then ``NAME.json``, which describes it.
+    """Write ``NAME.safetensors``, then ``NAME.json``, which describes it with these facts.
 
-    Args:
-        checkpoint: of a run.
-        folder: created if missing.
-        facts: fields of the entry, with ``name``.
-        size: side of the images in pixels; None for the size in training.
+    ``size`` is the side of the images in pixels; None for the size in training.
     """
     with status_of("loading torch and Lightning"):
         from revzoo.models.save import json_of, pack

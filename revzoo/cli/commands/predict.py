@@ -62,13 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Classify, and print.
-
-    Raises:
-        ConfigError: the device, an image or a folder does not exist.
-        UserError: the checkpoint cannot be used.
-        DataError: some images cannot be read; raised after the rows of the others are printed.
-    """
+    """Classify, and print; a DataError after the rows if some images cannot be read."""
     for name in ("top", "image_size", "batch_size"):
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
@@ -149,15 +143,9 @@ def predict(
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
-    Images are prepared as for evaluation: the shorter side resized, the centre cropped.
-
-    Args:
-        restored: from :func:`revzoo.training.checkpoint.restore.restore`.
-        paths: files and folders, which are searched recursively.
-        batch_size: images per forward pass.
-        image_size: side in pixels; None for the size in the checkpoint.
-        device: the device of the network.
-        on_error: called for each file that cannot be decoded, which is left out; None to raise.
+    Images are prepared as for evaluation: the shorter side resized, the centre cropped. Folders are
+    searched recursively. ``on_error`` is called for each file that cannot be decoded, which is left
+    out; without it, the error is raised.
     """
     from revzoo.data import DataError
     from revzoo.data.decode import open_image

@@ -130,8 +130,8 @@ def _changed(
     """The conditions that differ from a recorded plan's, or the free memory if it is too small."""
     if not made_for:
         return []
-    names = {**made_for, **conditions}.keys() - {"peak_bytes"}
-    changed = sorted(name for name in names if made_for.get(name) != conditions.get(name))
+    names = [name for name in {**conditions, **made_for} if name != "peak_bytes"]
+    changed = [name for name in names if made_for.get(name) != conditions.get(name)]
     too_large = limit is not None and made_for.get("peak_bytes", 0) > bytes_from(limit)
     return changed or ["free memory"] * too_large
 

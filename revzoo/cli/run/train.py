@@ -105,12 +105,10 @@ def begin(
         path = Path(str(whole.hydra.run.dir))
     except OmegaConfBaseException as error:  # a reference to a missing key
         raise ConfigError(one_line(error)) from None
-    if not (timed := folder.is_timed(whole.hydra.run)):
-        folder.check_unused(path)
     if isinstance(root := config["data"].get("root"), str):
         # the run may resume in another working directory
         config = {**config, "data": folder.moved(config["data"], root)}
-    if timed:
+    if folder.is_timed(whole.hydra.run):
         path = folder.new_folder(path)
         # Lightning repeats the command line in further processes, which need the same folder
         sys.argv = [*sys.argv, f"hydra.run.dir={quoted(path)}"]
@@ -118,7 +116,7 @@ def begin(
     run_dir.mkdir(parents=True, exist_ok=True)
     # no other program can begin a run in a locked folder
     with folder.locked(run_dir):
-        folder.check_unused(run_dir)  # again: another program may have been faster
+        folder.check_unused(run_dir)
         # of our keys
         ours = [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
         try:
@@ -212,11 +210,7 @@ def train(
 ) -> dict[str, float]:
     """Train, then test the best checkpoint; write configuration, logs and figures to ``run_dir``.
 
-    Args:
-        config: a composed configuration as plain containers.
-        run_dir: the run's folder.
-        overrides: of the command line, for the record.
-        resume: the checkpoint to resume from; None for a new run.
+    Returns the last figures; ``overrides`` are for the record.
 
     Raises:
         SystemExit: the configuration or the data cannot be used, or training fails in a known way
