@@ -159,18 +159,19 @@ def _load_checked(place: ConfigSource, config_path: str) -> ConfigResult:
     path = Path(place.path, place._normalize_file_name(config_path)).resolve()
     load_yaml(path)  # for the place of a fault
     for token in yaml.scan(path.read_bytes()):
-        rest, count = token.value if isinstance(token, yaml.ScalarToken) else "", 1
+        text = str(token.value) if isinstance(token, yaml.ScalarToken) else ""
+        rest, count = text, 1
         while count:  # references in references, from the inside out
             rest, count = _REFERENCE.subn("_", rest)
         if "${" in rest:
             raise ConfigError(
-                f"{path} holds {token.value!r:.80}: a file may refer only to other values, as "
+                f"{path} holds {text!r:.80}: a file may refer only to other values, as "
                 "${model.name}, and use ${now:FORMAT}; give other references, such as "
                 "${oc.env:NAME}, on the command line"
             )
     loaded = type(place).load_config(place, config_path)
     section = OmegaConf.select(loaded.config, "hydra")
-    for key in section if isinstance(section, DictConfig) else ():
+    for key in map(str, section) if isinstance(section, DictConfig) else ():
         if key not in ("run", "sweep"):
             raise ConfigError(
                 f"hydra.{key} is set by {path}: files may set only these keys of Hydra: "

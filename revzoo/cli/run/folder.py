@@ -349,13 +349,7 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
 def resumed_config(
     run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
 ) -> dict[str, Any]:
-    """The checked configuration with which a run resumes.
-
-    Args:
-        run_dir: the run's folder.
-        overrides: values of :data:`CHANGEABLE`.
-        allow_precision_change: whether the precision may change, and with it the figures.
-    """
+    """The checked configuration with which a run resumes; the overrides are :data:`CHANGEABLE`."""
     # before the configuration, which may use names that a plugin registers
     check_imports(run_dir)
     config = recorded_config(run_dir)
@@ -387,7 +381,7 @@ def _changes(
     """The sections that the overrides, already composed, and ``data.root`` replace."""
     given = {_name_of(override) for override in overrides}
     # whole sections: memory=budget brings its own keys
-    changed = {name: composed[name] for name in ("memory", "precision") if name in given}
+    changed = {key: composed[key] for key in composed if key in given & {"memory", "precision"}}
     limits = [name.partition(".")[2] for name in given if name.startswith("memory.")]
     if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
         kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}

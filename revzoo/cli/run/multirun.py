@@ -45,12 +45,7 @@ log = logging.getLogger(__name__)
 
 
 def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
-    """Run a job for each combination of the values, one after the other.
-
-    Raises:
-        ConfigError: the command line is wrong.
-        SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
-    """
+    """Run a job for each combination of the values, one after the other."""
     jobs, shared = split_jobs(overrides, source)
     runs = check_jobs(jobs, shared, source)
     # Lightning is imported only once a job can run
@@ -67,7 +62,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
     for message in refused:
         log.warning("%s", folded(f"cannot run {message}", indent=2))
     log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
-    failed, sweep_dir = [*refused], None
+    failed, sweep_dir, words = [*refused], None, [*train_words(), *source_arguments(source)]
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         if isinstance(run, Exception):
             continue
@@ -78,13 +73,8 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
             sweep_dir = new_folder(sweep_dir) if is_timed(run.hydra.sweep) else sweep_dir
         run_dir = sweep_dir / str(run.hydra.sweep.subdir)
         try:
-            status = run_program(
-                [
-                    *train_words(),
-                    *source_arguments(source),
-                    *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
-                ]
-            )
+            folder = f"hydra.run.dir={quoted(run_dir)}"
+            status = run_program([*words, *job, *shared, folder])
         except RunStopped as stopped:
             sys.exit(stopped.status)
         if status:

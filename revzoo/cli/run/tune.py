@@ -22,9 +22,8 @@ log = logging.getLogger(__name__)
 def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Search for the value that ``config["tuner"]`` names, and write the results to ``run_dir``.
 
-    Returns:
-        The configuration of the run that follows, without a tuner; with ``then=use`` it has the
-        suggested value.
+    Returns the configuration of the run that follows, without a tuner; with ``then=use`` it has the
+    suggested value.
     """
     options = dict(config["tuner"])
     kind, then = options.pop("kind"), options.pop("then")
