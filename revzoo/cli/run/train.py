@@ -112,6 +112,8 @@ def begin(
         path = folder.new_folder(path)
         # Lightning repeats the command line in further processes, which need the same folder
         sys.argv = [*sys.argv, f"hydra.run.dir={quoted(path)}"]
+    else:
+        folder.check_unused(path)  # before the lock, which makes a file
     run_dir = path.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     # no other program can begin a run in a locked folder
