@@ -19,6 +19,13 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+# environment variables that Lightning sets: for determinism, and for seeds
+OF_LIGHTNING = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HOROVOD_FUSION_THRESHOLD",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+)
 
 os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is not a terminal
 
@@ -50,10 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def global_switches_restored() -> Iterator[None]:
-    """A training run may switch TF32, determinism and the seed for its process; a test may not."""
+    """A run switches TF32, determinism, threads and the seed for its process; a test may not."""
     precision = torch.get_float32_matmul_precision()
-    tf32 = torch.backends.cudnn.allow_tf32
+    cudnn = torch.backends.cudnn
+    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled()
+    threads, environment = torch.get_num_threads(), {k: os.environ.get(k) for k in OF_LIGHTNING}
     rng = torch.get_rng_state()
     torch.manual_seed(0)  # whatever modules draw when they are imported
     socket.setdefaulttimeout(None)
@@ -61,8 +70,13 @@ def global_switches_restored() -> Iterator[None]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
+    cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
     torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     torch.set_rng_state(rng)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from revzoo.cli.run import resume as resume_module
-from revzoo.cli.run.machine import check_machine
-from revzoo.cli.run.record import resumed_config
+from revzoo.cli.check import check_machine
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.folder import resumed_config
 from revzoo.cli.terminal import user_errors
 
 
@@ -20,4 +20,4 @@ def resume(
             run_dir.absolute(), overrides, allow_precision_change=allow_precision_change
         )
         check_machine(config)
-    return resume_module.resume(run_dir, config, overrides)
+        return train_module.resume(run_dir, config, overrides)

@@ -1,20 +1,24 @@
-"""Compares a composed configuration with the schema, without importing torch.
+"""Compares a composed configuration with the schema, and its devices and folder with this machine.
 
-The error for a wrong name suggests the nearest option; that for a wrong value gives the range.
+The error for a wrong name suggests the nearest option; that for a wrong value gives the range. The
+schema is compared without torch, the machine without Lightning, which takes seconds to import.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from revzoo._checks import (
     check_choice,
+    cores,
     did_you_mean,
     expected_type,
     is_number,
     nearest,
+    number_of,
     shortened,
 )
 from revzoo.cli.schema import (
@@ -46,16 +50,7 @@ REASONS = {
 
 
 def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None:
-    """Check the names and values of all options.
-
-    Args:
-        config: plain containers.
-        root: the schema.
-        complete: whether options that must be given are needed, as for a run.
-
-    Raises:
-        ValueError: naming the value, the expected ones and the remedy.
-    """
+    """Check the names and values of all options; those that must be given only if ``complete``."""
 
     def check_section(path: str, values: Config, known: Section) -> None:
         for key in values:
@@ -77,16 +72,11 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
 
     check_section("", config, root)
     if root is RUN:
-        for rule in RULES:
-            rule(config)
+        _check_rules(config)
 
 
 def check_value(name: str, value: Any, option: Option) -> None:
-    """Check the type and the range of a value.
-
-    Raises:
-        ValueError: naming the expected values.
-    """
+    """Check the type and the range of a value."""
     remedy = f"; {option.remedy}" if option.remedy else ""
     if option.choices and value is not None and value not in option.choices:
         null = "" if expected_type(None, option.type) else ", null"
@@ -167,10 +157,7 @@ def typed(value: Any) -> str:
 def our_spelling(key: str, value: str, sections: Container[str]) -> str:
     """``"; use optim.lr=0.1"`` for ``learning_rate=0.1``; empty if the table has no row.
 
-    Args:
-        key: as typed.
-        value: as typed.
-        sections: of the command's configuration; an evaluation has no ``optim``.
+    The ``sections`` are those of the command: an evaluation has no ``optim``.
     """
     text = SPELLINGS.get(f"{key}={value}", SPELLINGS.get(key))
     if text is None:
@@ -184,47 +171,45 @@ def our_spelling(key: str, value: str, sections: Container[str]) -> str:
 # --- rules of several options ---
 
 
-def _ends(config: Config) -> None:
-    trainer = config["trainer"]
+def _check_rules(config: Config) -> None:
+    trainer, precision, memory = config["trainer"], config["precision"], config["memory"]
     # without max_epochs, Lightning's default of 1000 ends the run
     ends = trainer.get("max_epochs") != -1 or trainer.get("max_steps", -1) != -1
     if not ends and trainer.get("max_time") is None:
         raise ConfigError(
             "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
         )
-
-
-def _optimizer(config: Config) -> None:
     name = config["optim"].get("name")
     check_choice("optim.name", name, dict.fromkeys([*OPTIMIZERS, *registered("optim")]))
-
-
-def _tf32(config: Config) -> None:
-    precision = config["precision"]
     if precision.get("tf32") and precision.get("trainer") != "32-true":
         raise ConfigError(
             f"precision.tf32=true changes float32 only, but precision.trainer="
             f"{precision.get('trainer')}: use precision=tf32 only"
         )
-
-
-def _memory(config: Config) -> None:
-    memory = config["memory"]
     mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
-    if mode == "budget":
-        if budget is None:
-            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
-        if budget != MISSING:
-            bytes_from(budget, name="memory.bytes")
-    elif budget is not None and mode == "auto":
-        bytes_from(budget, name="memory.bytes")
-    elif budget is not None:
+    if mode == "budget" and budget is None:
+        raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+    if budget is not None and mode not in ("auto", "budget"):
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if budget not in (None, MISSING):
+        bytes_from(budget, name="memory.bytes")
+    if (part := memory.get("fraction")) is not None and mode != "auto":
+        raise ConfigError(f"memory.fraction={part} is of the free memory: add memory=auto")
     if inverting is not None and mode not in PLANS:
         raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+    tuner = config.get("tuner") or {}
+    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+        raise ConfigError(
+            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
+            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
+            "process)"
+        )
+    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
+        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+    _check_callbacks(config)
 
 
-def _callbacks(config: Config) -> None:
+def _check_callbacks(config: Config) -> None:
     used = {name: options for name, options in config["callbacks"].items() if options is not None}
     model, trainer = config["model"], config["trainer"]
     if "finetuning" in used and not (model.get("pretrained") or model.get("checkpoint_path")):
@@ -261,18 +246,77 @@ def _callbacks(config: Config) -> None:
             )
 
 
-def _tuner(config: Config) -> None:
-    tuner, trainer = config.get("tuner") or {}, config["trainer"]
-    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+# --- this machine ---
+
+
+def check_machine(config: Config) -> None:
+    """Check the device, the precision and the number of processes of a checked configuration."""
+    trainer, precision = config["trainer"], config["precision"]
+    device, devices = device_kind(trainer["accelerator"]), str(trainer["devices"])
+    # on a CPU, Lightning starts any number of processes
+    if device == "cpu" and devices.isdecimal() and int(devices) > 4 * cores():
         raise ConfigError(
-            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
-            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
-            "process)"
+            f"trainer.devices={devices} processes for {number_of(cores(), 'core')}: "
+            f"expected at most {4 * cores()}"
         )
-    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
-        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+    if device == "cpu" and precision["trainer"] == "16-mixed":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
+    if device == "mps" and precision["trainer"] == "64-true":
+        raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
+    if device != "cuda" and precision["tf32"]:
+        raise ConfigError(
+            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "
+            "precision=fp32"
+        )
 
 
-RULES: Sequence[Callable[[Config], None]] = (
-    _ends, _optimizer, _tf32, _memory, _callbacks, _tuner,
-)  # fmt: skip
+def check_root(data: Config) -> None:
+    """Check that the folder of an image folder exists."""
+    if data["_target_"] == "revzoo.data.ImageFolder":
+        root = Path(data["root"]).expanduser().absolute()
+        if not root.is_dir():
+            raise ConfigError(
+                f"image folder {root} does not exist: set data.root=DIR, the folder above "
+                "train/CLASS/*.jpg"
+            )
+
+
+def device_kind(accelerator: str) -> str:
+    """The type of a run's device: ``cpu``, ``cuda`` or ``mps``."""
+    import torch
+
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+    for kind in fitting.get(accelerator, (accelerator,)):
+        if available[kind]:
+            return kind
+    raise ConfigError(
+        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
+        "trainer.accelerator=cpu or auto"
+    )
+
+
+def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
+    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
+
+    ``several`` is for a command that starts several runs: ``-m``, ``revzoo sweep``.
+    """
+    from revzoo.training.distributed import started_together
+
+    count = started_together()
+    if count == 1:
+        return
+    if several:
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, and each would start all runs: start "
+            "several runs without torchrun and srun"
+        )
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, which need one folder: add "
+            "hydra.run.dir=outputs/NAME, with a new name"
+        )

@@ -14,14 +14,14 @@ import select
 import signal
 import sys
 import textwrap
-import threading
+import traceback
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from itertools import groupby
-from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
@@ -32,27 +32,11 @@ INTERRUPTED = "revzoo: interrupted\n"
 
 
 class Row(NamedTuple):
-    """A subcommand.
+    """A subcommand."""
 
-    Attributes:
-        module: its module, below ``revzoo.cli``.
-        help: one line.
-        builds: whether it builds models or data and so needs the plugins.
-    """
-
-    module: str
+    module: str  # below revzoo.cli
     help: str
-    builds: bool = True
-
-
-class Command(Protocol):
-    """The interface of a subcommand's module."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the arguments."""
-
-    def run(self, args: argparse.Namespace) -> None:
-        """Run; :data:`~revzoo.cli.terminal.USER_ERRORS` end it with their message."""
+    builds: bool = True  # models or data, and so needs the plugins
 
 
 COMMANDS: dict[str, Row] = {
@@ -101,8 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.stdout = sys.stdout or io.StringIO()  # closed by the shell: revzoo list >&-
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
+    # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, _interrupt)
     try:
-        with interruptible_imports(), user_errors(), closed_output():
+        with user_errors(), closed_output():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
             if hasattr(args, "imports"):
@@ -129,46 +117,25 @@ def closed_output() -> Iterator[None]:
         sys.exit(128 + signal.SIGPIPE)  # as in a shell
 
 
-@contextmanager
-def interruptible_imports() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while a module is imported.
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """End the process at once if a module is being imported; otherwise raise KeyboardInterrupt.
 
     An exception in the middle of an import leaves half a module behind. Libraries catch it and
     import again, which ended in a RecursionError of NumPy, or in a crash of the interpreter.
     """
-    before = signal.getsignal(signal.SIGINT)
-    # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
-    if before is not signal.default_int_handler or (
-        threading.current_thread() is not threading.main_thread()
-    ):
-        yield
-        return
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+    for outer, _ in traceback.walk_stack(frame):
+        if outer.f_code.co_filename.startswith("<frozen importlib"):
             os.write(2, INTERRUPTED.encode())
             os._exit(130)
-        frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
-    """The subcommand and its arguments.
-
-    Raises:
-        SystemExit: for help, or for arguments that it does not have.
-    """
+def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
+    """The subcommand's module and its arguments."""
     # `revzoo` alone shows the help
     name = _command(["--help"] if arguments[:1] in ([], ["help"]) else arguments[:1])
     row = COMMANDS[name]
-    command: Command = import_module(f"revzoo.cli.{row.module}")
+    command = import_module(f"revzoo.cli.{row.module}")
     # the help is the module's docstring, without its notes for developers; python -OO has none
     about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
     parser = _Parser(

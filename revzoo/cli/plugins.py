@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.schema import CONFIGS, DIGITS, FITTED, Section, of_plugin, section
+from revzoo.cli.schema import CONFIGS, DIGITS, of_plugin
 from revzoo.cli.terminal import ConfigError, one_line, status_of
 
 GROUP = "revzoo.plugins"
@@ -37,11 +37,7 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import the entry points and ``modules``, and add their names to the configuration.
-
-    Raises:
-        ConfigError: a module cannot be imported.
-    """
+    """Import the entry points and ``modules``, and add their names to the configuration."""
     # metadata only: nothing is imported if no package has such an entry point
     plugins = entry_points(group=GROUP)
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
@@ -86,7 +82,7 @@ def add_config_nodes() -> None:
     """Add options ``model=NAME``, ``data=NAME`` and ``optim=NAME`` to Hydra for registered names.
 
     Names with a configuration file keep it. The options of a data set are the keywords of its
-    constructor with their defaults; keywords without a default are required.
+    constructor with their defaults.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -95,23 +91,16 @@ def add_config_nodes() -> None:
     from revzoo.training.optim.optimizers import OPTIMIZERS, OptimSpec
 
     store = ConfigStore.instance()
-    for name, entry in MODELS.items():
+    for name in MODELS:
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
-            row = {key: getattr(entry.variant, key) for key in entry.variant_keywords}
-            options = _defaults(entry.network, section("")) | {
-                k: v for k, v in row.items() if _is_plain(v) and not isinstance(v, dict)
-            }
-            # the run sets FITTED from the data and the memory mode
-            taken = {k: v for k, v in options.items() if k in entry.keywords and k not in FITTED}
-            bits = {"reversible_bits": None} if entry.network.convertible else {}
-            node = {"name": name, **taken, **bits, "pretrained": False}
-            store.store(group="model", name=name, node=node)
+            store.store(group="model", name=name, node={"name": name, "pretrained": False})
     for name, kind in DATA.items():
         # our data sets have files; their keys in the table are import paths
         if not name.startswith("revzoo.data."):
+            options = of_plugin(kind, DIGITS).options
+            plain = {key: o.default for key, o in options.items() if _is_plain(o.default)}
             # as in our files; only the table turns the name into a class
-            node = {**_defaults(kind, DIGITS), "_target_": name}
-            store.store(group="data", name=name, node=node)
+            store.store(group="data", name=name, node={**plain, "_target_": name})
     defaults = OptimSpec()
     for name in OPTIMIZERS:
         # sgd has files with other names, by schedule
@@ -119,13 +108,8 @@ def add_config_nodes() -> None:
             store.store(group="optim", name=name, node={**defaults.plain(), "name": name})
 
 
-def _defaults(kind: type, base: Section) -> dict[str, Any]:
-    """The options of a base and a constructor with their defaults, if a file can hold them."""
-    options = of_plugin(kind, base).options
-    return {name: o.default for name, o in options.items() if _is_plain(o.default)}
-
-
 def _is_plain(value: Any) -> bool:
+    """Whether a file can hold the value."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -43,25 +43,15 @@ MONITORED = dict.fromkeys(("val/acc", "val/balanced_acc", "val/acc5", "train/acc
 
 @dataclass(frozen=True)
 class Option:
-    """An option.
+    """An option."""
 
-    Attributes:
-        type: a type hint.
-        default: ``???`` if it must be given.
-        about: its meaning, one line.
-        range: of numbers, such as ``[0, 1)``.
-        choices: all valid values, besides null where the type allows it.
-        also: valid besides ``range``.
-        remedy: the end of messages about its value.
-    """
-
-    type: Any
-    default: Any
-    about: str
-    range: str = ""
-    choices: Sequence[Any] = ()
-    also: Sequence[Any] = ()
-    remedy: str = ""
+    type: Any  # a type hint
+    default: Any  # ??? if it must be given
+    about: str  # its meaning, one line
+    range: str = ""  # of numbers, such as [0, 1)
+    choices: Sequence[Any] = ()  # all valid values, besides null where the type allows it
+    also: Sequence[Any] = ()  # valid besides ``range``
+    remedy: str = ""  # the end of messages about its value
 
     @property
     def within(self) -> str:
@@ -73,19 +63,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping of a configuration.
+    """A mapping of a configuration."""
 
-    Attributes:
-        about: its meaning, one line.
-        options: by name, those that are mappings included.
-        parts: these mappings.
-        default: ``???`` if the section must be given.
-    """
-
-    about: str
-    options: Mapping[str, Option]
-    parts: Mapping[str, Section | Chosen]
-    default: Any = None
+    about: str  # its meaning, one line
+    options: Mapping[str, Option]  # those that are mappings included
+    parts: Mapping[str, Section | Chosen]  # these mappings
+    default: Any = None  # ??? if the section must be given
 
 
 @dataclass(frozen=True)
@@ -509,10 +492,8 @@ _OURS = {
         "aa auto_augment color_jitter hflip reprob vflip"
     ),
     "data.image_size=@": "img_size input_size",
-    "data.num_workers=@": "workers",
-    "data=@": "dataset",
     "data=imagefolder data.root=@": "data.data_dir data_dir data_path paths.data_dir",
-    "debug=smoke": "debug=default debug=fdr debug=limit fast_dev_run",
+    "debug=smoke": "fast_dev_run",
     "hydra.run.dir=@": (
         "output output_dir paths.log_dir paths.output_dir task_name trainer.default_root_dir"
     ),
@@ -521,17 +502,14 @@ _OURS = {
     "model.checkpoint_path=@ for its weights; train --resume RUN_DIR continues a run": (
         "checkpoint ckpt ckpt_path initial_checkpoint resume_from_checkpoint"
     ),
-    "model.drop_path_rate=@": "drop_path",
     "model.drop_rate=@": "drop",
     "model=@": "arch",
-    "optim.label_smoothing=@": "smoothing",
     "optim.lr=@": "learning_rate",
     "optim.schedule.end=0.01, a fraction of the rate": "min_lr",
     "optim.schedule.name=@": "optim.scheduler.name",
     "optim.schedule.warmup=0.1, a fraction of the run": "warmup_epochs warmup_steps",
     "optim.weight_decay=@": "wd",
     "optim=@": "lr_scheduler opt optimizer sched scheduler",
-    "optim=adamw": "optim=adam optim=lamb",
     "optim=onecycle, cosine or step: SGD with this schedule": "optim=momentum optim=sgd",
     "precision=@": "trainer.precision",
     "precision=bf16": "amp fp16 precision=bf16-mixed precision=bf16-true use_amp",
@@ -550,7 +528,6 @@ _OURS = {
     "trainer.gradient_clip_val=@": "clip_grad grad_clip max_grad_norm",
     "trainer.log_every_n_steps=@": "log_interval",
     "trainer.profiler=simple": "debug=profiler",
-    "trainer=auto": "trainer=default",
 }
 SPELLINGS = {theirs: ours for ours, words in _OURS.items() for theirs in words.split()}
 
@@ -573,11 +550,7 @@ def of_plugin(builder: Callable[..., Any], *bases: Section) -> Section:
 
 
 def chosen(path: str, part: Section | Chosen, values: Config) -> Section:
-    """The section that describes ``values``.
-
-    Raises:
-        ValueError: ``values`` choose none of several.
-    """
+    """The section that describes ``values``."""
     own = registered(path) if path in ("callbacks", "data") else {}
     if isinstance(part, Section):  # of the callbacks, also those of plugins
         added = {name: of_plugin(own[name]) for name in own if name not in part.options}

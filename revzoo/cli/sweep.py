@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -29,11 +29,12 @@ from revzoo._checks import (
     package_needed,
 )
 from revzoo._files import replacing_table
+from revzoo.cli.check import check_machine
 from revzoo.cli.config import TRAIN, ConfigFiles, compose, parse, quoted
 from revzoo.cli.invocation import command_line, train_words
-from revzoo.cli.run.machine import check_machine
-from revzoo.cli.run.record import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, write_yaml
-from revzoo.cli.terminal import ConfigError, folded, folded_command, status_of
+from revzoo.cli.run.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, locked, write_yaml
+from revzoo.cli.run.multirun import run_program
+from revzoo.cli.terminal import ConfigError, folded, folded_command, one_line, status_of
 
 log = logging.getLogger(__name__)
 
@@ -61,18 +62,9 @@ def split_options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-class NoFigureError(ValueError):
-    """The figure to compare is missing; further trials would not have it either."""
-
-
 def open_study(folder: Path, direction: str | None = None) -> Any:
-    """The study in ``folder``; with ``direction``, a new one if there is none.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """The study in ``folder``; with ``direction``, a new one if there is none."""
     optuna, file = load_optuna(), folder.absolute() / STUDY
-    sql: Any = import_module("sqlalchemy.exc")  # of optuna's storage
     try:
         study = optuna.create_study(
             storage=f"sqlite:///{file}",
@@ -84,24 +76,22 @@ def open_study(folder: Path, direction: str | None = None) -> Any:
         )
         # a damaged file may open and fail here
         study.get_trials(deepcopy=False)
-    except (sql.SQLAlchemyError, optuna.exceptions.OptunaError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of optuna, its storage and SQLite
         raise ConfigError(
-            f"{file} is not readable as a study of optuna ({reason}): restore it from a copy, "
-            "or move it away to start the sweep again"
+            f"{file} is not readable as a study of optuna ({one_line(error)}): restore it from a "
+            "copy, or move it away to start the sweep again"
         ) from error
     return study
+
+
+class NoFigureError(ValueError):
+    """The figure to compare is missing; further trials would not have it either."""
 
 
 class Search:
     """The trials of a sweep.
 
-    Args:
-        folder: the sweep's folder.
-        given: the options of the command line; the others are recorded, or :data:`OPTIONS`.
-
-    Raises:
-        ConfigError: an option is wrong or differs from the recorded one, or the folder holds a run.
+    Options that are not ``given`` on the command line are recorded, or :data:`OPTIONS`.
     """
 
     def __init__(self, folder: Path, given: Mapping[str, Any]) -> None:
@@ -140,13 +130,7 @@ class Search:
         self.config_arguments = [] if extra is None else ["--config-dir", extra]
 
     def run(self) -> None:
-        """Run the missing trials. This process has locked the folder.
-
-        Raises:
-            NoFigureError: no trial so far has the figure.
-            RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
-            SystemExit: the first trials all fail.
-        """
+        """Run the missing trials. This process has locked the folder."""
         self.study = open_study(self.folder, self.options["direction"])
         for name, value in self.options.items():
             self.study.set_user_attr(name, value)
@@ -181,8 +165,6 @@ class Search:
 
     def run_trial(self, trial: Any) -> str:
         """Train, and report the trial's end to the study; return the reason of a failure."""
-        from revzoo.cli.run.child_process import run_program
-
         run_dir = self.folder / f"{trial.number:04d}"
         output, pruned, error = run_dir.with_suffix(".log"), False, ""
 
@@ -221,8 +203,6 @@ class Search:
 
     def command(self, trial: Any, run_dir: Path) -> list[str]:
         """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
-        from revzoo.cli.run.lock import locked
-
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
                 return [*train_words(), "--resume", str(run_dir)]
@@ -248,12 +228,7 @@ class Search:
                     trial.report(float(value), step)
 
     def figure_of(self, run_dir: Path, status: int) -> float:
-        """The figure of a run that ended with ``status``, from its ``summary.json``.
-
-        Raises:
-            NoFigureError: the run has no such figure.
-            ValueError: it failed, the figure is not finite, or the file is damaged.
-        """
+        """The figure of a run that ended with ``status``, from its ``summary.json``."""
         if status:
             # the last line of a traceback, or our one-line message
             lines = run_dir.with_suffix(".log").read_text(errors="replace").splitlines()
@@ -320,11 +295,7 @@ def load_optuna() -> Any:
 
 
 def split_space(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The overrides of every trial, and a distribution for each key to search.
-
-    Raises:
-        ConfigError: a range is empty or impossible, or optuna is not installed.
-    """
+    """The overrides of every trial, and a distribution for each key to search."""
     parsed = parse(overrides)
     fixed = [str(o.input_line) for o in parsed if not o.is_sweep_override()]
     space: dict[str, Any] = {}
@@ -349,7 +320,7 @@ def _distribution(override: Override) -> Any:
         # text: the values go into a command line again
         return distributions.CategoricalDistribution(tuple(override.sweep_string_iterator()))
     if isinstance(sweep, RangeSweep) and not tags:
-        # `parse` has limited their number; a falling range has the same numbers
+        # a falling range has the same numbers
         values = sorted(sweep.range())
         if len(values) < 2:
             raise ValueError("expected two numbers or more")
@@ -366,12 +337,15 @@ def _distribution(override: Override) -> Any:
 def check_space(
     fixed: Sequence[str], space: Mapping[str, Any], source: ConfigFiles = TRAIN
 ) -> None:
-    """Check a configuration for each choice and each end of a range, one key at a time.
-
-    Raises:
-        ValueError: no trial could run; names the key or the value.
-    """
-    composed = [compose([*fixed, *trial], source).config for trial in _samples(space)]
+    """Check a configuration for each choice and each end of a range, one key at a time."""
+    # all combinations would be too many
+    values = {key: getattr(d, "choices", None) or (d.low, d.high) for key, d in space.items()}
+    first = {key: outermost[0] for key, outermost in values.items()}
+    trials = [{**first, key: value} for key, ends in values.items() for value in ends]
+    composed = [
+        compose([*fixed, *(f"{key}={value}" for key, value in trial.items())], source).config
+        for trial in trials
+    ]
     # import torch after checking the keys
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.build import check_parts
@@ -384,12 +358,3 @@ def check_space(
                 "tuner.then=stop does not train, so there is no figure to compare: remove the "
                 "tuner, or give tuner.then=use"
             )
-
-
-def _samples(space: Mapping[str, Any]) -> Iterator[list[str]]:
-    # one key at a time: all combinations would be too many
-    values = {key: getattr(d, "choices", None) or (d.low, d.high) for key, d in space.items()}
-    first = {key: outermost[0] for key, outermost in values.items()}
-    for key, outermost in values.items():
-        for value in outermost:
-            yield [f"{name}={v}" for name, v in {**first, key: value}.items()]

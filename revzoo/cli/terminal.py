@@ -50,13 +50,7 @@ def one_record(text: str) -> str:
 
 
 def folded(text: str, *, indent: int, end: str = "") -> str:
-    """``text``, whose further lines begin with spaces.
-
-    Args:
-        text: one or more lines.
-        indent: the number of spaces.
-        end: ends all lines except the last: a backslash continues a shell command.
-    """
+    """``text``, whose further lines begin with ``indent`` spaces; ``end`` ends all but the last."""
     width = columns()
     if not width:
         return text

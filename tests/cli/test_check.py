@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from small_weights import write_entry
 
-from revzoo.cli.check import OF_SAMPLES, check
+from revzoo.cli.check import OF_SAMPLES, check, check_machine, device_kind
 from revzoo.cli.run.build import check_parts
-from revzoo.cli.run.machine import check_machine, device_kind
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import DATA, ImageData
 from revzoo.models import pretrained
@@ -78,6 +77,7 @@ def test_pretrained_weights_must_be_known(
         (["memory=budget"], r"memory\.bytes is needed: give memory\.bytes=4GiB"),
         (["memory=budget", "memory.bytes=lots"], r"memory\.bytes='lots': expected a positive"),
         (["memory=exact", "+memory.bytes=4GiB"], r"add memory=budget"),
+        (["memory=invert", "memory.fraction=0.5"], r"free memory: add memory=auto"),
         (["memory.fraction=2"], r"memory\.fraction=2: expected .*\(0, 1\]"),
         (["+memory.plan=store"], r"memory\.plan=store: expected a mapping"),
         (["model.name=revnet39"], "revnet38"),

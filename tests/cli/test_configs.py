@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.run.build import check_parts, memory_mode
-from revzoo.cli.run.machine import check_machine
+from revzoo.cli.check import check_machine
+from revzoo.cli.run.build import check_parts, model_spec
 from revzoo.cli.schema import RUN
 from revzoo.models import create_model, list_models
 
@@ -80,7 +80,7 @@ def test_narrow_precisions_are_exact(compose: Any, overrides: Any, mode: str) ->
     """In mode invert under bfloat16, activations drifted beyond the limit and ended the run."""
     config = compose(*overrides)
     own = create_model(config["model"]["name"]).default_memory
-    assert (memory_mode(config) or own) == mode
+    assert (model_spec(config, num_classes=2, in_chans=3)["memory"] or own) == mode
 
 
 def test_no_callbacks_names_every_callback(compose: Any) -> None:

@@ -1,8 +1,7 @@
-"""``trainer.deterministic=true``: the same bits in each run, and restored switches after it."""
+"""``trainer.deterministic=true``: the same bits in each run."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.core.modes import MODES
 
@@ -59,32 +57,3 @@ def test_images_augmented_by_workers_are_the_same(compose: Any, tmp_path: Path) 
     assert_same_bits(tmp_path / "a", tmp_path / "b")
     with pytest.raises(AssertionError, match="not equal"):
         assert_same_bits(tmp_path / "a", tmp_path / "c")
-
-
-def switches() -> tuple[Any, ...]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
-
-
-def test_the_switches_are_on_only_during_the_run(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inside = []
-    fit_and_test = train_module.fit_and_test
-
-    def watched(*args: Any, **options: Any) -> dict[str, float]:
-        inside.append(switches())
-        return fit_and_test(*args, **options)
-
-    monkeypatch.setattr(train_module, "fit_and_test", watched)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
-    before = switches()
-    train(compose(*SMALL), run_dir=tmp_path)
-    assert inside == [(True, False, ":4096:8")]
-    assert switches() == before == (False, True, None)
-    assert "PL_GLOBAL_SEED" not in os.environ

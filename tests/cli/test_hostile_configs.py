@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -111,48 +110,10 @@ def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
     assert "rerun" in refused(start(cwd, "--experimental-rerun", "config.pickle"), cwd)
 
 
-BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
-)
-MERGE = "a0: &a0 {k: v}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 9)
-)
-DEEP = "a: " + "[" * 3000 + "]" * 3000
-
-
-@pytest.mark.parametrize(
-    "text", [BOMB, MERGE, DEEP, "a: &a [*a]"], ids=["bomb", "merge", "deep", "circle"]
-)
-def test_a_configuration_that_grows_is_refused_at_once(text: str, tmp_path: Path) -> None:
-    """Aliases of aliases in a run's config.yaml took more than 20 s."""
-    from revzoo.cli.config import read_yaml
-
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    begin = time.monotonic()
-    with pytest.raises(ValueError, match=str(path)):
-        read_yaml(path)
-    assert time.monotonic() - begin < 5
-
-
-def test_a_bomb_on_the_search_path_is_refused(tmp_path: Path) -> None:
-    cwd, folder = tmp_path / "cwd", tmp_path / "configs" / "experiment"
-    cwd.mkdir()
-    folder.mkdir(parents=True)
-    (folder / "x.yaml").write_text(f"# @package _global_\n{BOMB}")
-    message = refused(start(cwd, "--config-dir", str(folder.parent), "experiment=x"), cwd)
-    assert "x.yaml" in message
-
-
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-m", "seed=range(0,1000000000)"], "expected at most 10,000 values"),
-        (["-m", "seed=range(0,1e9)"], "expected at most 10,000 values"),
-        (["-m", "model=range(0,1e9)"], "expected at most 10,000 values"),
-        (["-m", "seed=range(0,9,0)"], "expected at most"),
-        (["hydra.verbose={a: 1}"], "hydra.verbose={'a': 1}: expected true, false, or names"),
         (["hydra.run.dir=${hydra.run.dir}"], "Recursive interpolation detected"),
         (["hydra.run.dir=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
         (["trainer.accelerator=${nope}"], "Interpolation key 'nope' not found"),
@@ -165,7 +126,7 @@ def test_odd_arguments_are_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A range of 10**9 seeds filled the memory; the others printed several lines or a traceback."""
+    """They printed several lines or a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])
@@ -182,20 +143,18 @@ def test_files_that_take_no_part_are_not_read(
     folder.mkdir()
     (folder / "good.yaml").write_text("# @package _global_\nseed: 7\n")
     (folder / "broken.yaml").write_text("# @package _global_\noptim:\n\tlr: 0.1\n")
-    (folder / "grows.yaml").write_text(BOMB)
     os.mkfifo(folder / "pipe.yaml")
     start = ["train", "--config-dir", str(tmp_path), "--cfg", "job"]
     main([*start, "experiment=good"])
     assert "seed: 7" in capsys.readouterr().out
     for name, message in {
         "broken": r"broken\.yaml is not YAML \(line 3, column 1: .*: a tab; YAML indents",
-        "grows": r"grows\.yaml has more than 100000 values",
         "pipe": "no such option",
     }.items():
         with pytest.raises(SystemExit, match=message):
             main([*start, f"experiment={name}"])
     (folder / "uses.yaml").write_text(
-        "# @package _global_\ndefaults: [good, grows]\n"  # found by Hydra, not on the command line
+        "# @package _global_\ndefaults: [good, broken]\n"  # found by Hydra
     )
-    with pytest.raises(SystemExit, match=r"^revzoo: [^:]*grows\.yaml has more than 100000 values"):
+    with pytest.raises(SystemExit, match=r"^revzoo: [^:]*broken\.yaml is not YAML"):
         main([*start, "experiment=uses"])

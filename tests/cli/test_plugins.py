@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from revzoo.cli import plugins
-from revzoo.cli.run import record
+from revzoo.cli.run import folder
 from revzoo.cli.terminal import ConfigError
 
 MODULE = """
@@ -162,7 +162,7 @@ def test_a_damaged_record_is_named(
 ) -> None:
     """Deep lists and numbers ended in tracebacks."""
     (tmp_path / "sessions.jsonl").write_text(f"{line}\n")
-    record.check_imports(tmp_path)
+    folder.check_imports(tmp_path)
     assert f"{tmp_path}/sessions.jsonl is damaged" in caplog.text
 
 
@@ -171,4 +171,4 @@ def test_a_recommended_command_is_quoted(tmp_path: Path) -> None:
     session = {"imports": ["a; touch trap"], "overrides": []}
     (tmp_path / "sessions.jsonl").write_text(json.dumps(session))
     with pytest.raises(ConfigError, match="add --import 'a; touch trap', if you trust"):
-        record.check_imports(tmp_path)
+        folder.check_imports(tmp_path)

@@ -105,5 +105,5 @@ def test_an_exported_program_is_named(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_runs_folder_has_no_colon() -> None:
-    _, _, whole = compose(["model=torchvision:resnet18"])
+    whole = compose(["model=torchvision:resnet18"]).whole
     assert str(whole.hydra.run.dir).startswith("outputs/torchvision-resnet18-digits/")

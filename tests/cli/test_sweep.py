@@ -18,8 +18,8 @@ from revzoo.cli import sweep
 from revzoo.cli.config import quoted_if_needed
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
-from revzoo.cli.run import child_process as jobs
-from revzoo.cli.run.lock import locked
+from revzoo.cli.run import multirun as jobs
+from revzoo.cli.run.folder import locked
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.commands.predict import as_table
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat
-from revzoo.cli.run.predict import as_table
 from revzoo.cli.terminal import FoldedFormat, folded, message_line
 
 LONG = "memory=auto: steps: 6 store, 2 exact; peak 143.51 MiB (exact 140.89 MiB); in 0:13"

@@ -3,50 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
+from revzoo.cli.terminal import ConfigError, one_line
 from revzoo.weights.source import SAVED
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from revzoo.models.network import ImageNetwork
+
+
+SHORT = {"--batch-size": ["--batch"], "--image-size": ["--size", "--image"], "--output": ["--out"]}
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    """Declare an option of several commands, with its short names."""
+    parser.add_argument(name, *SHORT[name], **{"type": int, "metavar": "N", **options})
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
     """Declare ``--batch-size``, ``--image-size``, ``--channels``, ``--classes`` and ``--bits``."""
-    add_batch_size(parser, default=batch, help=f"images per step ({batch})")
-    add_image_size(parser, help="side of the images in pixels (the model's)")
+    add_option(parser, "--batch-size", default=batch, help=f"images per step ({batch})")
+    add_option(parser, "--image-size", help="side of the images in pixels (the model's)")
     parser.add_argument("--channels", type=int, help="channels of the images (the model's)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
     add_bits_option(parser)
-
-
-def add_batch_size(
-    parser: argparse.ArgumentParser,
-    *,
-    help: str,
-    default: int | None = None,
-    type: Callable[[str], int | None] = int,
-) -> None:
-    """Declare ``--batch-size``; the short ``--batch`` works, too."""
-    names = ("--batch-size", "--batch")
-    parser.add_argument(*names, type=type, default=default, metavar="N", help=help)
-
-
-def add_image_size(parser: argparse.ArgumentParser, *, help: str) -> None:
-    """Declare ``--image-size``; ``--size`` and ``--image`` work, too."""
-    names = ("--image-size", "--size", "--image")
-    parser.add_argument(*names, type=int, metavar="N", help=help)
-
-
-def add_output(parser: argparse.ArgumentParser, *, help: str, default: Path | None = None) -> None:
-    """Declare ``--output``; the short ``--out`` works, too."""
-    names = ("--output", "--out")
-    parser.add_argument(*names, type=Path, default=default, metavar="PATH", help=help)
 
 
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
@@ -85,16 +72,7 @@ def bits_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetwork:
-    """The model, randomly initialised, on torch's current default device.
-
-    Args:
-        args: the command's.
-        name: of the model.
-        keywords: further keywords of ``create_model``.
-
-    Raises:
-        ValueError: there is no such model, or it refuses an option.
-    """
+    """The model, randomly initialised, on torch's current default device."""
     from revzoo.models import create_model
 
     # None leaves the model's own numbers
@@ -118,11 +96,7 @@ def memory_chart(path: Path) -> Iterator[Any]:
 
 
 def check_picture(path: Path | None) -> None:
-    """Refuse a path for a picture that could not be drawn, before the work that it shows.
-
-    Raises:
-        ValueError: matplotlib has no such format; the path is not writable.
-    """
+    """Refuse a path for a picture that could not be drawn, before the work that it shows."""
     if path is None:
         return
     check_writable(path)
@@ -136,23 +110,14 @@ def check_picture(path: Path | None) -> None:
 
 
 def side_of(option: str, side: int | None, default: int) -> int:
-    """The side of the images, from a command's option.
-
-    Raises:
-        ValueError: it is less than 1.
-    """
+    """The side of the images, from a command's option."""
     if side is not None:
         check_count(option, side)
     return default if side is None else side
 
 
 def check_side(model: ImageNetwork, side: int, option: str) -> None:
-    """Check that the model takes images of this size, before a step that may take minutes.
-
-    Raises:
-        ValueError: the model does not take it; the message names the option.
-    """
-    from revzoo.cli.run.sizes import try_image
+    """Check that the model takes images of this size, before a step that may take minutes."""
     from revzoo.models.network import ImageSizeError
 
     try:
@@ -167,12 +132,45 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
 
 
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
-    """The shape of a batch.
-
-    Raises:
-        ValueError: the batch or image size is impossible.
-    """
+    """The shape of a batch."""
     check_count("--batch-size", args.batch_size)
     side = side_of("--image-size", args.image_size, model.image_size)
     check_side(model, side, "--image-size")
     return args.batch_size, model.in_chans, side, side
+
+
+def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -> None:
+    """Run a model on one black image, before reading images or measuring a step.
+
+    Some networks of libraries take images of only one size, and do not raise until they run.
+
+    ``remedy`` ends the message; ``{size}`` in it stands for the side that the model was made for.
+    """
+    import torch
+
+    from revzoo.core.evaluation import evaluation_mode
+    from revzoo.core.invertible import kind_of
+
+    def run(side: int) -> None:
+        first = next(model.parameters())
+        image = torch.zeros(1, channels, side, side, dtype=first.dtype, device=first.device)
+        # in evaluation mode, so BatchNorm's statistics stay
+        with torch.no_grad(), evaluation_mode(model):
+            model(image)
+
+    refusals = (RuntimeError, AssertionError)  # of layers, and of timm
+    try:
+        run(side)
+    except refusals as error:
+        made_for = getattr(model, "image_size", side)  # a user's model may have none
+        if made_for == side:
+            raise
+        try:
+            run(made_for)
+        except refusals:  # something else is wrong: show the original error
+            raise error from None
+        why = f" ({one_line(error)})" if str(error) else ""
+        raise ConfigError(
+            f"{kind_of(model)} fails on images of {side} x {side} pixels{why}: it is made for "
+            f"{made_for} x {made_for}{remedy.format(size=made_for)}"
+        ) from error

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report and write the requested files.
-
-    Raises:
-        ValueError: the model, mode, batch or size is not valid.
-    """
+    """Print the report and write the requested files."""
     with status_of("loading torch"):
         import torch
 

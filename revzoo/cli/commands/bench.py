@@ -65,11 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, and print row by row.
-
-    Raises:
-        ValueError: there is no such model or mode, or batch, size or rounds are not valid.
-    """
+    """Measure, and print row by row."""
     with status_of("loading torch"):
         import torch
 
@@ -115,11 +111,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _checked_names(args: argparse.Namespace, modes: Sequence[str]) -> list[str]:
-    """The names of the models, all checked before the first one is measured.
-
-    Raises:
-        ValueError: a name is one of ``modes`` or not a model, or batch or size are not valid.
-    """
+    """The names of the models, all checked before the first one is measured."""
     import torch
 
     names = [name for family in args.names for name in with_depths(family, args.depths)]
@@ -160,11 +152,7 @@ def default_modes(model: ImageNetwork) -> list[str]:
 
 
 def with_depths(name: str, depths: str | None) -> list[str]:
-    """The models of a family: ``revnet`` or ``revnet38`` with the depths ``38,110``.
-
-    Raises:
-        ValueError: a depth is not a whole number.
-    """
+    """The models of a family: ``revnet`` or ``revnet38`` with the depths ``38,110``."""
     if depths is None:
         return [name]
     numbers = [depth.strip() for depth in depths.split(",")]

@@ -26,13 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the unreadable images by reason, and the fault of the folders.
-
-    Raises:
-        ValueError: an image cannot be read, or the folders are not a data set; or the argument
-            is not a folder.
-        DataError: there is no such folder, or it has no images.
-    """
+    """Print the unreadable images by reason, and the fault of the folders."""
     folder = _folder(args.words)
     if args.workers is not None:
         check_count("--workers", args.workers)
@@ -66,11 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _folder(words: Sequence[str]) -> Path:
-    """The folder of ``DIR`` or ``data DIR``.
-
-    Raises:
-        ValueError: the words are neither.
-    """
+    """The folder of ``DIR`` or ``data DIR``."""
     *before, last = words
     # a missing path is named later
     if before == ["data"] or (not before and (Path(last).is_dir() or "/" in last)):

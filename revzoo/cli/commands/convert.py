@@ -33,12 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert one file.
-
-    Raises:
-        OSError: the file cannot be read, or the folder cannot be written.
-        ValueError: the file is not a checkpoint of the program.
-    """
+    """Convert one file."""
     with status_of("loading torch"):
         from revzoo.interop.published import load_published
 

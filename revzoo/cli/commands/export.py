@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING
 from revzoo._checks import check_count
 from revzoo._files import file_name
 from revzoo.cli.commands._models import (
-    add_batch_size,
-    add_image_size,
-    add_output,
+    add_option,
     add_saved_bits_option,
     check_side,
 )
@@ -49,9 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "default: by the suffix of --output, or pt2"
     parser.add_argument("--format", choices=_FORMATS, help=help_text)
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
-    add_output(parser, help="the file to (over)write (default NAME.FORMAT)")
-    add_batch_size(parser, type=_batch, help="images per call (default dynamic: any number)")
-    add_image_size(parser, help="side in pixels (default: the weights')")
+    add_option(
+        parser,
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="the file to (over)write (default NAME.FORMAT)",
+    )
+    add_option(
+        parser, "--batch-size", type=_batch, help="images per call (default dynamic: any number)"
+    )
+    add_option(parser, "--image-size", help="side in pixels (default: the weights')")
     parser.add_argument("--opset", type=int, help="ONNX's opset (default: the exporter's)")
     parser.add_argument(
         "--tolerance", type=float, help="limit of the difference, relative to the largest logit"
@@ -61,12 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Export, and print the file and the difference.
-
-    Raises:
-        ValueError: there is no such model, or an option is wrong for it.
-        WeightsError: the weights cannot be used.
-    """
+    """Export, and print the file and the difference."""
     with status_of("loading torch"):
         from revzoo.interop.export import TOLERANCE, export
 

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo.cli.commands._models import (
-    add_batch_size,
     add_bits_option,
-    add_image_size,
+    add_option,
     bits_of,
     check_side,
     side_of,
@@ -40,19 +39,14 @@ if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the we
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model (revnet38), weights, a checkpoint or a run's folder")
-    add_batch_size(parser, default=8, help="images per step (default 8)")
-    add_image_size(parser, help="side of the images in pixels")
+    add_option(parser, "--batch-size", default=8, help="images per step (default 8)")
+    add_option(parser, "--image-size", help="side of the images in pixels")
     add_weights_option(parser)
     add_bits_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the facts of the weights, then the costs, each as soon as it is counted.
-
-    Raises:
-        ValueError: there is no such model, or the batch or size is impossible.
-        WeightsError, CheckpointError: the weights or the checkpoint cannot be used.
-    """
+    """Print the facts of the weights, then the costs, each as soon as it is counted."""
     check_count("--batch-size", args.batch_size)
     checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
     model, side = _trained(checkpoint, args) if checkpoint else _created(args)
@@ -92,7 +86,7 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
     """Print the facts of a checkpoint; return its model and the side of its images."""
     _print("checkpoint", resolve_source(checkpoint))
     with status_of("loading torch and Lightning"):
-        from revzoo.cli.run.record import check_imports, run_of
+        from revzoo.cli.run.folder import check_imports, run_of
         from revzoo.training.checkpoint.restore import restore
 
         check_imports(run_of(checkpoint))

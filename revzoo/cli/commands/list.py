@@ -46,11 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the names, one per line; of weights, a table.
-
-    Raises:
-        ValueError: no name matches.
-    """
+    """Print the names, one per line; of weights, a table."""
     table = weights_table(args)
     if args.pretrained:
         names = table.names(args.pattern)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
-from revzoo.cli.commands._models import add_image_size, add_output
+from revzoo.cli.commands._models import add_option
 from revzoo.cli.invocation import command_line
 from revzoo.cli.terminal import folded_command, status_of
 from revzoo.weights.source import CHECKPOINTS, resolve_source
@@ -25,12 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", type=Path, help="of revzoo train, or the folder of a run")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
-    add_output(parser, default=Path(), help="folder to write to (default .)")
+    add_option(
+        parser,
+        "--output",
+        type=Path,
+        metavar="PATH",
+        default=Path(),
+        help="folder to write to (default .)",
+    )
     parser.add_argument("--recipe", help="the exact training command (default: of the run)")
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", help="of the figures: set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    add_image_size(parser, help="side of the images (default: as in training)")
+    add_option(parser, "--image-size", help="side of the images (default: as in training)")
     parser.add_argument("--url", help="the address of the file, for downloads")
     parser.add_argument(
         "--default", action="store_true", help="the weights of the name without a recipe"
@@ -38,13 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write both files; print their paths and a command that uses them.
-
-    Raises:
-        ValueError: a metric is not a number; ``--measured-on`` is missing, but there are figures;
-            or ``--recipe`` is missing, and no run beside the checkpoint tells it.
-        WeightsError: the file is not a checkpoint, or a field is not valid; no file is written.
-    """
+    """Write both files; print their paths and a command that uses them."""
     checkpoint = Path(resolve_source(args.checkpoint))
     fields = ("name", "license", "recipe", "measured_on", "url", "default")
     facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
@@ -67,17 +68,9 @@ def run(args: argparse.Namespace) -> None:
 def publish(
     checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None
 ) -> list[Path]:
-    """Write ``NAME.safetensors``, then ``NAME.json``, which describes it.
+    """Write ``NAME.safetensors``, then ``NAME.json``, which describes it with these facts.
 
-    Args:
-        checkpoint: of a run.
-        folder: created if missing.
-        facts: fields of the entry, with ``name``.
-        size: side of the images in pixels; None for the size in training.
-
-    Raises:
-        CheckpointError: it is damaged, lacks its hyperparameters, or holds more than plain values.
-        WeightsError: it has NaN or Inf, or a fact is not valid.
+    ``size`` is the side of the images in pixels; None for the size in training.
     """
     with status_of("loading torch and Lightning"):
         from revzoo.models.save import json_of, pack
@@ -97,7 +90,7 @@ def publish(
 
 def _recipe(checkpoint: Path) -> str:
     """The command that started the run."""
-    from revzoo.cli.run.record import SESSIONS_FILE, recorded_words, run_of
+    from revzoo.cli.run.folder import SESSIONS_FILE, recorded_words, run_of
 
     run_dir = run_of(checkpoint)
     if not (run_dir / SESSIONS_FILE).is_file():
@@ -110,7 +103,7 @@ def _recipe(checkpoint: Path) -> str:
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
-    from revzoo.cli.run.record import SUMMARY_FILE, errors_naming, run_of
+    from revzoo.cli.run.folder import SUMMARY_FILE, errors_naming, run_of
     from revzoo.weights.source import LAST
 
     path = run_of(checkpoint) / SUMMARY_FILE

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from revzoo._checks import check_choice
 from revzoo._files import check_writable, json_bytes, write_atomically
@@ -47,17 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
     )
-    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits")
+    parser.add_argument(
+        "--fit", choices=("batch", "image", "depth"), help="find the largest one that fits"
+    )
     parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
     parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan, or the largest batch, image or depth that fits.
-
-    Raises:
-        ValueError: the model, mode, batch or size is not valid; the budget is wrong or too small.
-    """
+    """Print the plan, or the largest batch, image or depth that fits."""
     with status_of("loading torch"):
         import torch
 
@@ -127,162 +125,97 @@ def _usage(args: argparse.Namespace, shape: Shape) -> str:
     )
 
 
-class Fit:
-    """The number that ``--fit`` searches for; it sets how much memory a step needs.
+class Fit(NamedTuple):
+    """The number that ``--fit`` searches for; it sets how much memory a step needs."""
 
-    Args:
-        args: the command's.
-        shape: of the batch where the search starts.
-    """
-
-    name: str
-    option: str | None = None
-    """The option that sets the value, if there is one."""
-    power = 1
-    """The need for memory is linear in this power of the value."""
     start: int
-    most = 2**20
-
-    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
-        self.args, self.shape = args, shape
-
-    def keywords(self, value: int) -> dict[str, Any]:
-        """The keywords of ``create_model`` that set the value."""
-        return {}
-
-    def batch_shape(self, value: int) -> Shape:
-        """The shape of a batch for the value."""
-        return self.shape
-
-    def shown(self, value: int) -> str:
-        """The value in messages."""
-        return str(value)
-
-    def need(self, value: int) -> int | None:
-        """The smallest budget for the value, in bytes; None if the model refuses the value."""
-        import torch
-
-        from revzoo.profiling.plan import Planner
-
-        shape = self.batch_shape(value)
-        try:
-            with torch.device("meta"):
-                model = model_for(self.args, self.args.name, **self.keywords(value))
-            # raises for sides that the model does not take
-            check_side(model, shape[2], "--image-size")
-        except ValueError:
-            return None
-        # clock=False: only bytes matter, so do not time steps
-        return Planner(model, shape, inverting=self.args.memory, clock=False).least
+    variant: Callable[[int], tuple[Shape, dict[str, Any]]]
+    """The batch and the keywords of ``create_model`` for a value."""
+    option: str = ""
+    """The option that sets the value, if there is one."""
+    power: int = 1
+    """The need for memory is linear in this power of the value."""
+    most: int = 2**20
+    shown: Callable[[int], str] = str
+    """The value in messages."""
 
 
-class FitBatch(Fit):
-    """The number of images in a batch."""
-
-    name = "batch"
-    option = "--batch-size"
-
-    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
-        super().__init__(args, shape)
-        self.start = shape[0]
-
-    def batch_shape(self, value: int) -> Shape:
-        return value, *self.shape[1:]
-
-
-class FitImage(Fit):
-    """The side of the images."""
-
-    name = "image"
-    option = "--image-size"
-    power = 2
-
-    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
-        super().__init__(args, shape)
-        self.start = shape[2]
-        # the shapes of some weights depend on the size
-        self._in_weights = hasattr(_row(args.name), "img_size")
-
-    def keywords(self, value: int) -> dict[str, Any]:
-        return {"img_size": value} if self._in_weights else {}
-
-    def batch_shape(self, value: int) -> Shape:
-        images, channels, _, _ = self.shape
-        return images, channels, value, value
-
-
-class FitDepth(Fit):
-    """The depth: the row's ``depth``, or the length of the longest stage.
-
-    Raises:
-        ValueError: the model has one depth.
-    """
-
-    name = "depth"
-
-    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
-        super().__init__(args, shape)
-        row = _row(args.name)
-        if not (hasattr(row, "depth") or hasattr(row, "units")):
-            raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
-        self._units: Sequence[int] | None = None if hasattr(row, "depth") else row.units
-        self.start = row.depth if self._units is None else max(self._units)
-        # inverted steps keep so little that thousands may fit; planning thousands takes hours
-        self.most = DEEPEST * self.start
-
-    def keywords(self, value: int) -> dict[str, Any]:
-        if self._units is None:
-            return {"depth": value}
-        # all stages grow in proportion
-        return {"units": tuple(max(1, round(u * value / self.start)) for u in self._units)}
-
-    def shown(self, value: int) -> str:
-        """The value as ``create_model`` takes it: ``units=(3, 3, 4)``."""
-        units = self.keywords(value).get("units")
-        return str(value) if units is None else f"units={units}"
-
-
-FITS = {fit.name: fit for fit in (FitBatch, FitImage, FitDepth)}
-
-
-def _row(name: str) -> Any:
-    """The model's row in its table.
-
-    Raises:
-        ValueError: ``name`` is a folder of ``save_pretrained``, say.
-    """
+def fit_of(args: argparse.Namespace, shape: Shape) -> Fit:
+    """What ``--fit`` searches for, from this batch on."""
+    images, channels, side, _ = shape
+    if args.fit == "batch":
+        return Fit(images, lambda n: ((n, *shape[1:]), {}), "--batch-size")
     from revzoo.models.registry import MODELS
 
-    architecture = name.partition(".")[0]
-    if architecture not in MODELS:
+    architecture = args.name.partition(".")[0]
+    if architecture not in MODELS:  # a folder of save_pretrained, say
         raise ValueError(
-            f"{name}: --fit image and --fit depth build other variants of a model, so they need "
-            "its name, such as revnet38; --fit batch takes a folder, too"
+            f"{args.name}: --fit image and --fit depth build other variants of a model, so they "
+            "need its name, such as revnet38; --fit batch takes a folder, too"
         )
-    return MODELS[architecture].variant
+    row: Any = MODELS[architecture].variant
+    if args.fit == "image":
+
+        def of_side(value: int) -> tuple[Shape, dict[str, Any]]:
+            # the shapes of some weights depend on the size
+            keywords = {"img_size": value} if hasattr(row, "img_size") else {}
+            return (images, channels, value, value), keywords
+
+        return Fit(side, of_side, "--image-size", power=2)
+    if not (hasattr(row, "depth") or hasattr(row, "units")):
+        raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
+    units: Sequence[int] | None = None if hasattr(row, "depth") else row.units
+    start = row.depth if units is None else max(units)  # of the longest stage
+
+    def of_depth(value: int) -> dict[str, Any]:
+        if units is None:
+            return {"depth": value}
+        # all stages grow in proportion
+        return {"units": tuple(max(1, round(u * value / start)) for u in units)}
+
+    return Fit(
+        start,
+        lambda value: (shape, of_depth(value)),
+        # inverted steps keep so little that thousands may fit; planning thousands takes hours
+        most=DEEPEST * start,
+        shown=lambda value: str(value) if units is None else f"units={of_depth(value)['units']}",
+    )
+
+
+def _least(args: argparse.Namespace, shape: Shape, keywords: Mapping[str, Any]) -> int | None:
+    """The smallest budget in bytes; None if the model refuses the shape or the keywords."""
+    import torch
+
+    from revzoo.profiling.plan import Planner
+
+    try:
+        with torch.device("meta"):
+            model = model_for(args, args.name, **keywords)
+        # raises for sides that the model does not take
+        check_side(model, shape[2], "--image-size")
+    except ValueError:
+        return None
+    # clock=False: only bytes matter, so do not time steps
+    return Planner(model, shape, inverting=args.memory, clock=False).least
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
-    """A sentence with the largest batch, image or depth that has a plan, and how to see the plan.
-
-    Raises:
-        ValueError: no value fits.
-    """
+    """A sentence with the largest batch, image or depth that fits, and how to see its plan."""
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_one_unit
 
     sized = in_one_unit(budget)
-    fit = FITS[args.fit](args, shape)
+    fit = fit_of(args, shape)
     needs: dict[int, int | None] = {}
     option = f" ({fit.option})" if fit.option else ""
     # to standard error, also without a terminal: the search takes minutes
-    start = f"looking for the largest {fit.name}, beginning with {fit.shown(fit.start)}{option}"
+    start = f"looking for the largest {args.fit}, beginning with {fit.shown(fit.start)}{option}"
     sys.stderr.write(f"{folded(start, indent=2)}\n")
 
     def need(value: int) -> int | None:
         if value not in needs:  # a call takes seconds
-            with status_of(f"{args.name}, {fit.name} {fit.shown(value)}"):
-                needs[value] = fit.need(value)
+            with status_of(f"{args.name}, {args.fit} {fit.shown(value)}"):
+                needs[value] = _least(args, *fit.variant(value))
         return needs[value]
 
     value = largest(need, budget, start=fit.start, power=fit.power, most=fit.most)
@@ -295,18 +228,18 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
             else "the model takes none of the values tried"
         )
         raise ValueError(
-            f"no {fit.name} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
+            f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
     shown, needed = fit.shown(value), f"{sized(taken[value])} without the optimiser's state"
     if value == fit.most:
-        sentence = f"{shown}, the largest {fit.name} of {args.name} that was tried, needs {needed}"
+        sentence = f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
         return folded(sentence, indent=2)
-    sentence = f"the largest {fit.name} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
+    sentence = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
     sentence = folded(sentence, indent=2)
     if not fit.option:
         return sentence
-    images, _, side, _ = fit.batch_shape(value)
+    images, _, side, _ = fit.variant(value)[0]
     options = {"batch-size": images, "image-size": side}
     options |= {name: getattr(args, name) for name in ("channels", "classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)

@@ -13,19 +13,34 @@ has a line on standard error and no row; then the command exits with 1.
 from __future__ import annotations
 
 import argparse
+import csv
+import io
+import json
+import logging
 import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count, number_of
 from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
-    add_batch_size,
-    add_image_size,
+    add_option,
     add_saved_bits_option,
     check_side,
 )
-from revzoo.cli.terminal import ConfigError, message_line, status_of
+from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
 from revzoo.weights.source import resolve_source
+
+if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
+    import torch
+    from PIL import Image
+
+    from revzoo.data import DataError
+    from revzoo.training.checkpoint.restore import Restored
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ckpt", metavar="NAME_OR_CKPT", help="also written ckpt=NAME_OR_CKPT")
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--top", type=int, default=3, help="classes per line (3)")
-    add_image_size(parser, help="side of the images in pixels")
-    add_batch_size(parser, default=64, help="images per call of the model (64)")
+    add_option(parser, "--image-size", help="side of the images in pixels")
+    add_option(parser, "--batch-size", default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
     form = parser.add_mutually_exclusive_group()
@@ -47,13 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Classify, and print.
-
-    Raises:
-        ConfigError: the device, an image or a folder does not exist.
-        UserError: the checkpoint cannot be used.
-        DataError: some images cannot be read; raised after the rows of the others are printed.
-    """
+    """Classify, and print; a DataError after the rows if some images cannot be read."""
     for name in ("top", "image_size", "batch_size"):
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
@@ -74,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
     with status_of("loading torch and Lightning"):
         import torch
 
-        from revzoo.cli.run.predict import FORMS, predict
-        from revzoo.cli.run.record import check_imports, run_of
+        from revzoo.cli.run.folder import check_imports, run_of
         from revzoo.data import DataError
         from revzoo.training.checkpoint.restore import restore
         from revzoo.training.quiet_lightning import quiet
@@ -118,3 +126,115 @@ def run(args: argparse.Namespace) -> None:
             f"{unreadable} of {images} could not be read: replace or remove them; revzoo check "
             "DIR lists all such images of a folder"
         )
+
+
+Prediction = tuple[str, dict[str, float]]
+"""A path, and the probability of each class, the most probable first."""
+
+
+def predict(
+    restored: Restored,
+    paths: Sequence[str | Path],
+    *,
+    batch_size: int = 64,
+    image_size: int | None = None,
+    device: str | torch.device = "cpu",
+    on_error: Callable[[DataError], None] | None = None,
+) -> Iterator[Prediction]:
+    """Yield the class probabilities of image files, and of all images in folders.
+
+    Images are prepared as for evaluation: the shorter side resized, the centre cropped. Folders are
+    searched recursively. ``on_error`` is called for each file that cannot be decoded, which is left
+    out; without it, the error is raised.
+    """
+    from revzoo.data import DataError
+    from revzoo.data.decode import open_image
+    from revzoo.training.predict import classify
+
+    # before the first image is read
+    if image_size is None and restored.image_size is None:
+        raise DataError("the checkpoint has no image size: give --image-size PIXELS")
+    # a list: check all paths before the first result
+    files = [str(path) for path in image_files(paths)]
+    # classify opens a whole batch before its first result
+    opened: deque[str] = deque()
+
+    def images() -> Iterator[Image.Image]:
+        for path in files:
+            try:
+                image = open_image(path, restored.in_chans)
+            except DataError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+                continue
+            opened.append(path)
+            yield image
+
+    network = restored.network.to(device)
+    probabilities = classify(network, images(), size=image_size, batch_size=batch_size)
+    return ((opened.popleft(), classes) for classes in probabilities)
+
+
+def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    """Yield the files among ``paths``, and the images below the folders, sorted by name."""
+    from revzoo.data import DataError
+    from revzoo.data.folders import images_below, left_out, no_images
+
+    for path in map(Path, paths):
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            unread: Counter[str] = Counter()
+            images = [Path(name) for name in images_below(path, unread)]
+            if not images:
+                raise no_images(path)
+            for note in left_out(path, unread):
+                log.warning("%s", note)
+            yield from images
+        else:
+            raise DataError(f"there is no image or folder {path}")
+
+
+def as_table(predictions: Sequence[Prediction], top: int) -> str:
+    """A line per image: its path, then classes with their probabilities."""
+    shown = [_in_line(path) for path, _ in predictions]
+    width = max(map(len, shown), default=0)
+    lines = []
+    for path, (_, classes) in zip(shown, predictions, strict=True):
+        best = list(classes.items())[:top]
+        figures = "  ".join(f"{_in_line(name)} {p:.4f}" for name, p in best)
+        line = f"{path:{width}}  {figures}"
+        too_long = 0 < columns() < len(line)  # 0 without a terminal
+        lines.append(f"{path}\n  {figures}" if too_long else line)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _in_line(name: str) -> str:
+    # the name of a file or class may hold the end of a line
+    return printable(name).replace("\n", r"\n")
+
+
+def as_json(predictions: Sequence[Prediction], top: int) -> str:
+    """A list of objects with path, class and probabilities by class name."""
+    rows = [
+        {"path": path, "class": next(iter(classes)), "probabilities": classes}
+        for path, classes in predictions
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def as_csv(predictions: Sequence[Prediction], top: int) -> str:
+    """Columns path, class, and the probability of each class by its name."""
+    text = io.StringIO()
+    # each image orders its classes by probability; columns need one order
+    names = sorted(predictions[0][1]) if predictions else []
+    # csv's default is \r\n, which many tools show as ^M
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["path", "class", *names])
+    for path, classes in predictions:
+        writer.writerow([path, next(iter(classes)), *(f"{classes[n]:.6f}" for n in names)])
+    return text.getvalue()
+
+
+FORMS = {"table": as_table, "json": as_json, "csv": as_csv}

@@ -49,15 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Search.
-
-    Raises:
-        ValueError: no trial could run; no file is written.
-        SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
-            Ctrl-C.
-    """
+    """Search."""
+    from revzoo.cli.check import check_started_together
     from revzoo.cli.config import quoted_if_needed
-    from revzoo.cli.run.machine import check_started_together
+    from revzoo.cli.run.folder import locked
     from revzoo.cli.sweep import Search, check_space, split_options
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -72,7 +67,6 @@ def run(args: argparse.Namespace) -> None:
     log.info("%s: %s, to %s %s", folder, trials, search.options["direction"], search.metric)
     # before torch is imported: most mistakes are in the ranges
     check_space(search.fixed, search.space, search.source)
-    from revzoo.cli.run.lock import locked
     from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)

@@ -11,7 +11,7 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
 revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
 
 revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only
-memory=MODE may change, with memory.bytes=BUDGET for memory=budget, and precision=NAME with
+memory=MODE may change, with memory.bytes=BUDGET or memory.fraction=PART, and precision=NAME with
 --allow-precision-change.
 
 NOTE [ The order of checks ]
@@ -37,8 +37,6 @@ from revzoo.cli.terminal import ConfigError, status_of
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
 
-    from revzoo.cli.config import ConfigFiles
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: Hydra's, and a resumed run's."""
@@ -60,67 +58,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train, resume, or print information, by the arguments.
-
-    Raises:
-        ConfigError: the run cannot work; no file is written.
-        SystemExit: see :func:`revzoo.cli.run.train.train`.
-    """
+    """Train, resume, or print information, by the arguments."""
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config import compose
+    from revzoo.cli.config import ConfigFiles, compose, without_hydra
+    from revzoo.cli.schema import CONFIGS
 
-    source = _source(args)
+    folder = CONFIGS if args.config_path is None else Path(args.config_path)
+    source = ConfigFiles(args.config_name or "train", folder=folder, extra=args.config_dir)
     if args.multirun and args.cfg:
         raise ConfigError("--cfg prints the configuration of one run: leave out -m")
     if args.multirun:
-        _multirun(args, source)
+        from revzoo.cli.run.multirun import multirun
+
+        multirun(args.overrides, source)
         return
-    config, cfg, whole = compose(args.overrides, source, complete=args.cfg is None)
+    config, whole = compose(args.overrides, source, complete=args.cfg is None)
     if args.cfg is not None:
-        _print(whole if args.cfg == "all" else whole.hydra if args.cfg == "hydra" else cfg, args)
-    elif whole.hydra.mode is not None and whole.hydra.mode.name == "MULTIRUN":
-        # hydra.mode=MULTIRUN, the same as -m
-        _multirun(args, source)
-    else:
-        from revzoo.cli.run.machine import check_machine, check_root
+        parts = {"all": whole, "hydra": whole.hydra, "job": without_hydra(whole)}
+        _print(parts[args.cfg], args)
+        return
+    from revzoo.cli.check import check_machine, check_root
 
-        check_root(config["data"])
-        with status_of("loading torch and Lightning"):
-            check_machine(config)  # before Lightning is imported
-            from revzoo.cli.run.train import begin
+    check_root(config["data"])
+    with status_of("loading torch and Lightning"):
+        check_machine(config)  # before Lightning is imported
+        from revzoo.cli.run.train import begin
 
-        begin(config, whole, overrides=args.overrides)
-
-
-def _source(args: argparse.Namespace) -> ConfigFiles:
-    """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
-    from revzoo.cli.config import ConfigFiles
-    from revzoo.cli.schema import CONFIGS
-
-    path = args.config_path
-    # pkg://x would import x
-    if path is not None and "://" in path:
-        raise ConfigError(f"-cp {path}: expected a folder of configuration files")
-    folder = CONFIGS if path is None else Path(path)
-    return ConfigFiles(args.config_name or "train", folder=folder, extra=args.config_dir)
-
-
-def _multirun(args: argparse.Namespace, source: ConfigFiles) -> None:
-    from revzoo.cli.run.multirun import multirun
-
-    multirun(args.overrides, source)
+    begin(config, whole, overrides=args.overrides)
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.run.machine import check_machine
-    from revzoo.cli.run.record import resumed_config
+    from revzoo.cli.check import check_machine
+    from revzoo.cli.run.folder import resumed_config
 
-    new_runs = (
-        *("multirun", "cfg", "resolve", "package"),
-        *("config_dir", "config_name", "config_path"),
-    )
+    new_runs = ["multirun", "cfg", "resolve", "package", "config_dir", "config_name", "config_path"]
     if excess := [name for name in new_runs if getattr(args, name)]:
         raise ConfigError(
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "
@@ -130,7 +103,7 @@ def _resume(args: argparse.Namespace) -> None:
     config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
     with status_of("loading torch and Lightning"):
         check_machine(config)  # before Lightning is imported
-        from revzoo.cli.run.resume import resume
+        from revzoo.cli.run.train import resume
 
     resume(run_dir, config, args.overrides)
 

@@ -14,15 +14,14 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.run.record import METRICS_FILE
-from revzoo.cli.run.sizes import try_image
+from revzoo.cli.commands._models import try_image
+from revzoo.cli.run.folder import METRICS_FILE
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
@@ -46,11 +45,7 @@ PROFILERS: dict[str, type[Any]] = {
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:
-    """The data module of a checked ``data`` section; it reads no files.
-
-    Raises:
-        ValueError: the constructor refuses a value.
-    """
+    """The data module of a checked ``data`` section; it reads no files."""
     options = {key: value for key, value in data.items() if key != "_target_"}
     try:
         return DATA[data["_target_"]](**options)
@@ -65,31 +60,24 @@ def data_name(config: Mapping[str, Any]) -> str:
 
 def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
     """The arguments of ``create_model`` for data with these numbers of classes and channels."""
-    fitted = {"num_classes": num_classes, "in_chans": in_chans}
-    return {**config["model"], "memory": memory_mode(config), **fitted}
-
-
-def memory_mode(config: Mapping[str, Any]) -> str | None:
-    """The memory mode with which a run's model is created; None for the model's default.
-
-    A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory_plan`).
-    """
-    mode: str | None = config["memory"]["mode"]
-    return mode if mode in MODES else None
+    mode = config["memory"]["mode"]
+    # a run with a planned mode starts with the model's default, see run/memory_plan.py
+    memory = mode if mode in MODES else None
+    return {**config["model"], "memory": memory, "num_classes": num_classes, "in_chans": in_chans}
 
 
 def build_module(
     config: Mapping[str, Any], *, num_classes: int, in_chans: int, side: int
 ) -> Classifier:
-    """The Lightning module for images of this kind, tried on one black image.
-
-    Raises:
-        ValueError: from the model or the optimiser, or the model cannot process such images.
-    """
+    """The Lightning module for images of this kind, tried on one black image."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    try_image(module.model, side, in_chans, remedy=size_remedy(config, side))
+    remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
+    if "img_size" in config["model"]:  # not all networks of a library take it
+        remedies.append(f"model.img_size={side}")
+    remedy = f"; try {' or '.join(remedies)}" if remedies else ""
+    try_image(module.model, side, in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
@@ -98,11 +86,7 @@ def build_module(
 def check_network(
     config: Mapping[str, Any], callbacks: Sequence[pl.Callback], network: nn.Module
 ) -> None:
-    """Check that the network meets the requirements of the callbacks.
-
-    Raises:
-        ValueError: naming the callback.
-    """
+    """Check that the network meets the requirements of the callbacks."""
     used = [name for name, options in config["callbacks"].items() if options is not None]
     names = {CALLBACKS[name]: name for name in used}
     for callback in callbacks:
@@ -115,11 +99,7 @@ def check_network(
 
 
 def check_parts(config: Mapping[str, Any]) -> None:
-    """Build what needs no files, on the ``meta`` device: before several runs, for their errors.
-
-    Raises:
-        ValueError: a constructor refuses a value, or the model does not take the memory mode.
-    """
+    """Build what needs no files, on the ``meta`` device: before several runs, for their errors."""
     OptimSpec.of(config["optim"])
     callbacks = build_callbacks(config["callbacks"], run_dir=Path())
     build_data(config["data"])
@@ -134,23 +114,12 @@ def check_parts(config: Mapping[str, Any]) -> None:
     check_network(config, callbacks, model)
 
 
-def size_remedy(config: Mapping[str, Any], side: int) -> str:
-    """The end of the message if the model fails on the images; see :func:`try_image`."""
-    remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
-    if "img_size" in config["model"]:  # not all networks of a library take it
-        remedies.append(f"model.img_size={side}")
-    return f"; try {' or '.join(remedies)}" if remedies else ""
-
-
 def build_loggers(
     config: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
 ) -> list[Logger]:
     """The run's loggers: ``metrics.csv`` and the section's logger; an empty list for ``none``.
 
-    Args:
-        config: the checked configuration.
-        run_dir: the run's folder.
-        first_step: the step at which a resumed run starts; log rows from there on are replaced.
+    Log rows from ``first_step`` on, where a resumed run starts, are replaced.
     """
     options = dict(config["logger"])
     kind = options.pop("kind")
@@ -203,14 +172,7 @@ def build_trainer(
 ) -> pl.Trainer:
     """Lightning's Trainer with the run's callbacks, loggers and precision.
 
-    Args:
-        config: the checked configuration.
-        run_dir: the run's folder.
-        stop: the callback that ends the run at a signal; None for none.
-        first_step: the step at which a resumed run starts.
-
-    Raises:
-        ConfigError: options contradict each other.
+    ``stop`` ends the run at a signal; ``first_step`` is the step at which a resumed run starts.
     """
     loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
@@ -221,7 +183,8 @@ def build_trainer(
         # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
-    if specs.get("finetuning") is not None and in_parallel(options):
+    several = options["strategy"] == "auto" and options.get("devices") not in (1, "1")
+    if specs.get("finetuning") is not None and (several or options["strategy"] == "ddp"):
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     # given only by name, Lightning's profilers just log their table
     if (profiler := options.pop("profiler", None)) is not None:
@@ -242,11 +205,7 @@ def build_trainer(
 
 
 def make_trainer(**options: Any) -> pl.Trainer:
-    """Lightning's Trainer, reading and writing checkpoints with our plugin.
-
-    Raises:
-        ConfigError: options contradict each other.
-    """
+    """Lightning's Trainer, reading and writing checkpoints with our plugin."""
     try:
         return pl.Trainer(
             **options,
@@ -255,24 +214,6 @@ def make_trainer(**options: Any) -> pl.Trainer:
         )
     except MisconfigurationException as error:
         raise ConfigError(str(error)) from error
-
-
-def in_parallel(trainer: Mapping[str, Any]) -> bool:
-    """Whether Lightning will wrap the module in ``DistributedDataParallel``."""
-    several = trainer["strategy"] == "auto" and _count_devices(trainer) > 1
-    return trainer["strategy"] == "ddp" or several
-
-
-def _count_devices(trainer: Mapping[str, Any]) -> int:
-    """The number of devices that Lightning will take."""
-    devices = trainer.get("devices")
-    if devices in ("auto", -1, "-1"):
-        return 1 if trainer.get("accelerator") == "cpu" else CUDAAccelerator.auto_device_count()
-    if isinstance(devices, str) and "," in devices:  # indices
-        return sum(bool(index.strip()) for index in devices.split(","))
-    if isinstance(devices, (int, str)):
-        return int(devices)
-    return len(devices or ())
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

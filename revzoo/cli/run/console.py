@@ -14,6 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch import nn
 
 from revzoo._checks import number_of
 from revzoo.cli.config import quoted_if_needed
@@ -44,10 +45,7 @@ LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out 
 
 
 class LogFormat(logging.Formatter):
-    """``08:01:30 message``, with the level above INFO.
-
-    In files lines have the date and stay whole. Hydra's prefix takes 70 columns of a line.
-    """
+    """``08:01:30 message``, with the level above INFO; in files with the date, in whole lines."""
 
     def __init__(self, *, date: bool) -> None:
         self.fold = not date
@@ -63,13 +61,28 @@ class LogFormat(logging.Formatter):
         return fold(line, indent=len(record.asctime) + 10)
 
 
-def shorten_log() -> None:
-    """Set :class:`LogFormat` on the handlers of the root logger, which Hydra has created."""
-    # Hydra's handlers with another format: their levels and files stay
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Log to the terminal and to a run's log file."""
+    # names of files may hold any bytes
+    file = logging.FileHandler(path, errors="backslashreplace")
+    handlers: tuple[logging.Handler, ...] = (logging.StreamHandler(sys.stdout), file)
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        handler.setFormatter(LogFormat(date=handler is file))
         # logging would print a traceback for each line that a full disk refuses
         handler.handleError = partial(_drop_unwritable, handler)  # type: ignore[method-assign]
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        # in a notebook, more runs may follow in this process
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def _drop_unwritable(handler: logging.Handler, record: logging.LogRecord) -> None:
@@ -109,12 +122,9 @@ def log_opening(
     *,
     resumed: Path | None = None,
 ) -> None:
-    """Log the model, the data, the memory mode, the device, the recipe and the folder.
-
-    A run resumed from a checkpoint names it as the source of the weights.
-    """
+    """Log the model, the data, the memory mode, the device, the recipe and the folder."""
     count = sum(p.numel() for p in module.model.parameters())
-    weights = short_path(resumed) if resumed else _weights(config["model"], module)
+    weights = short_path(resumed) if resumed else _weights(config["model"], module.model)
     start = f", from {weights}" if weights else ""
     bits = config["model"].get("reversible_bits")
     blocks = len(reversible_blocks(module.model))
@@ -127,12 +137,7 @@ def log_opening(
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
-        *(("", note) for note in data.notes),
-        *(
-            ("", note)
-            for note in (_left_out(config, trainer, data), _few_to_validate(data))
-            if note
-        ),
+        *(("", note) for note in (*data.notes, *_notes(config, trainer, data))),
         ("memory", _modes(config, module)),
         ("device", ", ".join(_device(config, trainer))),
         ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
@@ -156,16 +161,12 @@ def _emulates_bfloat16(precision: Mapping[str, Any]) -> bool:
     return precision["trainer"] == "bf16-mixed" and bool(known) and not any(known)
 
 
-def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
+def _weights(spec: Mapping[str, Any], model: nn.Module) -> str:
     """The name or the file of the weights that a run starts from; empty for random ones."""
-    if path := spec.get("checkpoint_path"):
-        return str(path)
-    if not spec.get("pretrained"):
-        return ""
-    model = module.model
     # a library's weights have no entry
     entry = model.entry if isinstance(model, ImageNetwork) else None
-    return entry.name if entry else weights_name(spec["name"])
+    name = (entry.name if entry else weights_name(spec["name"])) if spec.get("pretrained") else ""
+    return str(spec.get("checkpoint_path") or name)
 
 
 def _step(trainer: pl.Trainer, data: ImageData) -> str:
@@ -184,37 +185,26 @@ def _step(trainer: pl.Trainer, data: ImageData) -> str:
     return f"{text} ({rest * images:,} in the last of an epoch)" if rest else text
 
 
-def _left_out(config: Mapping[str, Any], trainer: pl.Trainer, data: ImageData) -> str:
-    """How many images each epoch leaves out, if they are many."""
-    # Poisson batches leave out no images
-    if config["callbacks"].get("private") is not None:
-        return ""
+def _notes(config: Mapping[str, Any], trainer: pl.Trainer, data: ImageData) -> Iterator[str]:
+    """Whether epochs leave out many images, or the validation images cannot have all classes."""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)
-    if count <= LEFT_OUT_SHARE * data.train_count:
-        return ""
-    share = f"{100 * count / data.train_count:.0f} %"
-    return (
-        f"each epoch leaves out {count:,} ({share}), an incomplete batch; a smaller "
-        "data.batch_size leaves out fewer"
-    )
-
-
-def _few_to_validate(data: ImageData) -> str:
-    """A warning if the validation images cannot have all classes."""
-    if not 0 < data.val_count < data.num_classes:
-        return ""
-    return "fewer images to validate than classes, so accuracy is coarse: raise data.val_fraction"
+    # Poisson batches leave out no images
+    if count > LEFT_OUT_SHARE * data.train_count and config["callbacks"].get("private") is None:
+        yield (
+            f"each epoch leaves out {count:,} ({100 * count / data.train_count:.0f} %), an "
+            "incomplete batch; a smaller data.batch_size leaves out fewer"
+        )
+    if 0 < data.val_count < data.num_classes:
+        yield (
+            "fewer images to validate than classes, so accuracy is coarse: raise data.val_fraction"
+        )
 
 
 def _length(trainer: pl.Trainer, max_time: object) -> str:
     """The end of the run: ``"30 epochs or 2,000 steps"``, whichever comes first."""
-    epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
-    limits = []
-    if epochs > 0:
-        limits.append(number_of(epochs, "epoch"))
-    if steps > 0:
-        limits.append(number_of(steps, "step"))
-    return " or ".join(limits) or f"{max_time} of time"
+    limits = {"epoch": trainer.max_epochs or -1, "step": trainer.max_steps}  # -1 for no limit
+    texts = [number_of(count, kind) for kind, count in limits.items() if count > 0]
+    return " or ".join(texts) or f"{max_time} of time"
 
 
 def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
@@ -222,10 +212,8 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
     precision = config["precision"]
-    # tf32 goes with float32 only, see check_precision
     yield "TensorFloat-32" if precision["tf32"] else PRECISION_NAMES[precision["trainer"]]
-    threads = torch.get_num_threads()
-    yield number_of(threads, "thread")
+    yield number_of(torch.get_num_threads(), "thread")
 
 
 def _modes(config: Mapping[str, Any], module: Classifier) -> str:
@@ -256,26 +244,20 @@ def log_result(
     best: Path | None,
     data: ImageData,
 ) -> None:
-    """Log the figures of the best checkpoint, and the commands that a user wants next.
+    """Log the figures, and the commands that a user wants next.
 
-    The balanced accuracy appears only if a class has more than twice the training images of
-    another.
-
-    Args:
-        trainer: the run's, after training.
-        figures: the last figures of the validation and of the test.
-        seconds: of the training.
-        run_dir: the run's folder.
-        best: the best checkpoint; None if the figures belong to the last weights.
-        data: the run's, after ``setup``.
+    ``best`` is the best checkpoint; None if the figures belong to the last weights. The balanced
+    accuracy appears only if a class has more than twice the training images of another.
     """
-    length = (
-        f"{number_of(epochs_of_run(trainer), 'epoch')}, {number_of(trainer.global_step, 'step')}"
+    epochs, steps = (
+        number_of(epochs_of_run(trainer), "epoch"),
+        number_of(trainer.global_step, "step"),
     )
-    log.info("%-8s %s in %s", "trained", length, clock(seconds))
+    log.info("%-8s %s, %s in %s", "trained", epochs, steps, clock(seconds))
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
-    if not _are_unequal(data):
+    counts = torch.bincount(data.train_labels, minlength=data.num_classes)
+    if counts.max() <= UNEQUAL * counts.min():
         shown = {k: v for k, v in shown.items() if not k.endswith("balanced_acc")}
     for split, is_best in {"val": bool(validated), "test": bool(best)}.items():
         weights = "best checkpoint" if is_best else "last"
@@ -287,12 +269,6 @@ def log_result(
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
     for name, command in _commands(trainer, run_dir, best, has_test=data.has("test")):
         log.info("%-8s %s", name, command, extra={"command": True})
-
-
-def _are_unequal(data: ImageData) -> bool:
-    """Whether a class has more than :data:`UNEQUAL` times the training images of another."""
-    counts = torch.bincount(data.train_labels, minlength=data.num_classes)
-    return bool(counts.max() > UNEQUAL * counts.min())
 
 
 def log_resumed(trainer: pl.Trainer, checkpoint: Path) -> None:

@@ -1,69 +1,65 @@
-"""The files of a run, except for its checkpoints and logs.
+"""The folder of a run: its lock, its record, and what may change in a resume or an evaluation.
 
 - ``config.yaml``: the resolved configuration.
 - ``sessions.jsonl``: a line for each start of the run, with overrides, versions and git state.
 - ``summary.json``: the final figures, even if the run was stopped or failed.
+
+Torch and Lightning are imported by functions only, so a refused change gets a quick answer.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
 import os
+import shlex
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import pytorch_lightning as pl
-import torch
+from hydra.core.override_parser.types import QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from revzoo._checks import check_number
 from revzoo._files import json_bytes, write_atomically
 from revzoo._version import __version__
-from revzoo.cli.invocation import command_line
+from revzoo.cli.check import check
+from revzoo.cli.config import compose, parse, quoted_if_needed, read_yaml
+from revzoo.cli.invocation import command_line, short_path
 from revzoo.cli.plugins import imported
-from revzoo.cli.run.record import (
-    CONFIG_FILE,
-    LOCK_FILE,
-    SESSIONS_FILE,
-    SUMMARY_FILE,
-    check_files,
-    write_yaml,
-)
-from revzoo.cli.terminal import ConfigError
-from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
-from revzoo.training.checkpoint.files import has_saved
-from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
-from revzoo.training.resume.run_state import RunState
-from revzoo.weights.source import CHECKPOINTS
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
+from revzoo.weights.source import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
-MAX_SECONDS = 1e10  # of training; 300 years
+CONFIG_FILE = "config.yaml"
+SESSIONS_FILE = "sessions.jsonl"
+SUMMARY_FILE = "summary.json"
+METRICS_FILE = "metrics.csv"
+LOG_FILE = "train.log"
+LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
+# settings of the machine, which leave the run as it is, up to rounding
+ROOT = "data.root"
+ACCELERATOR = "trainer.accelerator"
+CHANGEABLE = ("memory", "memory.bytes", "memory.fraction", "precision", ROOT, ACCELERATOR)
+
+_held: set[IO[str]] = set()  # files whose locks this process holds
 
 
-def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
-    """Write the resolved configuration as ``config.yaml``."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_yaml(config, run_dir / CONFIG_FILE)
+# --- a new folder ---
 
 
 def check_unused(run_dir: Path) -> None:
-    """Check that the folder of a new run does not contain a run.
+    """Check that the folder of a new run does not contain a run."""
+    from revzoo.training.distributed import is_first_process
 
-    Raises:
-        ConfigError: it contains a run; the message has the command that resumes it.
-        ValueError: as :func:`check_files`.
-    """
-    check_files(run_dir)
     # the others would see the file that process 0 has just written
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
@@ -92,22 +88,13 @@ def new_folder(folder: Path) -> Path:
     return path
 
 
-def resume_hint(run_dir: Path) -> str:
-    """The command that continues a stopped run, for a message."""
-    if not (run_dir / CONFIG_FILE).exists():
-        return "training had not started: run the command again"
-    saved = has_saved(run_dir / CHECKPOINTS)
-    note = "" if saved else " (no checkpoint yet: from the start)"
-    return f"to resume: {command_line('train', '--resume', run_dir)}{note}"
-
-
-def discard_folder(run_dir: Path, *, log_name: str) -> None:
-    """Remove the files that Hydra has written, then empty folders; keep the working directory."""
-    # only files that a run can write before it fails to start
-    for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
-        path.unlink(missing_ok=True)
+def discard_folder(run_dir: Path) -> None:
+    """Remove the files of a run that could not start, then empty folders."""
+    for name in (LOG_FILE, LOCK_FILE):
+        (run_dir / name).unlink(missing_ok=True)
     # outputs/MODEL-DATA/TIME: two parents may be new, too
-    for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+    for folder in (run_dir, *list(run_dir.parents)[:2]):
+        # not the working directory
         if folder.resolve() == Path.cwd():
             return
         try:
@@ -116,11 +103,80 @@ def discard_folder(run_dir: Path, *, log_name: str) -> None:
             return
 
 
-def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -> None:
-    """Add a line to ``sessions.jsonl`` for a start of the run at optimiser step ``from_step``.
+# --- the lock ---
 
-    ``git`` is null if the package is not in a checkout.
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``, which must exist; in a distributed run, rank 0 holds it.
+
+    The lock belongs to the open file: the system releases it when the holder ends, even after a
+    kill. Programs and forks that the holder starts do not inherit it. Why not ``filelock``: it does
+    not name the holder, and empties the file when it asks for the lock.
+
+    Raises:
+        SystemExit: another program holds it; the message names the process.
     """
+    from revzoo.training.distributed import is_first_process
+
+    with ExitStack() as stack:
+        if is_first_process():
+            # "a+" creates the file and does not empty it: it names a holder
+            file = stack.enter_context((folder / LOCK_FILE).open("a+"))
+            with user_errors():
+                _lock(file, folder)
+            _held.add(file)
+            stack.callback(_held.discard, file)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        # flock, not lockf: POSIX locks end when any file of the process is closed
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        # empty if the holder is just writing its name
+        holder = file.read().strip()
+        pid = holder.split()[1] if holder else "PID"
+        raise ConfigError(
+            f"{folder} is in use by {holder or 'another process'}: wait until it ends, stop it "
+            f"(kill {pid}), or use another folder; no file was changed"
+        ) from None
+    except OSError as error:
+        # some network file systems have no locks; a run should not fail for this
+        log.warning("cannot lock %s (%s): do not start a second program there", folder, error)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+
+
+def _forget_locks() -> None:
+    """Close the files in a fork: the system keeps a lock while any process has its file open."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+# --- what a run records ---
+
+
+def write_yaml(values: Mapping[str, Any], path: Path) -> None:
+    """Write plain containers as YAML, atomically."""
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
+
+
+def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
+    """Write the resolved configuration as ``config.yaml``."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_yaml(config, run_dir / CONFIG_FILE)
+
+
+def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -> None:
+    """Add a line to ``sessions.jsonl`` for a start of the run at optimiser step ``from_step``."""
     session = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
@@ -130,7 +186,6 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
         "versions": versions(),
         "git": git_state(),
     }
-    # appended: earlier sessions stay
     with (run_dir / SESSIONS_FILE).open("a") as file:
         file.write(json.dumps(session) + "\n")
 
@@ -141,67 +196,32 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of this package's checkout, and the changed files."""
-    # revzoo/cli/run/folder.py
-    root = Path(__file__).parents[3]
+    """The commit of this package's checkout, and the changed files; None without a checkout."""
+    root = Path(__file__).parents[3]  # above revzoo/cli/run
     if not (root / ".git").exists():
         return None
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        # a time limit: the checkout may be on a slow network disk
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+
     try:
-        commit = _git("rev-parse", "HEAD", at=root)
+        commit = git("rev-parse", "HEAD")
         # data and outputs are untracked, and listing them may take long
-        changed = _git("status", "--porcelain", "--untracked-files=no", at=root)
+        changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return None
     # git prints two letters and a space before each path
     return {"commit": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def _git(*arguments: str, at: Path) -> str:
-    command = ["git", "-C", str(at), *arguments]
-    # a time limit: the checkout may be on a slow network disk
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout
-
-
-def describe_run(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    *,
-    seconds: float,
-    figures: Mapping[str, float],
-    stopped: str | None = None,
-) -> dict[str, Any]:
-    """The figures of a run as plain values.
-
-    Args:
-        trainer: the run's, after training.
-        module: the trained module.
-        seconds: training time in all sessions of the run; see :func:`seconds_before`.
-        figures: metrics by name.
-        stopped: the signal or error that ended the run; None for a normal end.
-    """
-    device = module.device
-    best = best_checkpoint_path(trainer)
-    root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
-    return {
-        "metrics": dict(figures),
-        "epochs": epochs_of_run(trainer),
-        "steps": trainer.global_step,
-        # a resumed run adds to it, see seconds_before
-        "train_seconds": round(seconds, 3),
-        "parameters": sum(p.numel() for p in module.parameters()),
-        # relative, since users move folders
-        "checkpoint": os.path.relpath(best, root) if best else None,
-        # from its validation; metrics has the last figures
-        "best": best_figures(trainer) if best else {},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-        "stopped": stopped,
-        "notes": [
-            note for state in callbacks_of(trainer, RunState) for note in state.notes.values()
-        ],
-    }
+def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
+    """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
+    # sorted: two summaries can be compared line by line
+    write_atomically(run_dir / SUMMARY_FILE, json_bytes(summary, sort_keys=True))
 
 
 def seconds_before(run_dir: Path) -> float:
@@ -209,19 +229,199 @@ def seconds_before(run_dir: Path) -> float:
 
     A killed session writes no summary and does not count.
     """
+    path = run_dir / SUMMARY_FILE
     try:
-        seconds = json.loads((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
-        check_number("train_seconds", seconds, high=MAX_SECONDS)
-        return float(seconds)
+        return float(json.loads(path.read_text())["train_seconds"])
     except FileNotFoundError:
         return 0.0
     except (OSError, ValueError, TypeError, KeyError) as error:
-        path = run_dir / SUMMARY_FILE
         log.warning("%s lacks the training time so far (%r): counting from 0", path, error)
         return 0.0
 
 
-def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
-    # sorted: two summaries can be compared line by line
-    write_atomically(run_dir / SUMMARY_FILE, json_bytes(summary, sort_keys=True))
+def resume_hint(run_dir: Path) -> str:
+    """The command that continues a stopped run, for a message."""
+    from revzoo.training.checkpoint.files import has_saved
+
+    if not (run_dir / CONFIG_FILE).exists():
+        return "training had not started: run the command again"
+    note = "" if has_saved(run_dir / CHECKPOINTS) else " (no checkpoint yet: from the start)"
+    return f"to resume: {command_line('train', '--resume', run_dir)}{note}"
+
+
+# --- reading the record ---
+
+
+def run_of(checkpoint: str | Path) -> Path:
+    """The folder of a checkpoint's run, if it is in one: ``RUN_DIR/checkpoints/best.ckpt``."""
+    return Path(checkpoint).absolute().parent.parent
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any]:
+    """Read ``config.yaml``; a ConfigError if there is no such file, or it is not a mapping."""
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        for folder in run_dir.parents[:2]:  # of RUN_DIR/checkpoints/last.ckpt
+            if (folder / CONFIG_FILE).is_file():
+                raise ConfigError(f"{run_dir}: expected the folder of the run, --resume {folder}")
+        raise ConfigError(
+            f"there is no {path}: give the folder of a run, such as outputs/MODEL-DATA/TIME"
+        )
+    return read_yaml(path)
+
+
+def recorded_words(run_dir: Path, key: str, *, session: int = 0) -> list[str]:
+    """The ``imports`` or ``overrides`` of a session of a run; none without the record."""
+    path = run_dir / SESSIONS_FILE
+    if not path.is_file():
+        return []
+    try:
+        words = json.loads(path.read_text().splitlines()[session]).get(key, [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{key}: {words!r:.40}, expected a list of words")
+    except (OSError, ValueError, IndexError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{path} is damaged ({reason})") from None
+    return words
+
+
+def check_imports(run_dir: Path) -> None:
+    """Check that the user has passed ``--import`` for each plugin of a run.
+
+    A file alone must not cause an import.
+    """
+    try:
+        # the last session: a resumed run may have added a plugin
+        recorded = recorded_words(run_dir, "imports", session=-1)
+    except ConfigError as error:
+        log.warning("%s. If it used plugins, add --import MODULE", error)
+        return  # an unknown name raises later
+    if missing := [name for name in recorded if name not in imported]:
+        arguments = shlex.join(word for name in missing for word in ("--import", name))
+        raise ConfigError(
+            f"{run_dir} was trained with plugins: add {arguments}, if you trust these modules"
+        )
+
+
+@contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Turn any error in the block into a ConfigError of one line that names the file.
+
+    A configuration edited by hand may hold any value anywhere, but the checks expect the types of a
+    composed configuration.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:  # their message is complete; other errors need their type
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is damaged ({type(error).__name__}: {one_line(error)}): restore it from a copy"
+        ) from error
+
+
+# --- changes of a resume or an evaluation ---
+
+
+def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
+    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved."""
+    others = [override for override in overrides if not override.startswith(f"{ROOT}=")]
+    root: str | None = None
+    for override in parse([override for override in overrides if override not in others]):
+        value: Any = override.value()
+        root = value.text if isinstance(value, QuotedString) else value
+        if not isinstance(root, str) or not root or "${" in root:
+            raise ConfigError(f"{override.input_line}: expected the path of a folder")
+    return others, root
+
+
+def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
+    """The section ``data`` with another root, an absolute path; None: with the same."""
+    if root is None:
+        return dict(data)
+    if "root" not in data:
+        raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
+    # a user's data set may read from an address
+    path = root if "://" in root else str(Path(root).expanduser().absolute())
+    return {**data, "root": path}
+
+
+def resumed_config(
+    run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
+) -> dict[str, Any]:
+    """The checked configuration with which a run resumes; the overrides are :data:`CHANGEABLE`."""
+    # before the configuration, which may use names that a plugin registers
+    check_imports(run_dir)
+    config = recorded_config(run_dir)
+    check_changes(overrides, run_dir)
+    others, root = take_root(overrides)
+    composed = compose(others).config if others else {}
+    # a file that someone may have edited
+    with errors_naming(run_dir / CONFIG_FILE):
+        check(config)
+    if overrides:
+        before = config["precision"]
+        config |= _changes(config, others, composed, root)
+        precision = config["precision"]["trainer"]
+        if config["precision"] != before and not allow_precision_change:
+            raise ConfigError(
+                f"the run uses precision.trainer={before['trainer']}, {precision} would change its "
+                "figures: add --allow-precision-change to accept this"
+            )
+        check(config)
+    return config
+
+
+def _changes(
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    composed: Mapping[str, Any],
+    root: str | None,
+) -> dict[str, Any]:
+    """The sections that the overrides, already composed, and ``data.root`` replace."""
+    given = {_name_of(override) for override in overrides}
+    # whole sections: memory=budget brings its own keys
+    changed = {key: composed[key] for key in composed if key in given & {"memory", "precision"}}
+    limits = [name.partition(".")[2] for name in given if name.startswith("memory.")]
+    if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
+        kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
+        changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
+    if ACCELERATOR in given:
+        accelerator = composed["trainer"]["accelerator"]
+        changed["trainer"] = {**config["trainer"], "accelerator": accelerator}
+    return {**changed, "data": moved(config["data"], root)}
+
+
+def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
+    """Refuse overrides that would change the results of a resumed run.
+
+    The message has the command of a new run with them.
+    """
+    for override in overrides:
+        if override.partition("=")[0] not in CHANGEABLE:
+            raise ConfigError(
+                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
+                "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
+                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, where "
+                "the data are now, and trainer.accelerator=cpu, gpu or auto, where it runs now. "
+                "Start a new run for the rest (with its --config-dir, if it had one): "
+                f"{new_run_command(overrides, run_dir)}"
+            )
+
+
+def new_run_command(overrides: Sequence[str], run_dir: Path) -> str:
+    """The command of a run with other overrides that starts from a run's last weights, if any."""
+    new, weights = list(overrides), run_dir / CHECKPOINTS / LAST
+    names = {_name_of(override) for override in new}  # replaced
+    if weights.exists():
+        new.append(f"+model.checkpoint_path={quoted_if_needed(short_path(weights))}")
+        names |= {"model.checkpoint_path", "model.pretrained"}
+    first: list[str] = []
+    with suppress(ConfigError):  # a damaged record
+        first = recorded_words(run_dir, "overrides")
+    kept = [o for o in first if _name_of(o) not in names]
+    return command_line("train", *kept, *new)
+
+
+def _name_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")

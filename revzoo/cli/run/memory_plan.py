@@ -48,11 +48,7 @@ def with_plan(
 ) -> dict[str, Any]:
     """Set the module's memory modes by the run's plan; return the configuration with the plan.
 
-    Args:
-        config: the checked configuration of the run.
-        module: on the CPU, in training mode.
-        data: a data module after ``setup``.
-        trainer: of the run, for its device and precision.
+    The module is on the CPU, in training mode; the data are set up.
 
     Raises:
         BudgetError: ``memory.bytes`` is less than any plan needs; a ValueError.
@@ -69,15 +65,21 @@ def with_plan(
                 config["model"]["name"],
             )
         return dict(config)
+    kept = {key: memory[key] for key in memory if key not in ("plan", "planned_for")}
     plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
     made_for = memory.get("planned_for")
     try:
         conditions = _conditions(memory, config, module, data, trainer)
         free = _free_bytes(trainer) if mode.fills_device else None
-        if plan is None or (made_for and _changed(memory, made_for, conditions, free)):
-            if plan is not None and is_first_process():
-                _log_change(mode, made_for, conditions)
-            plan = made = _new_plan(mode, conditions, module, trainer, _limit(memory, free), free)
+        limit = memory.get("bytes")
+        if limit is None and free is not None:
+            limit = int(free * memory.get("fraction", MEMORY.options["fraction"].default))
+        changed = _changed(made_for, conditions, limit if free is not None else None)
+        if changed and is_first_process():
+            names = ", ".join(changed).replace("_", " ")
+            log.info("memory=%s: plans again, since the run has a different %s", mode.name, names)
+        if plan is None or changed:
+            plan = made = _new_plan(mode, conditions, module, trainer, limit, free)
             made_for = {**conditions, "peak_bytes": made.peak_bytes}
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so continuing without one does not help
@@ -89,7 +91,6 @@ def with_plan(
             error,
             inverting_mode(module.model),
         )
-        kept = {key: memory[key] for key in memory if key not in ("plan", "planned_for")}
         return {**config, "memory": kept}
     if mode.bounded and config["callbacks"].get("private") is not None and is_first_process():
         log.warning(
@@ -98,8 +99,8 @@ def with_plan(
             "keep memory.bytes a third below a hard limit"
         )
     set_memory(module.model, plan)
-    planned = {**memory, "plan": dict(plan)}
-    return {**config, "memory": {**planned, "planned_for": made_for} if made_for else planned}
+    record = {"planned_for": made_for} if made_for else {}
+    return {**config, "memory": {**kept, "plan": dict(plan), **record}}
 
 
 def _conditions(
@@ -123,38 +124,24 @@ def _conditions(
     }
 
 
+def _changed(
+    made_for: Mapping[str, Any] | None, conditions: Mapping[str, Any], limit: Any
+) -> list[str]:
+    """The conditions that differ from a recorded plan's, or the free memory if it is too small."""
+    if not made_for:
+        return []
+    names = [name for name in {**conditions, **made_for} if name != "peak_bytes"]
+    changed = [name for name in names if made_for.get(name) != conditions.get(name)]
+    too_large = limit is not None and made_for.get("peak_bytes", 0) > bytes_from(limit)
+    return changed or ["free memory"] * too_large
+
+
 def _free_bytes(trainer: pl.Trainer) -> int | None:
     """What each process may take of the device's free memory."""
     device = trainer.strategy.root_device
     free = free_bytes(device)
     # processes on a CPU share it
     return free if free is None or device.type == "cuda" else free // max(1, trainer.num_devices)
-
-
-def _limit(memory: Mapping[str, Any], free: int | None) -> Any:
-    """The budget in bytes: as given, or a part of what is free; None if neither is known."""
-    if memory.get("bytes") is not None or free is None:
-        return memory.get("bytes")
-    return int(free * memory.get("fraction", MEMORY.options["fraction"].default))
-
-
-def _changed(
-    memory: Mapping[str, Any],
-    made_for: Mapping[str, Any],
-    conditions: Mapping[str, Any],
-    free: int | None,
-) -> bool:
-    """Whether a recorded plan is for other conditions, or no longer fits what is free."""
-    before = {name: value for name, value in made_for.items() if name != "peak_bytes"}
-    limit = _limit(memory, free) if free is not None else None
-    too_large = limit is not None and made_for.get("peak_bytes", 0) > bytes_from(limit)
-    return before != conditions or too_large
-
-
-def _log_change(mode: PlannedMode, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    names = [name for name, value in now.items() if before.get(name) != value] or ["free memory"]
-    changed = ", ".join(names).replace("_", " ")
-    log.info("memory=%s: plans again, since the run has a different %s", mode.name, changed)
 
 
 def _new_plan(
@@ -214,6 +201,9 @@ def _summary_of_auto(plan: Plan, planner: Planner, limit: str) -> str:
 
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     """Bytes that a run keeps through its steps, besides the tensors of the model's own step."""
+    schedules = callbacks_of(trainer, GradientAccumulationScheduler)
+    later = [count for each in schedules for count in each.scheduling.values()]
+    accumulates = max(trainer.accumulate_grad_batches, *later, 1) > 1
     # on meta: the state is counted, not allocated
     model = copied(module.model, lambda t: t.to("meta"))
     kept = state_bytes(build_optimizer(model, module.optim))
@@ -225,12 +215,5 @@ def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
         kept += gradients  # the buckets that processes exchange
     if any(step.invertible for step in steps_in(module.model).values()):
         # copies with which StepRetry repeats a step that drifted
-        kept += buffers + gradients * (_most_accumulated(trainer) > 1)
+        kept += buffers + gradients * accumulates
     return kept
-
-
-def _most_accumulated(trainer: pl.Trainer) -> int:
-    """The largest number of batches of an optimiser step."""
-    schedules = callbacks_of(trainer, GradientAccumulationScheduler)
-    later = [count for each in schedules for count in each.scheduling.values()]
-    return max(trainer.accumulate_grad_batches, *later, 1)

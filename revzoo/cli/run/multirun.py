@@ -1,7 +1,8 @@
 """Several runs from one command line (``-m seed=0,1``), each a plain run in its own process.
 
 A job is a normal run: it may be distributed (``trainer=ddp``), and if it fails, the others still
-run. This process writes no files: each job locks its folder before it writes there.
+run. It cannot change the memory, random states or environment of the next one. This process writes
+no files: each job locks its folder before it writes there.
 
 Why not Hydra's launcher: it writes into the folders of the jobs before they are locked, and
 Lightning repeats its command line in each process of a distributed job.
@@ -10,16 +11,21 @@ Lightning repeats its command line in each process of a distributed job.
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FrameType
+from typing import IO, Any, TypeVar
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from revzoo._checks import number_of
+from revzoo.cli.check import check_machine, check_started_together
 from revzoo.cli.config import (
     TRAIN,
     Composed,
@@ -30,7 +36,7 @@ from revzoo.cli.config import (
     quoted,
 )
 from revzoo.cli.invocation import train_words
-from revzoo.cli.run.machine import check_machine, check_started_together
+from revzoo.cli.run.folder import is_timed, new_folder
 from revzoo.cli.schema import CONFIGS
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of
 
@@ -39,17 +45,10 @@ log = logging.getLogger(__name__)
 
 
 def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
-    """Run a job for each combination of the values, one after the other.
-
-    Raises:
-        ConfigError: the command line is wrong.
-        SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
-    """
+    """Run a job for each combination of the values, one after the other."""
     jobs, shared = split_jobs(overrides, source)
     runs = check_jobs(jobs, shared, source)
     # Lightning is imported only once a job can run
-    from revzoo.cli.run.child_process import run_program
-    from revzoo.cli.run.folder import is_timed, new_folder
     from revzoo.training.resume.graceful_stop import RunStopped
 
     check_started_together(overrides, several=True)
@@ -63,7 +62,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
     for message in refused:
         log.warning("%s", folded(f"cannot run {message}", indent=2))
     log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
-    failed, sweep_dir = [*refused], None
+    failed, sweep_dir, words = [*refused], None, [*train_words(), *source_arguments(source)]
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         if isinstance(run, Exception):
             continue
@@ -74,13 +73,8 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
             sweep_dir = new_folder(sweep_dir) if is_timed(run.hydra.sweep) else sweep_dir
         run_dir = sweep_dir / str(run.hydra.sweep.subdir)
         try:
-            status = run_program(
-                [
-                    *train_words(),
-                    *source_arguments(source),
-                    *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
-                ]
-            )
+            folder = f"hydra.run.dir={quoted(run_dir)}"
+            status = run_program([*words, *job, *shared, folder])
         except RunStopped as stopped:
             sys.exit(stopped.status)
         if status:
@@ -93,11 +87,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
 def check_jobs(
     jobs: Sequence[Sequence[str]], shared: Sequence[str], source: ConfigFiles
 ) -> list[DictConfig | Exception]:
-    """The configuration of each job with Hydra's section, or the error that refuses the job.
-
-    Raises:
-        ConfigError: all jobs are refused; the message has each reason once.
-    """
+    """The configuration of each job with Hydra's section, or the error that refuses the job."""
 
     def compose_job(number: int, job: Sequence[str]) -> Composed:
         # the number is not among the keys that users may set
@@ -130,16 +120,12 @@ def _check_some(jobs: Sequence[object]) -> None:
 
 
 def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list[str]], list[str]]:
-    """The overrides of each job, and Hydra's, which all jobs share.
-
-    Raises:
-        ConfigError: naming the key or the range.
-    """
+    """The overrides of each job, and Hydra's, which all jobs share."""
     with hydra_of(source) as hydra:
         parsed = parse(overrides, hydra.config_loader)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
-    # a job is not a multirun, and gets its folder from here
-    shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
+    # a job gets its folder from here
+    shared = [o for o in hydras if not o.lstrip("+").startswith("hydra.run.")]
     try:
         # max_batch_size=None: one batch with all jobs
         (jobs,) = BasicSweeper.split_arguments(
@@ -159,3 +145,59 @@ def source_arguments(source: ConfigFiles) -> list[str]:
         "--config-dir": source.extra,
     }
     return [str(part) for option, value in options.items() if value for part in (option, value)]
+
+
+def run_program(
+    command: Sequence[str],
+    *,
+    output: IO[str] | None = None,
+    should_end: Callable[[], bool] | None = None,
+) -> int:
+    """Start a program and wait until it ends; return its exit status.
+
+    The program is in this process's group, so Ctrl-C on the terminal reaches both. After a signal
+    this process also sends it SIGTERM, since an interrupt may have reached only this process. A run
+    that gets both stops once.
+
+    Args:
+        command: the program and its arguments.
+        output: a file for its output and errors; None for this process's streams.
+        should_end: called every second; once it returns True, the program gets SIGTERM.
+
+    Raises:
+        RunStopped: this process received a signal; the program has ended.
+    """
+    from revzoo.training.resume.graceful_stop import RunStopped, stop_signals
+
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        if process is not None:
+            process.terminate()
+
+    # before the process starts: a signal in between must not leave it alone
+    before = {signum: signal.signal(signum, pass_on) for signum in stop_signals()}
+    try:
+        # both streams in one file, in their order
+        errors = subprocess.STDOUT if output is not None else None
+        process = subprocess.Popen(list(command), stdout=output, stderr=errors)
+        if received:  # between the first line of this function and now
+            process.terminate()
+        while process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            if should_end is not None and process.returncode is None and should_end():
+                process.terminate()
+                # ask once; saving may take longer
+                should_end = None
+        if received:
+            raise RunStopped(received[0])
+        return process.returncode
+    finally:
+        if process is not None and process.poll() is None:  # after any other error
+            process.terminate()
+            process.wait()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

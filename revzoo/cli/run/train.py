@@ -1,4 +1,8 @@
-"""Runs training and test from a checked configuration."""
+"""Runs training and test from a checked configuration, in a new folder or a resumed run's.
+
+A resumed run has the configuration of its ``config.yaml``: on the CPU, it ends with the same
+weights and figures as an uninterrupted run, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +11,71 @@ import os
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from hydra._internal.callbacks import Callbacks
-from hydra.core.utils import run_job
-from hydra.types import HydraContext
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
+from revzoo.cli.check import check_started_together
+from revzoo.cli.config import quoted
+from revzoo.cli.run import console, folder
 from revzoo.cli.run.build import (
     apply_precision,
     build_data,
     build_module,
     build_trainer,
     check_network,
+    data_name,
+    model_spec,
 )
-from revzoo.cli.run.console import (
-    log_finished,
-    log_opening,
-    log_result,
-    log_resumed,
-    logged_warnings,
-    place_of,
-    shorten_log,
-)
-from revzoo.cli.run.folder import (
-    check_unused,
-    describe_run,
-    discard_folder,
-    is_timed,
-    new_folder,
-    record_session,
-    resume_hint,
-    seconds_before,
-    write_config,
-    write_summary,
-)
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.machine import check_started_together
-from revzoo.cli.run.record import CONFIG_FILE, moved, new_run_command
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
+from revzoo.data.registry import DATA
 from revzoo.data.state import check_same_classes, check_same_images
 from revzoo.models import pretrained
+from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.training.callbacks.checkpoints import (
     best_checkpoint_path,
+    best_figures,
     check_saved,
     check_validated,
 )
+from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
+    has_saved,
+    read_last,
 )
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
+from revzoo.training.checkpoint.restore import check_complete
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import end_together, is_first_process
-from revzoo.training.lightning_compat import all_callbacks, batches_of_run, callbacks_of
+from revzoo.training.lightning_compat import (
+    all_callbacks,
+    batches_of_run,
+    callbacks_of,
+    epochs_of_run,
+)
+from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.quiet_lightning import quiet
 from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.resume.run_state import RunState
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
+from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +91,6 @@ ENDINGS = (
     MisconfigurationException,  # Lightning's, such as a fraction of batches that leaves none
 )
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
-# environment variables that Lightning sets: two for determinism, two for seeds
-VARIABLES = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "HOROVOD_FUSION_THRESHOLD",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-)
 
 
 def begin(
@@ -108,62 +98,111 @@ def begin(
 ) -> dict[str, float]:
     """Create, check and lock a run's folder, and train there; return the final figures.
 
-    If the run cannot start, its folder is removed.
-
-    Args:
-        config: the composed configuration as plain containers.
-        whole: the same with Hydra's section, checked.
-        overrides: of the command line.
-
-    Raises:
-        SystemExit: as :func:`train`; or the folder is in use or contains a run.
+    If the run cannot start, its folder is removed. ``whole`` is ``config`` with Hydra's section.
     """
-    hydra_cfg = whole.hydra
-    if not is_first_process():
-        # one process writes the files of .hydra
-        hydra_cfg.output_subdir = None
-    with user_errors():
-        check_started_together(overrides, several=False)
-        try:
-            folder = Path(str(hydra_cfg.run.dir))
-        except OmegaConfBaseException as error:  # a reference to a missing key
-            raise ConfigError(one_line(error)) from None
-        if not (timed := is_timed(hydra_cfg.run)):
-            check_unused(folder)
+    check_started_together(overrides, several=False)
+    try:
+        path = Path(str(whole.hydra.run.dir))
+    except OmegaConfBaseException as error:  # a reference to a missing key
+        raise ConfigError(one_line(error)) from None
     if isinstance(root := config["data"].get("root"), str):
         # the run may resume in another working directory
-        config = {**config, "data": moved(config["data"], root)}
-    if timed:
-        folder = new_folder(folder)
-    hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
-    run_dir = folder.absolute()
+        config = {**config, "data": folder.moved(config["data"], root)}
+    if folder.is_timed(whole.hydra.run):
+        path = folder.new_folder(path)
+        # Lightning repeats the command line in further processes, which need the same folder
+        sys.argv = [*sys.argv, f"hydra.run.dir={quoted(path)}"]
+    else:
+        folder.check_unused(path)  # before the lock, which makes a file
+    run_dir = path.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     # no other program can begin a run in a locked folder
-    with locked(run_dir):
-        with user_errors():
-            check_unused(run_dir)  # again: another program may have been faster
+    with folder.locked(run_dir):
+        folder.check_unused(run_dir)
+        # of our keys
+        ours = [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
         try:
-            # Hydra's part: log files, .hydra and, with hydra.job.chdir, the working directory
-            job = run_job(
-                lambda _: train(config, run_dir=run_dir, overrides=without_hydra(overrides)),
-                config=whole,
-                job_dir_key="hydra.run.dir",
-                job_subdir_key=None,
-                # no callbacks: Hydra would import the classes that a configuration names
-                hydra_context=HydraContext(None, Callbacks()),  # type: ignore[arg-type]
-            )
-            return dict(job.return_value)
+            with console.logged_to(run_dir / folder.LOG_FILE):
+                return train(config, run_dir=run_dir, overrides=ours)
         except BaseException:  # SystemExit and signals, too
-            if is_first_process() and not (run_dir / CONFIG_FILE).exists():
-                discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
+            if is_first_process() and not (run_dir / folder.CONFIG_FILE).exists():
+                folder.discard_folder(run_dir)
             raise
 
 
-def without_hydra(overrides: Sequence[str]) -> list[str]:
-    """The overrides of our keys, without Hydra's section."""
-    return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+def resume(
+    run_dir: Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
+) -> dict[str, float]:
+    """Continue a run in its folder, with the ``resumed_config``; return its figures."""
+    # messages and records name the path, and the process may change its folder
+    run_dir = run_dir.absolute()
+    with folder.locked(run_dir), console.logged_to(run_dir / folder.LOG_FILE):
+        arguments = ["--resume", str(run_dir), *overrides]
+        # under the lock: it may rename a damaged file
+        checkpoint = last_state(run_dir, config)
+        return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
 
 
+def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
+    """The checkpoint to resume from; None if the run has saved none."""
+    if not has_saved(run_dir / CHECKPOINTS):
+        if is_first_process():
+            log.warning("%s has no %s: the run starts from the beginning", run_dir, LAST)
+            best = run_dir / CHECKPOINTS / BEST
+            if best.is_file():  # someone has removed only last.ckpt
+                log.warning("%s is now %s", best, best.replace(best.with_name(f"{BEST}.earlier")))
+        return None
+    check = partial(check_fits, config, run_dir=run_dir)
+    path, state = read_last(run_dir / CHECKPOINTS, check)
+    # the rest is freed: it may hold gigabytes
+    return Saved(path, state["global_step"], state[data_name(config)])
+
+
+def check_fits(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, *, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` is whole, and fits the run's configuration."""
+    # before check_complete, which builds the model that they describe
+    check_hyperparameters(state.get("hyper_parameters"))
+    callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
+    try:
+        check_same_run(config, state, path, run_dir)
+        check_complete(state, str(path), data=data_name(config), callbacks=callbacks)
+    except ValueError as error:  # options of another version
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def check_same_run(
+    config: Mapping[str, Any], state: Mapping[str, Any], path: Path, run_dir: Path
+) -> None:
+    """Check that the checkpoint ``path`` has the model and the recipe of the configuration."""
+    hyper = state["hyper_parameters"]
+    model = hyper["model"]
+    # these come from the data, which are compared by themselves
+    same_size = {name: model.get(name) for name in ("num_classes", "in_chans")}
+    spec = model_spec(config, **same_size)
+    # a checkpoint contains the weights and does not record the source of the initial ones
+    others = {*WEIGHTS_ARGUMENTS, "memory"}
+    if config["callbacks"].get("side_bits"):
+        others.add("reversible_bits")  # the callback raises them, so a checkpoint may have more
+    spec = {key: value for key, value in spec.items() if key not in others}
+    # revnet38.cifar10 names weights of revnet38
+    spec["name"] = spec["name"].partition(".")[0]
+    # OptimSpec adds the defaults of options that are newer than the checkpoint
+    expected: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
+    optim = OptimSpec.of(hyper.get("optim")).plain()
+    saved: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
+    if names := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
+        expected["data"], saved["data"] = data_name(config), ", ".join(names)
+    for section, options in expected.items():
+        if options != saved[section]:
+            raise CheckpointError(
+                f"{run_dir / folder.CONFIG_FILE} and {path} differ in {section}: {options} and "
+                f"{saved[section]}; restore the configuration with which the run started"
+            )
+
+
+@user_errors((*USER_ERRORS, *TRAINING_ERRORS))
 def train(
     config: Mapping[str, Any],
     *,
@@ -173,33 +212,30 @@ def train(
 ) -> dict[str, float]:
     """Train, then test the best checkpoint; write configuration, logs and figures to ``run_dir``.
 
-    Args:
-        config: a composed configuration as plain containers.
-        run_dir: the run's folder.
-        overrides: of the command line, for the record.
-        resume: the checkpoint to resume from; None for a new run.
-
-    Returns:
-        The last figures of training and validation, and of the test; empty after a search with
-        ``tuner.then=stop``.
+    Returns the last figures; ``overrides`` are for the record.
 
     Raises:
         SystemExit: the configuration or the data cannot be used, or training fails in a known way
             (the message says why); or with 143 or 130 after SIGTERM or Ctrl-C.
     """
-    shorten_log()
     # before the search: trials stop at signals, too
     stop = GracefulStop()
-    stop.hint = partial(resume_hint, run_dir)
+    stop.hint = partial(folder.resume_hint, run_dir)
     try:
-        with stop.listening(), switches_restored(), logged_warnings():
+        with stop.listening(), console.logged_warnings():
             # a resumed run has the value in its configuration
             if config.get("tuner") is not None and resume is None:
-                following = search(config, run_dir, overrides)
+                from revzoo.cli.run.tune import tune  # few runs search
+
+                with quiet():
+                    prepare_process(config)
+                    following = tune(config, run_dir)
                 if config["tuner"]["then"] == "stop":
+                    folder.write_config(config, run_dir)
+                    folder.record_session(run_dir, overrides=overrides, from_step=0)
                     return {}
                 config = following
-            with quiet(), user_errors():
+            with quiet():
                 run = build(config, run_dir, stop, resume)
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
@@ -208,62 +244,34 @@ def train(
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
-                log_finished(run.trainer, resume.path)
+                console.log_finished(run.trainer, resume.path)
             return figures
     except RunStopped as stopped:
         status = stopped.status
         if is_first_process():
-            log.warning("%s; %s", stopped, resume_hint(run_dir), extra={"command": True})
+            log.warning("%s; %s", stopped, folder.resume_hint(run_dir), extra={"command": True})
     # Exit outside the handler: the exception refers to its frames, and these to the graph of the
     # interrupted step, which must be freed before the interpreter ends.
     sys.exit(status)
 
 
-def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run the search of ``config["tuner"]``; return the configuration of the run that follows."""
-    from revzoo.cli.run.tune import tune  # few runs search
-
-    with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
-        prepare_process(config)
-        following = tune(config, run_dir)
-    if config["tuner"]["then"] == "stop":
-        write_config(config, run_dir)
-        record_session(run_dir, overrides=overrides, from_step=0)
-    return following
-
-
 class Saved(NamedTuple):
-    """The checkpoint from which a run resumes.
-
-    Attributes:
-        path: of the file.
-        step: the optimiser steps so far.
-        data: the state of the data module.
-    """
+    """The checkpoint from which a run resumes."""
 
     path: Path
-    step: int
-    data: Mapping[str, Any]
+    step: int  # optimiser steps so far
+    data: Mapping[str, Any]  # the state of the data module
 
 
 class Run(NamedTuple):
-    """The parts of a run that is ready to train.
+    """The parts of a run that is ready to train."""
 
-    Attributes:
-        config: with the plan of memory modes, if the run has one.
-        trainer: with the callbacks.
-        module: with the model.
-        data: after ``setup``.
-        first_step: the step at which it starts; None in a new folder.
-        resumed: the checkpoint from which it resumes; None for a new run.
-    """
-
-    config: dict[str, Any]
+    config: dict[str, Any]  # with the plan of memory modes, if the run has one
     trainer: pl.Trainer
     module: Classifier
-    data: ImageData
-    first_step: int | None
-    resumed: Path | None
+    data: ImageData  # after ``setup``
+    first_step: int | None  # None in a new folder
+    resumed: Path | None  # the checkpoint; None for a new run
 
 
 def build(
@@ -272,18 +280,18 @@ def build(
     """Build the parts of a run. Writes no files."""
     prepare_process(config)
     step = None if resume is None else resume.step
-    if resume is None and (run_dir / CONFIG_FILE).exists():
+    if resume is None and (run_dir / folder.CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
-    if trainer.is_global_zero and (place := place_of(config["data"])):
+    if trainer.is_global_zero and (place := console.place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
 
     def build_network(shape: Mapping[str, int]) -> Classifier:
-        # the checkpoint replaces the weights that the run started from: say nothing of these
-        with nullcontext() if resume is None else unlogged(pretrained.log):
-            module = build_module(config, **shape)
+        # a checkpoint replaces the weights that the run started from: say nothing of these
+        pretrained.log.setLevel(logging.NOTSET if resume is None else logging.WARNING)
+        module = build_module(config, **shape)
         check_network(config, all_callbacks(trainer), module.model)
         return module
 
@@ -307,28 +315,17 @@ def build(
 def announce(run: Run, run_dir: Path, overrides: Sequence[str]) -> None:
     """Write the configuration and the session to the folder, and the opening to the log."""
     if (checkpoint := run.resumed) is None:
-        write_config(run.config, run_dir)
+        folder.write_config(run.config, run_dir)
     else:  # record changes only after the trainer has accepted the checkpoint
 
         def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            write_config(run.config, run_dir)
-            log_resumed(trainer, checkpoint)
+            folder.write_config(run.config, run_dir)
+            console.log_resumed(trainer, checkpoint)
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
-    record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=checkpoint)
-
-
-@contextmanager
-def unlogged(logger: logging.Logger) -> Iterator[None]:
-    """Suppress a logger's messages below warnings."""
-    before = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+    folder.record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
+    console.log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=checkpoint)
 
 
 def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Path) -> None:
@@ -338,21 +335,15 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Pa
             f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
             f"set data.in_chans={channels}"
         )
-    command = new_run_command([], run_dir)
+    command = folder.new_run_command([], run_dir)
     check_same_images(trained_on, data.identity, f"start a new run from its weights: {command}")
 
 
-@user_errors((*USER_ERRORS, *TRAINING_ERRORS))  # here: Hydra would print all overrides first
 def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
-    """Train, test the best checkpoint (without one, the last weights), write the summary.
-
-    Raises:
-        SystemExit: training or test has failed in a known way; the summary has the message, too.
-        RunStopped: after SIGTERM or Ctrl-C.
-    """
+    """Train, test the best checkpoint (without one, the last weights), write the summary."""
     trainer, module, data = run.trainer, run.module, run.data
     # the seconds of a resumed run include its earlier sessions
-    start = time.perf_counter() - seconds_before(run_dir)
+    start = time.perf_counter() - folder.seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
     try:
@@ -377,13 +368,48 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
             if not stopped:
                 # before the summary, which a full disk refuses
                 best = best_checkpoint_path(trainer)
-                log_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best, data=data)
+                console.log_result(
+                    trainer, figures, seconds=seconds, run_dir=run_dir, best=best, data=data
+                )
             summary = describe_run(
                 trainer, module, seconds=seconds, figures=figures, stopped=stopped
             )
-            write_summary(summary, run_dir)
+            folder.write_summary(summary, run_dir)
         end_together(trainer, ask=by_signal)
     return figures
+
+
+def describe_run(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    seconds: float,
+    figures: Mapping[str, float],
+    stopped: str | None,
+) -> dict[str, Any]:
+    """The figures of a run as plain values; ``stopped`` is the signal or error that ended it."""
+    device = module.device
+    best = best_checkpoint_path(trainer)
+    root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
+    return {
+        "metrics": dict(figures),
+        "epochs": epochs_of_run(trainer),
+        "steps": trainer.global_step,
+        # a resumed run adds to it, see seconds_before
+        "train_seconds": round(seconds, 3),
+        "parameters": sum(p.numel() for p in module.parameters()),
+        # relative, since users move folders
+        "checkpoint": os.path.relpath(best, root) if best else None,
+        # from its validation; metrics has the last figures
+        "best": best_figures(trainer) if best else {},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "versions": folder.versions(),
+        "stopped": stopped,
+        "notes": [
+            note for state in callbacks_of(trainer, RunState) for note in state.notes.values()
+        ],
+    }
 
 
 def figures_of(trainer: pl.Trainer) -> dict[str, float]:
@@ -417,29 +443,3 @@ def prepare_process(config: Mapping[str, Any]) -> None:
         torch.set_num_threads(at_most(cores(), "threads", config["threads"]))
     apply_precision(config["precision"])
     pl.seed_everything(config["seed"], workers=True, verbose=False)
-
-
-@contextmanager
-def switches_restored() -> Iterator[None]:
-    """Restore determinism, cuDNN, TF32, threads and the environment after a run.
-
-    Torch's random state is not restored.
-    """
-    cudnn = torch.backends.cudnn
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
-    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    # a sweep in a notebook starts several runs in one process
-    variables = {name: os.environ.get(name) for name in VARIABLES}
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
-        torch.set_float32_matmul_precision(precision)
-        torch.set_num_threads(threads)
-        for name, value in variables.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +19,15 @@ from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A value that a tuner can search for.
-
-    Attributes:
-        section, key: its place in a configuration.
-        search: the function that searches.
-        all_unfrozen: search with every part that fine-tuning ever unfreezes, because the value must
-            work in all epochs; False for the parts of the first epoch.
-    """
-
-    section: str
-    key: str
-    search: Callable[..., tuple[float | int | None, list[Path]]]
-    all_unfrozen: bool
-
-
 def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     """Search for the value that ``config["tuner"]`` names, and write the results to ``run_dir``.
 
-    Returns:
-        The configuration of the run that follows, without a tuner; with ``then=use`` it has the
-        suggested value.
-
-    Raises:
-        ValueError: ``then=use``, but the search has no suggestion.
+    Returns the configuration of the run that follows, without a tuner; with ``then=use`` it has the
+    suggested value.
     """
     options = dict(config["tuner"])
-    kind, then = KINDS[options.pop("kind")], options.pop("then")
+    kind, then = options.pop("kind"), options.pop("then")
+    section, key, search = KINDS[kind]
     data = build_data(config["data"])
     data.prepare_data()
     data.setup("fit")
@@ -56,24 +35,24 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     module.balance(data)
     if config["callbacks"].get("finetuning") is not None:
         finetuning = Finetuning(**config["callbacks"]["finetuning"])
-        # the last entry unfreezes most
-        epoch = max(finetuning.unfreeze, default=0) if kind.all_unfrozen else 0
+        # a batch must fit with every part that is ever unfrozen; the last entry unfreezes most
+        epoch = max(finetuning.unfreeze, default=0) if kind == "batch_size" else 0
         finetuning.freeze(module.model, epoch=epoch)
     # the first file of the run, if it is only a search
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
-    log.info("searching for %s.%s", kind.section, kind.key)
-    value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
+    name = f"{section}.{key}"
+    log.info("searching for %s", name)
+    value, files = search(module, data, trainer=trainer, folder=run_dir, **options)
     log.info("wrote %s", ", ".join(map(str, files)))
     following = {name: section for name, section in config.items() if name != "tuner"}
-    name = f"{kind.section}.{kind.key}"
     if then != "use":
         if value is not None:
             log.info("to train with it: %s=%s, or tuner.then=use", name, value)
         return following
     if value is None:
         raise ValueError(f"the search suggests no {name}: see {run_dir}, and set it by hand")
-    return {**following, kind.section: {**config[kind.section], kind.key: value}}
+    return {**following, section: {**config[section], key: value}}
 
 
 def search_lr(
@@ -101,7 +80,7 @@ def search_batch_size(
     return result.batch_size, result.write(folder)
 
 
-KINDS = {
-    "lr": Kind("optim", "lr", search_lr, all_unfrozen=False),
-    "batch_size": Kind("data", "batch_size", search_batch_size, all_unfrozen=True),
+KINDS: Mapping[str, tuple[str, str, Callable[..., tuple[float | None, list[Path]]]]] = {
+    "lr": ("optim", "lr", search_lr),
+    "batch_size": ("data", "batch_size", search_batch_size),
 }

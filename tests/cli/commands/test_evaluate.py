@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 import revzoo
+from revzoo.cli.commands.evaluate import evaluate
+from revzoo.cli.commands.predict import predict
 from revzoo.cli.config import ConfigFiles, compose
 from revzoo.cli.main import main
-from revzoo.cli.run.evaluate import evaluate
-from revzoo.cli.run.predict import predict
 from revzoo.cli.run.train import train
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import Digits
@@ -74,7 +74,7 @@ def test_the_precision_determines_the_memory_format(
 ) -> None:
     """Another format rounds differently under bfloat16: one image in 10,000 changed its class."""
     restored = restore(run[0])
-    monkeypatch.setattr("revzoo.cli.run.evaluate.restore", lambda _, **options: restored)
+    monkeypatch.setattr("revzoo.training.checkpoint.restore.restore", lambda _, **options: restored)
     weight = next(p for p in restored.module.model.parameters() if p.dim() == 4 and p.shape[1] > 1)
     for precision, layout in (("bf16", torch.channels_last), ("fp32", torch.contiguous_format)):
         evaluate(config(f"ckpt={run[0]}", f"precision={precision}"))
@@ -129,7 +129,7 @@ def test_a_folder_without_a_best_checkpoint_says_what_there_is(run: Any, tmp_pat
 def test_the_first_of_several_processes_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("revzoo.cli.run.evaluate.evaluate", lambda _, root: {"test/acc": 0.5})
+    monkeypatch.setattr("revzoo.cli.commands.evaluate.evaluate", lambda _, root: {"test/acc": 0.5})
     for rank, expected in (("0", "test/acc 0.5000\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         main(["eval", "ckpt=revnet38.cifar10"])

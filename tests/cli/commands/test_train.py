@@ -348,7 +348,7 @@ def test_wrong_command_lines_end_before_torch_is_imported(arguments: list[str]) 
         ["-m", "seed=0,1"],
         ["--help"],
         ["--cfg=job"],
-        ["hydra.run.dir=a", "hydra.verbose=true", "hydra/job_logging=disabled"],
+        ["hydra.run.dir=a"],
     ],
 )
 def test_good_command_lines_pass(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def test_a_search_trains_the_parts_that_the_run_trains(
         trained.update(name for name, value in named if value.requires_grad)
         return None, []
 
-    monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], search=search))
+    monkeypatch.setitem(KINDS, kind, (*KINDS[kind][:2], search))
     finetuning = f"callbacks.finetuning={{unfreeze: {unfreeze}}}"
     config = compose(*SMALL, f"tuner={kind}", finetuning, "model.pretrained=true")
     config["model"]["pretrained"] = False

@@ -23,12 +23,12 @@ from revzoo.cli.main import main
 from revzoo.cli.run.console import (
     LogFormat,
     _emulates_bfloat16,
-    _few_to_validate,
     _length,
+    _notes,
     _step,
     _weights,
+    logged_to,
     logged_warnings,
-    shorten_log,
 )
 from revzoo.cli.run.train import train
 from revzoo.models import create_model
@@ -49,7 +49,7 @@ def test_the_prefix_is_short_and_names_levels_above_info() -> None:
 
 
 def test_a_line_that_the_disk_refuses_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each line printed a traceback."""
 
@@ -58,13 +58,14 @@ def test_a_line_that_the_disk_refuses_is_dropped(
             raise OSError(28, "No space left on device")
 
     root = logging.Logger("a root")
-    root.addHandler(logging.StreamHandler(Full()))
     monkeypatch.setattr(logging, "getLogger", lambda: root)
-    shorten_log()
-    root.error("a line")
-    assert capsys.readouterr().err == ""
-    root.error("%d", "no number")
-    assert "no number" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdout", Full())
+    with logged_to(tmp_path / "train.log"):
+        root.error("a line")
+        assert capsys.readouterr().err == ""
+        root.error("%d", "no number")
+        assert "no number" in capsys.readouterr().err
+    assert (tmp_path / "train.log").read_text().endswith(" error: a line\n")
 
 
 def test_a_run_logs_its_description_and_its_figures(
@@ -164,9 +165,9 @@ def test_a_run_says_how_many_images_it_leaves_out(
 @pytest.mark.parametrize(("images", "told"), [(3, "fewer images to validate"), (4, ""), (0, "")])
 def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) -> None:
     """One image of 60 chose the best checkpoint."""
-    data: Any = SimpleNamespace(val_count=images, num_classes=4)
-    assert _few_to_validate(data).startswith(told)
-    assert bool(_few_to_validate(data)) == bool(told)
+    data: Any = SimpleNamespace(val_count=images, num_classes=4, train_count=64, batch_size=64)
+    (*notes,) = _notes({"callbacks": {}}, SimpleNamespace(world_size=1), data)  # type: ignore[arg-type]
+    assert [note[: len(told)] for note in notes] == [told] * bool(told)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +195,13 @@ def test_the_weights_that_a_run_starts_from_are_named(
 ) -> None:
     """It said ``from pretrained``."""
     model = create_model("irevnet13.digits", pretrained=True)
-    module: Any = SimpleNamespace(model=model)
     spec = {"name": "irevnet13", "pretrained": True}
-    assert _weights(spec, module) == "irevnet13.digits"
-    assert _weights({**spec, "pretrained": False}, module) == ""
-    assert _weights({**spec, "checkpoint_path": "a.safetensors"}, module) == "a.safetensors"
+    assert _weights(spec, model) == "irevnet13.digits"
+    assert _weights({**spec, "pretrained": False}, model) == ""
+    assert _weights({**spec, "checkpoint_path": "a.safetensors"}, model) == "a.safetensors"
     model.entry = None  # of a network of a library
     spec = {"name": "torchvision:resnet50", "pretrained": True}
-    assert _weights(spec, module).startswith("resnet50-")
+    assert _weights(spec, model).startswith("resnet50-")
 
 
 def test_a_network_made_reversible_says_so(
@@ -251,10 +251,9 @@ def test_a_plan_is_logged_by_its_modes(
     assert re.fullmatch(r"memory   auto \((\d+ \w+(, )?)+\)", line), line
 
 
-def test_threads_are_set_until_the_run_ends(compose: Any, tmp_path: Path) -> None:
+def test_threads_are_set_for_the_run(compose: Any, tmp_path: Path) -> None:
     seen: list[int] = []
-    before = torch.get_num_threads()
-    wanted = 1 if before > 1 else 2
+    wanted = 1 if torch.get_num_threads() > 1 else 2
     config = compose(*SMALL, f"threads={wanted}", "test=false", "logger=none")
 
     def record(*_: Any) -> None:
@@ -266,7 +265,6 @@ def test_threads_are_set_until_the_run_ends(compose: Any, tmp_path: Path) -> Non
     finally:
         hook.remove()
     assert seen[-1] == wanted
-    assert torch.get_num_threads() == before
 
 
 def test_paths_are_short_below_the_working_directory(
@@ -302,7 +300,7 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
 def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
-    assert compose([override], ConfigFiles("eval")).cfg.ckpt == path
+    assert compose([override], ConfigFiles("eval")).whole.ckpt == path
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from resumed import resume
 
-from revzoo.cli.run.evaluate import evaluate
+from revzoo.cli.commands.evaluate import evaluate
 from revzoo.cli.run.folder import write_config
 from revzoo.cli.run.train import train
 from revzoo.data import DataError
@@ -69,8 +69,8 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
     def stop(*args: Any, **more: Any) -> None:
         raise Passed
 
-    monkeypatch.setattr("revzoo.cli.run.resume.train", stop)
-    monkeypatch.setattr("revzoo.cli.run.evaluate.build_data", stop)
+    monkeypatch.setattr("revzoo.cli.run.train.train", stop)
+    monkeypatch.setattr("revzoo.cli.run.build.build_data", stop)
     last = run_dir / "checkpoints" / "last.ckpt"
     state = read_checkpoint(last)  # read once: edits do not change it
 
@@ -78,7 +78,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
         check(state, last)
         return last, state
 
-    monkeypatch.setattr("revzoo.cli.run.resume.read_last", read)
+    monkeypatch.setattr("revzoo.cli.run.train.read_last", read)
     ckpt = str(run_dir / "checkpoints" / "best.ckpt")
     base = {"ckpt": ckpt, "split": "val", "batch_size": None, "data": None, "bits": "saved"}
     base |= {key: config[key] for key in ("precision", "trainer")}

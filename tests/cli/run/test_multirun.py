@@ -6,7 +6,7 @@ import pytest
 
 from revzoo.cli import invocation
 from revzoo.cli.config import ConfigFiles
-from revzoo.cli.run import child_process, multirun
+from revzoo.cli.run import multirun
 from revzoo.cli.terminal import ConfigError
 
 
@@ -15,9 +15,13 @@ def test_jobs_use_the_configuration_of_the_command_line(
 ) -> None:
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started: list[list[str]] = []
-    monkeypatch.setattr(child_process, "run_program", lambda command: started.append(command) or 0)
+    monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
     monkeypatch.setattr(invocation, "import_arguments", lambda: ["--import", "mine"])
-    given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
+    given = [
+        "seed=1,2",
+        "hydra.sweep.subdir=${hydra.job.num}",
+        f"hydra.sweep.dir={tmp_path / 'jobs'}",
+    ]
     multirun.multirun(given, ConfigFiles("own", extra=tmp_path))
     assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]
     for number, command in enumerate(started):
@@ -35,7 +39,7 @@ def test_an_interval_makes_no_jobs() -> None:
 
 def test_what_all_jobs_refuse_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each job reported it after 30 seconds of imports."""
-    monkeypatch.setattr(child_process, "run_program", pytest.fail)
+    monkeypatch.setattr(multirun, "run_program", pytest.fail)
     with pytest.raises(ConfigError, match=r"^optim.name=sdg: expected one of .*did you mean 'sgd'"):
         multirun.multirun(["seed=0,1", "optim.name=sdg"])
 
@@ -52,7 +56,7 @@ def test_a_refused_job_is_named_before_the_others_train(
         warned.extend(r.message for r in caplog.records if r.levelname == "WARNING")
         return 0
 
-    monkeypatch.setattr(child_process, "run_program", run_program)
+    monkeypatch.setattr(multirun, "run_program", run_program)
     with (
         caplog.at_level("INFO"),
         pytest.raises(SystemExit, match=r"^revzoo: job 1 \(optim.lr=abc\): .* expected a number"),

@@ -9,8 +9,8 @@ import torch
 from small_images import image_folder
 from torch import Tensor, nn
 
+from revzoo.cli.commands._models import try_image
 from revzoo.cli.main import main
-from revzoo.cli.run.sizes import try_image
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageFolder
 
