@@ -35,7 +35,7 @@ LOG_FILE = "train.log"
 LOCK_FILE = ".lock"
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
-ACCELERATOR = "trainer.accelerator"
+MACHINE = ("trainer.accelerator", "trainer.cuda_graph")
 
 
 def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
@@ -77,7 +77,7 @@ def resumed_config(
     Args:
         run_dir: the run's folder.
         overrides: ``memory=MODE``, ``memory.bytes=BUDGET``, ``precision=NAME``,
-            ``data.root=DIR`` and ``trainer.accelerator=NAME``.
+            ``data.root=DIR``, ``trainer.accelerator=NAME`` and ``trainer.cuda_graph``.
         allow_precision_change: whether the precision may change, and with it the figures.
 
     Raises:
@@ -108,15 +108,15 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
     Raises:
         ConfigError: naming the override, and the command of a new run with it.
     """
-    changeable = ("memory", "memory.bytes", "precision", ROOT, ACCELERATOR)
+    changeable = ("memory", "memory.bytes", "precision", ROOT, *MACHINE)
     for override in overrides:
         if override.partition("=")[0] not in changeable:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget, precision=NAME with "
-                "--allow-precision-change, data.root=DIR, where the data are now, and "
-                "trainer.accelerator=cpu, gpu or auto, where it runs now. Start a new run for the "
-                "rest (with its --config-dir, if it had one): "
+                "--allow-precision-change, data.root=DIR, where the data are now, "
+                "trainer.accelerator=cpu, gpu or auto, where it runs now, and trainer.cuda_graph. "
+                "Start a new run for the rest (with its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"
             )
 
@@ -169,12 +169,12 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
 def _of_device(
     config: Mapping[str, Any], overrides: Sequence[str], composed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The sections that the overrides replace because the run moves to another device."""
-    moves = any(override.startswith(f"{ACCELERATOR}=") for override in overrides)
-    if not moves or not isinstance(config.get("trainer"), Mapping):  # edited: a check names it
+    """The sections that the overrides replace because the run moves to another device or graph."""
+    keys = [key for o in overrides if (key := o.partition("=")[0]) in MACHINE]
+    if not keys or not isinstance(config.get("trainer"), Mapping):  # edited: a check names it
         return {}
-    accelerator = composed["trainer"]["accelerator"]
-    changed = {"trainer": {**config["trainer"], "accelerator": accelerator}}
+    names = [key.partition(".")[2] for key in keys]
+    changed = {"trainer": config["trainer"] | {name: composed["trainer"][name] for name in names}}
     if any(override.startswith("precision=") for override in overrides):
         changed["precision"] = composed["precision"]
     return changed
