@@ -25,6 +25,7 @@ from revzoo._checks import check_callable, check_count, check_module
 from revzoo.core.guard.drift import set_drift_limit
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import all_steps
+from revzoo.core.modes import mode_of
 
 _log = logging.getLogger(__name__)
 _WARM_UP = 3  # passes before a capture, with and without the guard, as in torch
@@ -195,6 +196,9 @@ def try_to_capture(
     run: Callable[[], None], module: nn.Module
 ) -> tuple[Callable[[], None] | None, str]:
     """``run``, steps of ``module`` without its guard, as a CUDA graph; or None and the reason."""
+    if any(mode_of(step.memory).on_host for step in all_steps(module).values()):
+        # others may use the host memory between two replays
+        return None, "memory=offload keeps activations on the host"
     with _unguarded(module):
         try:
             return captured(run), ""

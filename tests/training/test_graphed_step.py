@@ -195,6 +195,12 @@ def test_what_cannot_be_captured_runs_without(monkeypatch, caplog):
         assert torch.equal(graphed_state[name], value), name
 
 
+def test_activations_on_the_host_are_not_captured(captured):
+    _, _, step = graphed("offload")
+    assert step.reason == "memory=offload keeps activations on the host"
+    assert CAPTURES == []
+
+
 def test_arguments():
     model, optimizer, _, batches = setup("store")
     step = revzoo.graphed_step(model, lambda y: y.sum(), optimizer, batches[0][0])
