@@ -64,12 +64,15 @@ class Times(NamedTuple):
 class RandomCIFAR(ImageData):
     """Random bytes of CIFAR's size, held in memory."""
 
+    count = 2560  # images
+
     def read(self, split: str) -> TensorImages | None:
         if split == "val":
             return None
         generator = torch.Generator().manual_seed(0)
-        images = torch.randint(256, (2560, 3, 32, 32), dtype=torch.uint8, generator=generator)
-        return TensorImages(images, torch.arange(2560) % 10, classes=list("0123456789"))
+        size = (self.count, 3, 32, 32)
+        images = torch.randint(256, size, dtype=torch.uint8, generator=generator)
+        return TensorImages(images, torch.arange(self.count) % 10, classes=list("0123456789"))
 
 
 class BareLoop:

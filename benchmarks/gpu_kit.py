@@ -4,8 +4,9 @@
     python benchmarks/gpu_kit.py --out results --dry    # tiny sizes, on a CPU
 
 Stage 1 runs the GPU tests, stage 2 the tables of modes, peers and overhead, stage 3 training steps
-as CUDA graphs. Each report is a file in ``--out``, written as it grows, so an end that comes early
-loses only what has not run. A command that does not fit into the time left is skipped and named.
+as CUDA graphs, in a plain loop and in ``revzoo train``. Each report is a file in ``--out``, written
+as it grows, so an end that comes early loses only what has not run. A command that does not fit
+into the time left is skipped and named.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def _modes(dtype: str, *extra: str) -> tuple[str, ...]:
 
 _DRY = ("--models", "revnet38", "--batch", "2", "--rounds", "2")
 _DRY_PEERS = ("--blocks", "1", "--batch", "2", "--channels", "4", "--size", "4", "--rounds", "2")
+_DRY_TRAIN = (*_DRY, "--modes", "store", "--images", "20", "--precision", "fp32")
 _PEERS = ("--blocks", "12", "--batch", "512", "--rounds", "9")
 STAGES: dict[int, tuple[Job, ...]] = {
     1: (
@@ -74,6 +76,7 @@ STAGES: dict[int, tuple[Job, ...]] = {
     3: (
         Job("graphed_bf16", 120, "bench_graphed.py", ("--dtype", "bfloat16"), _DRY),
         Job("graphed_fp32", 120, "bench_graphed.py", ("--dtype", "float32"), _DRY),
+        Job("train_graph_bf16", 120, "bench_train_graph.py", ("--models", "revnet38"), _DRY_TRAIN),
     ),
 }
 

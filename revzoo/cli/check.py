@@ -263,6 +263,11 @@ def check_machine(config: Config) -> None:
         raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
     if device == "mps" and precision["trainer"] == "64-true":
         raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
+    if device != "cuda" and trainer.get("cuda_graph") is True:
+        raise ConfigError(
+            f"trainer.cuda_graph=true needs an NVIDIA GPU, this run is on {device}: use "
+            "trainer.cuda_graph=auto, which captures steps where there is one"
+        )
     if device != "cuda" and precision["tf32"]:
         raise ConfigError(
             f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "

@@ -450,7 +450,17 @@ RUN = section(
     memory=MEMORY,
     precision=PRECISION,
     optim=OPTIM,
-    trainer=TRAINER,
+    trainer=section(
+        TRAINER.about,
+        TRAINER,
+        default=MISSING,
+        cuda_graph=Option(
+            bool | str,
+            "auto",
+            "a training step as one CUDA graph; auto: on a GPU, where it can be captured",
+            choices=("auto", True, False),
+        ),
+    ),
     callbacks=section("what a run does besides; null removes one", default=MISSING, **CALLBACKS),
     logger=Chosen("kind", LOGGERS, "where figures go", MISSING),
     tuner=Chosen("kind", TUNERS, "a search before the run, or instead"),

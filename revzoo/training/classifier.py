@@ -60,6 +60,10 @@ class Classifier(pl.LightningModule):
 
     A subclass may override :meth:`loss`.
 
+    Attributes:
+        graph: replays training steps as a CUDA graph, see
+            :mod:`revzoo.training.callbacks.cuda_graph`; None without one.
+
     Args:
         model: a module ``(B, C, H, W) -> (B, num_classes)`` with an attribute ``num_classes``, or
             the keyword arguments of :func:`revzoo.models.create_model` with ``name``.
@@ -75,6 +79,8 @@ class Classifier(pl.LightningModule):
         >>> from revzoo.training.classifier import Classifier
         >>> module = Classifier({"name": "revnet38", "num_classes": 10}, optim={"lr": 0.1})
     """
+
+    graph: Any = None
 
     def __init__(
         self,
@@ -292,15 +298,28 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        self.retry.begin(batch, batch_idx)
-        logits = at_least_float32(self(images))
-        loss = self.loss(logits, labels)
+        if self.in_graph:  # the whole step, up to the new weights
+            self.retry.loss = None
+            loss, logits = self.graph.replay(batch)
+        else:
+            self.retry.begin(batch, batch_idx)
+            loss, logits = self.loss_and_logits(images, labels)
         if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         # after a drift the metrics already contain this step; a range error restored them
         if not self.retry.counted:
             update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
+
+    def loss_and_logits(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The forward pass of a step: the loss (), and logits (B, num_classes)."""
+        logits = at_least_float32(self(images))
+        return self.loss(logits, labels), logits
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a CUDA graph runs this training step."""
+        return self.graph is not None and self.graph.replaying
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass; compute the step again after a drift or a value beyond the range.
@@ -309,6 +328,9 @@ class Classifier(pl.LightningModule):
             DriftError: activations drift again although no step is inverted any more.
             RangeError: a stream left its range, and the grid cannot adapt.
         """
+        if self.in_graph:
+            self.graph.give_gradients()
+            return
         # super() without arguments does not work inside the lambda
         backward = super().backward
         self.retry.backward(loss, lambda loss: backward(loss, *args, **kwargs))

@@ -25,6 +25,7 @@ from revzoo._checks import check_callable, check_count, check_module
 from revzoo.core.guard.drift import set_drift_limit
 from revzoo.core.guard.ranges import RangeError
 from revzoo.core.invertible import all_steps
+from revzoo.core.modes import mode_of
 
 _log = logging.getLogger(__name__)
 _WARM_UP = 3  # passes before a capture, with and without the guard, as in torch
@@ -124,7 +125,7 @@ class GraphedStep:
         parameters = self._parameters
         if self._replay is not None and self._trained != _trained_of(parameters):
             self._capture()  # parameters were frozen, unfrozen or added to the optimiser
-        alike = [_kind(t) for t in tensors] == [_kind(t) for t in self._static]
+        alike = [kind_of(t) for t in tensors] == [kind_of(t) for t in self._static]
         checks = self._calls % self._check_every == 0
         if self._replay is None or not alike or checks:
             try:
@@ -162,16 +163,12 @@ class GraphedStep:
     def _capture(self) -> None:
         """Capture the pass; leaves buffers and gradients as they were."""
         self._replay = None
-        self.reason = _why_not(self._static)
+        self.reason = why_not(self._static[0].device)
         if not self.reason:
             parameters = self._parameters
-            with _kept(self._module, parameters):
+            with kept(parameters, [*self._module.buffers()]):
                 self._warm_up()
-                with _unguarded(self._module):
-                    try:
-                        self._replay = captured(self._pass)
-                    except RuntimeError as error:  # values that the host reads, random numbers
-                        self.reason = str(error).splitlines()[0]
+                self._replay, self.reason = try_to_capture(self._pass, self._module)
                 self._gradients = [p.grad for p in parameters]
             self._grids = _grids_of(self._module)
             self._trained = _trained_of(parameters)
@@ -190,10 +187,23 @@ class GraphedStep:
         self._value = self._run(self._static)
 
 
-def _why_not(batch: Batch) -> str:
-    """Why a pass cannot be a graph; empty if it may be one."""
-    kind = batch[0].device.type
-    return "" if kind == "cuda" else f"the batch is on {kind}, not on a GPU"
+def why_not(device: torch.device) -> str:
+    """Why steps on ``device`` cannot be a graph; empty if they may be one."""
+    return "" if device.type == "cuda" else f"the batch is on {device.type}, not on a GPU"
+
+
+def try_to_capture(
+    run: Callable[[], None], module: nn.Module
+) -> tuple[Callable[[], None] | None, str]:
+    """``run``, steps of ``module`` without its guard, as a CUDA graph; or None and the reason."""
+    if any(mode_of(step.memory).on_host for step in all_steps(module).values()):
+        # others may use the host memory between two replays
+        return None, "memory=offload keeps activations on the host"
+    with _unguarded(module):
+        try:
+            return captured(run), ""
+        except RuntimeError as error:  # values that the host reads, random numbers, no memory
+            return None, str(error).splitlines()[0]
 
 
 def captured(run: Callable[[], None]) -> Callable[[], None]:
@@ -205,17 +215,18 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads may pin batches meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 @contextlib.contextmanager
-def _kept(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """A context after which gradients, buffers and torch's random state are as they were."""
+def kept(parameters: Sequence[Tensor], state: Sequence[Tensor]) -> Iterator[None]:
+    """A context after which gradients, ``state`` and torch's random state are as they were."""
     gradients = [p.grad for p in parameters]
-    before = [(b, b.clone()) for b in module.buffers()]
-    devices = list({b.device for b, _ in before if b.device.type == "cuda"})
+    before = [(t, t.detach().clone()) for t in state]
+    devices = list({t.device for t in (*parameters, *state) if t.device.type == "cuda"})
     try:
         with torch.random.fork_rng(devices):
             yield
@@ -223,8 +234,8 @@ def _kept(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[None]:
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for t, value in before:
+                t.copy_(value)
 
 
 @contextlib.contextmanager
@@ -261,5 +272,6 @@ def _as_batch(batch: Any) -> Batch:
     )
 
 
-def _kind(t: Tensor) -> tuple[Any, ...]:
+def kind_of(t: Tensor) -> tuple[Any, ...]:
+    """What tensors of a graph's batches have in common."""
     return t.shape, t.dtype, t.device, t.stride()

@@ -12,8 +12,10 @@ import subprocess
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
+from torch.optim.swa_utils import AveragedModel
 
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
@@ -99,6 +101,13 @@ def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
 def data_of(trainer: pl.Trainer) -> Any:
     """The trainer's data module, or None; Lightning sets it where mypy does not see it."""
     return trainer.datamodule  # type: ignore[attr-defined]
+
+
+def average_of(callback: WeightAveraging) -> AveragedModel:
+    """The average of Lightning's callback, and the count of its updates; after its ``setup``."""
+    average = callback._average_model
+    assert average is not None, "setup makes it"
+    return average
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

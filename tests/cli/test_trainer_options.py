@@ -11,10 +11,13 @@ import torch
 from resumed import resume
 from small_task import TinyNet, loader
 
+from revzoo.cli.check import check_machine
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.build import build_trainer, check_parts
 from revzoo.cli.run.train import train
+from revzoo.cli.terminal import ConfigError
 from revzoo.training import Classifier
+from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.resume.graceful_stop import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -34,6 +37,20 @@ PLAIN = {
     "weight_decay": 0.0,
     "schedule": {"name": "constant"},
 }
+
+
+def test_a_cuda_graph(compose: Any, tmp_path: Path) -> None:
+    """Not on a CPU, and not if it is switched off."""
+    for value, count in (("true", 1), ("auto", 1), ("false", 0)):
+        config = compose("trainer=cpu", f"trainer.cuda_graph={value}")
+        callbacks: Any = build_trainer(config, run_dir=tmp_path).callbacks  # type: ignore[attr-defined]
+        assert sum(isinstance(c, CudaGraph) for c in callbacks) == count
+        if value == "true":
+            remedy = "this run is on cpu: use trainer.cuda_graph=auto"
+            with pytest.raises(ConfigError, match=f"needs an NVIDIA GPU, {remedy}"):
+                check_machine(config)
+        else:
+            check_machine(config)
 
 
 def trained(run_dir: Path) -> dict[str, torch.Tensor]:

@@ -1,19 +1,24 @@
 """The host reads no value between the start of a step and the end of its backward pass.
 
 On a GPU such a read waits for the device. The guard reads its figures once, when autograd has
-computed the last gradient.
+computed the last gradient. A training step in a CUDA graph reads none, metrics included.
 """
 
+from contextlib import nullcontext
 from functools import partial, partialmethod
 
 import pytest
 import torch
+from cuda_graphs import use
+from small_task import TINY, loader, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
 from revzoo.core import conditions, tape
 from revzoo.core.fixedpoint import scale
 from revzoo.core.guard import drift
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.callbacks import cuda_graph
 from revzoo.training.graphed_step import captured
 
 READS = (
@@ -151,6 +156,29 @@ def test_a_step_that_draws_is_refused_while_a_graph_is_captured(request):
     with pytest.raises(RuntimeError, match=r"may draw random numbers.*remove dropout"):
         train_step(nets[0])
     train_step(nets[1])
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+def test_a_training_step_in_a_graph_reads_no_value(mode, optim, monkeypatch, tmp_path):
+    """Forward to average, and metrics; the fused optimisers are one operation each."""
+    use(monkeypatch)
+    monkeypatch.setitem(cuda_graph.ON_DEVICE, "cpu", ("fused",))
+    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
+    watched = []
+    plain = Classifier.training_step
+
+    def training_step(module, *args):
+        watched.append(module.in_graph)
+        with _Watch() if module.in_graph else nullcontext():
+            return plain(module, *args)
+
+    monkeypatch.setattr(Classifier, "training_step", training_step)
+    recipe = {"name": optim, "lr": 0.1, "sgd_lr": 0.1 if optim == "muon" else None}
+    module = Classifier({**TINY, "memory": mode}, optim={**recipe, "label_smoothing": 0.1})
+    callbacks = [*build_callbacks({"ema": {}}, run_dir=tmp_path), cuda_graph.CudaGraph()]
+    trainer(tmp_path, callbacks=callbacks, gradient_clip_val=0.1).fit(module, loader())
+    assert watched[3:] == 5 * [True]
 
 
 @pytest.mark.gpu

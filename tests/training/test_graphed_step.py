@@ -5,43 +5,15 @@ import logging
 
 import pytest
 import torch
+from cuda_graphs import CAPTURES, use
 from torch import nn
 
 import revzoo
-from revzoo.training import graphed_step as graphs
-
-CAPTURES = []
-
-
-def stand_in(run):
-    """Repeats ``run`` and writes into the memory of its first results, as a CUDA graph does."""
-    step = run.__self__
-    CAPTURES.append(step)
-    run()
-    value, grads = step._value, [p.grad for p in step._parameters]
-
-    def replay():
-        held = [p.grad for p in step._parameters]
-        step._value = None
-        with graphs._unguarded(step._module):
-            run()
-        with torch.no_grad():
-            value.copy_(step._value)
-            for g, p in zip(grads, step._parameters, strict=True):
-                if g is not None:
-                    g.copy_(p.grad)
-        step._value = value
-        for p, g in zip(step._parameters, held, strict=True):
-            p.grad = g
-
-    return replay
 
 
 @pytest.fixture
 def captured(monkeypatch):
-    CAPTURES.clear()
-    monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-    monkeypatch.setattr(graphs, "captured", stand_in)
+    use(monkeypatch)
 
 
 def setup(mode, device="cpu"):
@@ -110,8 +82,7 @@ def test_building_it_changes_nothing(captured):
 def test_unfrozen_parameters_train(graph, monkeypatch):
     """They join the optimiser later, or were in it all along; then they freeze again."""
     if graph:
-        monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-        monkeypatch.setattr(graphs, "captured", stand_in)
+        use(monkeypatch)
     found = []
     for own_loop in (True, False):
         torch.manual_seed(0)
@@ -217,12 +188,17 @@ def test_what_cannot_be_captured_runs_without(monkeypatch, caplog):
     def fails(run):
         raise RuntimeError("the step reads a value\nmore")
 
-    monkeypatch.setattr(graphs, "_why_not", lambda batch: "")
-    monkeypatch.setattr(graphs, "captured", fails)
+    use(monkeypatch, fails)
     found, graphed_state, step = graphed("exact")
     assert step.reason == "the step reads a value"
     for name, value in state.items():
         assert torch.equal(graphed_state[name], value), name
+
+
+def test_activations_on_the_host_are_not_captured(captured):
+    _, _, step = graphed("offload")
+    assert step.reason == "memory=offload keeps activations on the host"
+    assert CAPTURES == []
 
 
 def test_arguments():

@@ -29,6 +29,7 @@ from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
 from revzoo.training.callbacks.base import ChecksModel
+from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
@@ -183,7 +184,11 @@ def build_trainer(
         # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
-    several = options["strategy"] == "auto" and options.get("devices") not in (1, "1")
+    if options.pop("cuda_graph", "auto"):  # last: it compares what the others have changed
+        callbacks.append(CudaGraph())
+    devices = options.get("devices")
+    most = torch.cuda.device_count() if devices in ("auto", -1, "-1") else devices
+    several = options["strategy"] == "auto" and most not in (0, 1, "0", "1")
     if specs.get("finetuning") is not None and (several or options["strategy"] == "ddp"):
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     # given only by name, Lightning's profilers just log their table

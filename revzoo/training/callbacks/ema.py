@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: Lightning's callback with six corrections.
+"""An exponential moving average of the weights: Lightning's callback with seven corrections.
 
 1. Integers, such as BatchNorm's count of batches, are copied: torch truncates their average.
 2. The decay can have a warm-up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as in
@@ -8,10 +8,13 @@
 5. After an exception in a validation, the module has the training weights, not the average.
 6. A finished run that is resumed ends with the average again: it enters no training loop, after
    which Lightning copies the average.
+7. The average is on the device of the weights, and an update reads no value, so it fits into a CUDA
+   graph. Lightning keeps the average on the CPU, and torch's update reads its count.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.base import RestoresAfterFit
-from revzoo.training.lightning_compat import is_fitting
+from revzoo.training.lightning_compat import average_of, is_fitting
 
 
 class AveragedWeights(RestoresAfterFit, WeightAveraging):
@@ -40,7 +43,7 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
         self.decay = decay
         self.warmup = warmup
         self._in_place = False  # whether the module holds the average
-        super().__init__(use_buffers=True, avg_fn=self._average)
+        super().__init__(use_buffers=True)
 
     def decay_after(self, updates: Tensor | int) -> Tensor:
         """The decay of the next update, after ``updates`` updates; the first one copies."""
@@ -54,6 +57,34 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
         if stage == "fit":  # Lightning loads the checkpoint after this
             self.load_state_dict({"latest_update_step": 0})  # point 4
             self._in_place = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        average_of(self).to(pl_module.device)  # point 7: in setup the module is still on the CPU
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        step = trainer.global_step
+        if step > self.state_dict()["latest_update_step"]:
+            if not getattr(pl_module, "in_graph", False):  # otherwise the graph has updated it
+                self.update(pl_module)
+            self.load_state_dict({"latest_update_step": step})
+
+    @torch.no_grad()
+    def update(self, pl_module: LightningModule) -> None:
+        """Average once more, after an optimiser step."""
+        averages = average_of(self)
+        count: Any = averages.n_averaged
+        decay = self.decay_after(count) * (count > 0)  # the first update copies
+        pairs = zip(
+            chain(averages.module.parameters(), averages.module.buffers()),
+            chain(pl_module.parameters(), pl_module.buffers()),
+            strict=True,
+        )
+        for average, current in pairs:
+            if average.is_floating_point():
+                torch.lerp(current, average, decay.to(average), out=average)
+            else:  # point 1
+                average.copy_(current)
+        count += 1
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_fitting(trainer):  # point 4
@@ -91,8 +122,3 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
     ) -> None:
         if is_fitting(trainer):  # point 3
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
-
-    def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
-        if not average.is_floating_point():  # point 1
-            return current
-        return torch.lerp(current, average, self.decay_after(updates).to(average))

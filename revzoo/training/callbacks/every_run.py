@@ -159,6 +159,12 @@ def divergence_error(
         if saved and not any(saved)
         else "Earlier checkpoints are intact"
     )
+    if getattr(module, "graph", None) is not None:
+        folder = module.trainer.default_root_dir
+        end += (
+            ". If a stream of memory=exact left its range, a step without a CUDA graph repeats "
+            f"itself: --resume {folder} trainer.cuda_graph=false"
+        )
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "
         f"optim.lr{_rate(module)} or raise the precision. {end}"

@@ -53,14 +53,16 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            rate = group["lr"]  # read at every step: the scheduler changes it
+            # read at every step: the scheduler changes it; in a CUDA graph a tensor
+            rate = group["lr"]
             for parameters in _alike(group["params"], group["orthogonal"]):
                 updates = self._nesterov(parameters, group["momentum"])
                 if group["orthogonal"]:
                     updates = _orthogonal(updates)
                 # decoupled weight decay, as in AdamW
                 torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-                torch._foreach_add_(parameters, updates, alpha=-rate)
+                torch._foreach_mul_(updates, -rate)  # not alpha, which reads a tensor
+                torch._foreach_add_(parameters, updates)
         return loss
 
     def _nesterov(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:

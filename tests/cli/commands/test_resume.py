@@ -315,8 +315,8 @@ def test_the_run_may_move_to_another_device(stopped: Path) -> None:
     (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
     if not torch.cuda.is_available():
         assert "use trainer.accelerator=cpu or auto" in refused(stopped)
-    go_on(stopped, "trainer.accelerator=cpu")
-    edited["trainer"]["accelerator"] = "cpu"
+    go_on(stopped, "trainer.accelerator=cpu", "trainer.cuda_graph=false")
+    edited["trainer"] |= {"accelerator": "cpu", "cuda_graph": False}
     assert config_of(stopped)["trainer"] == edited["trainer"]
     assert "a resumed run keeps its configuration" in refused(stopped, "trainer=cpu")
     message = refused(stopped, "trainer.accelerator=tpu")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.ema import AveragedWeights
+from revzoo.training.lightning_compat import average_of
 
 
 class States(pl.Callback):
@@ -64,6 +65,22 @@ def test_the_decay_warms_up() -> None:
     assert decays[-1] == pytest.approx(0.99)
     constant = AveragedWeights(decay=0.99, warmup=False)
     assert float(constant.decay_after(torch.tensor(1))) == pytest.approx(0.99)
+
+
+class OnDevice(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        (average,) = [c for c in trainer.callbacks if isinstance(c, AveragedWeights)]  # type: ignore[attr-defined]
+        assert {t.device for t in average_of(average).parameters()} == {pl_module.device}
+        self.seen = pl_module.device.type
+
+
+@pytest.mark.gpu
+def test_the_average_is_on_the_device_of_the_weights(tmp_path: Path) -> None:
+    """Lightning kept it on the CPU."""
+    check = OnDevice()
+    runner = trainer(tmp_path, callbacks=[AveragedWeights(), check], accelerator="gpu")
+    runner.fit(Classifier(TinyNet(), optim={"lr": 0.1}), loader())
+    assert check.seen == "cuda"
 
 
 def test_options_reach_the_average(tmp_path: Path) -> None:

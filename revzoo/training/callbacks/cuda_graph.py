@@ -1,0 +1,277 @@
+"""The training steps of a run as one CUDA graph: forward, loss, backward, clipping, optimiser, EMA.
+
+Python takes longer to start the kernels of a small network than a GPU to run them; a graph starts
+all of them at once (:mod:`revzoo.training.graphed_step`). Metrics and logs follow each step outside
+of it, as always, and read no value.
+
+NOTE [ Which steps run in the graph ]
+    1. What differs from step to step enters by tensors that the graph reads: the batch, with its
+       crops and mixup, and the learning rates. Dropout draws from torch's generator, which a graph
+       advances as a step does.
+    2. The rest is fixed in the graph: shapes, frozen parameters, the momentum of BatchNorm, the
+       optimiser's other options, memory modes, grids. We compare it before each step. If it has
+       changed, the step runs without the graph; once it is the same in two steps, we capture anew.
+       So the smaller last batch of an epoch needs no rule, and BatchNorm's warm-up no other one.
+    3. A graph cannot read the guard's figures. So every :data:`CHECK_EVERY`-th step runs without
+       it, and repeats itself as always after a drift or a range error. If a stream leaves its range
+       between two such steps, the loss is NaN, and the run ends with the error of
+       :mod:`revzoo.training.callbacks.every_run`.
+    4. Callbacks that act between the forward pass and the new weights would see the new weights.
+       With one that we do not know, there is no graph.
+
+Known limits: one process; no accumulated gradients; no float16, whose scale the host reads; in the
+modes that replay, no dropout (torch cannot draw the same numbers twice inside a graph). A graph
+keeps its memory for itself, so there must be room for a second step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from revzoo.training.callbacks.base import RestoresAfterFit, is_nth_step
+from revzoo.training.callbacks.drift import DriftLogger
+from revzoo.training.callbacks.ema import AveragedWeights
+from revzoo.training.callbacks.every_run import FiniteLoss
+from revzoo.training.classifier import Classifier
+from revzoo.training.graphed_step import Batch, kept, kind_of, try_to_capture, why_not
+from revzoo.training.lightning_compat import all_callbacks, average_of, callbacks_of
+from revzoo.training.optim.muon import Muon
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY = 100  # steps between two with the guard
+PATIENCE = 10  # steps without a graph until a line says why
+# hooks of a step, and the callbacks whose hooks do not change it
+INNER = (
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+HARMLESS = (FiniteLoss, DriftLogger)
+REPLACED = ("training_step", "backward", "optimizer_step", "optimizer_zero_grad")
+# options of optimisers whose kernels read rates and counts on the device
+ON_DEVICE = {"cuda": ("fused", "capturable")}
+
+
+class CudaGraph(RestoresAfterFit):
+    """Runs the training steps of a :class:`~revzoo.training.Classifier` as a CUDA graph.
+
+    On another device it does nothing. What cannot be captured runs as without it, and one line of
+    the log says why.
+
+    Attributes:
+        replaying: whether the graph runs the current step.
+        captures: how often it was captured, in the last fit.
+    """
+
+    replaying = False
+    captures = 0
+    # the rest of the initial state
+    _module: Any = None  # if its steps may be captured
+    _replay: Callable[[], None] | None = None
+    _last: Mapping[str, Any] = {}  # what was fixed in the last step
+    _fixed: Mapping[str, Any] = {}  # and in the graph
+    _waited = 0
+
+    def undo(self, pl_module: LightningModule) -> None:
+        """Drop the graph with its memory."""
+        if self._module is not None:
+            self._module.graph = None
+            del self._module.optimizer_step
+        captures = self.captures
+        vars(self).clear()
+        self.captures = captures
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if why_not(pl_module.device):
+            return
+        if reason := _cannot_capture(trainer, pl_module):
+            log.info("training runs without a CUDA graph: %s", reason)
+            return
+        self._trainer, self._module, self.captures = trainer, pl_module, 0
+        # they stay the same during a fit, and to walk through all modules takes time
+        self._tables = [vars(m) for m in pl_module.modules()]
+        self._parameters = list(pl_module.parameters())
+        self._averages = callbacks_of(trainer, AveragedWeights)
+        self._checked = [CHECK_EVERY]
+        self._checked += [c.every_n_steps for c in callbacks_of(trainer, DriftLogger)]
+        pl_module.graph = self
+        # of the object: Lightning warns of a class with this hook if gradients accumulate
+        pl_module.optimizer_step = self._optimizer_step
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Decide how the step runs; capture it first if necessary."""
+        self.replaying = False
+        if self._module is None or any(is_nth_step(trainer, n) for n in self._checked):
+            return
+        last, self._last = self._last, self._fixed_now(batch)
+        if self._last == last != self._fixed:
+            self._capture(batch)
+        elif self._replay is None:
+            self._wait(last)
+        self.replaying = self._replay is not None and self._last == self._fixed
+
+    def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run the step; returns the loss () and logits, which the next step overwrites."""
+        for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        for static, t in zip(self._static, batch, strict=True):
+            static.copy_(t, non_blocking=True)
+        assert self._replay is not None
+        self._replay()
+        return self._value.clone(), self._logits
+
+    def give_gradients(self) -> None:
+        """Set the parameters' gradients to those of the last replay."""
+        for p, g in zip(self._parameters, self._gradients, strict=True):
+            p.grad = g
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        return self._trainer.optimizers[0]
+
+    def _optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
+        if self.replaying:
+            optimizer_closure()  # training_step, which replays, and backward
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def _fixed_now(self, batch: Batch) -> dict[str, Any]:
+        """By name, what a graph would have fixed if it were captured now."""
+        groups, tables = self._optimizer.param_groups, self._tables
+        own = ("params", "lr")
+        growths = [g for table in tables if (g := table.get("growth")) is not None]
+        return {
+            "the shapes of batches": [kind_of(t) for t in batch],
+            "frozen parameters": [p.requires_grad for p in self._parameters],
+            "the options of the optimiser": [
+                {name: value for name, value in group.items() if name not in own}
+                for group in groups
+            ],
+            "the modes train and eval": [table["training"] for table in tables],
+            "BatchNorm's momentum (callbacks.batch_norm.warmup)": [
+                table.get("momentum") for table in tables
+            ],
+            "memory modes and bits": [(t.get("memory"), t.get("bits")) for t in tables],
+            "the grids of memory=exact": [(g.ratio, g.floor) for g in growths],
+        }
+
+    def _wait(self, last: Mapping[str, Any]) -> None:
+        """Run a step without the graph; say why once, if this lasts."""
+        self._waited += 1
+        if self._waited == PATIENCE:
+            changed = ", ".join(name for name, value in self._last.items() if value != last[name])
+            log.info("training runs without a CUDA graph until it stays the same: %s", changed)
+
+    def _capture(self, batch: Batch) -> None:
+        self._replay = None  # frees the memory of the last one
+        optimizer, device = self._optimizer, self._module.device
+        if reason := _too_little_memory(device):
+            self._end(reason)
+            return
+        self._static = [t.clone() for t in batch]
+        # fused kernels of a GPU read float32
+        kind = torch.float32 if device.type == "cuda" else torch.float64
+        self._rates = [torch.zeros((), dtype=kind, device=device) for _ in optimizer.param_groups]
+        for p, values in optimizer.state.items():  # AdamW counts its steps on the host
+            values.update({k: v.to(p.device) for k, v in values.items() if isinstance(v, Tensor)})
+        state = [*self._parameters, *self._module.buffers()]
+        state += [t for values in optimizer.state.values() for t in values.values()]
+        for average in map(average_of, self._averages):
+            state += [*average.parameters(), *average.buffers()]
+        with kept(self._parameters, [t for t in state if isinstance(t, Tensor)]):
+            self._replay, reason = try_to_capture(self._step, self._module)
+            self._gradients = [p.grad for p in self._parameters]
+        if reason:
+            self._end(reason)
+            return
+        if not self.captures:
+            step = self._trainer.global_step
+            log.info("the training step is a CUDA graph from step %d on", step)
+        self.captures += 1
+        self._fixed = self._last
+
+    def _step(self) -> None:
+        """What is captured: a training step, as Lightning runs it."""
+        module, trainer, optimizer = self._module, self._trainer, self._optimizer
+        with trainer.precision_plugin.train_step_context():
+            loss, logits = module.loss_and_logits(*self._static)
+        optimizer.zero_grad()
+        loss.backward()
+        module.configure_gradient_clipping(
+            optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        )
+        with on_device(optimizer, self._rates):
+            optimizer.step()
+        for average in self._averages:
+            average.update(module)
+        self._value, self._logits = loss.detach(), logits.detach()
+
+    def _end(self, reason: str) -> None:
+        log.info("training runs without a CUDA graph: %s", reason)
+        self.undo(self._module)
+
+
+@contextlib.contextmanager
+def on_device(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which ``optimizer`` reads ``rates``, of each group, and counts on the device."""
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        flags = [flag for flag in ON_DEVICE.get(rate.device.type, ()) if flag in group]
+        group.update(dict.fromkeys(flags, True), lr=rate)
+    try:
+        with warnings.catch_warnings():  # of the runs before the capture
+            warnings.filterwarnings("ignore", "This instance was constructed with capturable")
+            yield
+    finally:
+        for group, values in zip(groups, before, strict=True):
+            group.update(values)
+
+
+def _cannot_capture(trainer: Trainer, module: Any) -> str:
+    """Why no training step can be captured; empty if it may be possible."""
+    if trainer.world_size > 1:
+        return "there are several processes"
+    if trainer.accumulate_grad_batches > 1:
+        return f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return "precision=fp16 reads its scale on the host; use precision=bf16"
+    optimizer = trainer.optimizers[0]
+    if not (isinstance(optimizer, Muon) or {"fused", "capturable"} & optimizer.defaults.keys()):
+        return f"{type(optimizer).__name__} has no option fused or capturable"
+    for name in REPLACED:
+        if getattr(type(module), name) is not getattr(Classifier, name):
+            return f"{type(module).__name__} overrides {name}"
+    callbacks = [c for c in all_callbacks(trainer) if not isinstance(c, HARMLESS)]
+    for owner, base in ((module, LightningModule), *((c, Callback) for c in callbacks)):
+        for name in INNER:
+            if getattr(type(owner), name) is not getattr(base, name):
+                return f"{type(owner).__name__} acts inside a step ({name})"
+    return ""
+
+
+def _too_little_memory(device: torch.device) -> str:
+    """Why a graph does not fit beside the steps that run without it; empty if it does."""
+    if device.type != "cuda":
+        return ""
+    used = torch.cuda.memory_allocated(device)
+    step = torch.cuda.max_memory_allocated(device) - used  # of the last epoch's steps
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+    if free >= 2 * step:
+        return ""
+    return f"a step takes {step / 2**20:.0f} MiB, a second one needs more than is free"
