@@ -34,7 +34,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Link:
         return [c for c in self.choices if c.mode or c.ends == (last is not None)]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What later links need to know of earlier ones."""
 
     held: frozenset[int] = _NOTHING  # streams
@@ -99,20 +99,7 @@ class Chain:
     sizes: Mapping[int, int]  # bytes of each stream
     base: int = 0  # bytes alive during the whole training step
 
-    @property
-    def steps(self) -> list[Link]:
-        """The links that are steps."""
-        return [link for link in self.links if link.name is not None]
-
-    def with_costs(self, cost: Callable[[Link, Choice], int]) -> Chain:
-        """The chain with other costs."""
-        links = (
-            replace(link, choices=tuple(replace(c, cost=cost(link, c)) for c in link.choices))
-            for link in self.links
-        )
-        return replace(self, links=tuple(links))
-
-    def run(self, state: _State, link: Link, choice: Choice) -> tuple[int, int, _State]:
+    def run(self, state: State, link: Link, choice: Choice) -> tuple[int, int, State]:
         """Run a link after the ``state`` of the links before it.
 
         Returns:
@@ -126,11 +113,11 @@ class Chain:
             held |= last.holds
         alive = kept + self._bytes_of(link.inputs - held, words)
         if choice.inverts and choice.moves and last is None:
-            return alive, kept, _State(held, None, words | choice.words)
+            return alive, kept, State(held, None, words | choice.words)
         if choice.inverts:
-            return alive, kept, _State(held, choice)
+            return alive, kept, State(held, choice)
         kept += choice.keeps + self._bytes_of(choice.holds - held, words)
-        return alive, kept, _State(held | choice.holds, None, words)
+        return alive, kept, State(held | choice.holds, None, words)
 
     def _bytes_of(self, streams: frozenset[int], words: Iterable[tuple[int, int]] = ()) -> int:
         return sum(self.sizes[s] for s in streams) + sum(b for s, b in words if s in streams)
@@ -140,22 +127,11 @@ class Chain:
 
         Both include the base, and the first include the link's input.
         """
-        state, kept = _State(), self.base
+        state, kept = State(), self.base
         for link, choice in zip(self.links, choices, strict=True):
             alive, added, state = self.run(state, link, choice)
             yield kept + alive, kept + added
             kept += added
-
-    def in_modes(self, modes: Sequence[str]) -> list[Choice]:
-        """The choices whose steps have these modes, in order."""
-        named = iter(modes)
-        chosen: list[Choice] = []
-        state = _State()
-        for link in self.links:
-            mode = next(named) if link.name is not None else ""
-            chosen.append(next(c for c in link.after(state.last) if c.mode == mode))
-            state = self.run(state, link, chosen[-1])[2]
-        return chosen
 
     def outcome(self, choices: Sequence[Choice]) -> Outcome:
         """Peak and time with one choice per link."""
@@ -188,18 +164,18 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
     # dynamic programming: for each state, the partial assignments that no other one beats
-    states: dict[_State, list[_Label]] = {_State(): [_Label(0, 0, None, None)]}
+    states: dict[State, list[_Label]] = {State(): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
         # streams that no later link mentions cannot tell two assignments apart
         later = _mentioned(chain.links[i + 1 :])
-        following: dict[_State, list[_Label]] = {}
+        following: dict[State, list[_Label]] = {}
         for state, labels in states.items():
             for choice in link.after(state.last):
                 alive, added, (held, last, words) = chain.run(state, link, choice)
                 # both lines of the NOTE, solved for K(i-1)
                 most = room - max(alive + choice.forward, added + choice.backward)
                 words = frozenset(pair for pair in words if pair[0] in later)
-                front = following.setdefault(_State(held & later, last, words), [])
+                front = following.setdefault(State(held & later, last, words), [])
                 for label in labels:
                     if label.kept > most:
                         break  # labels ascend in the bytes that they keep
@@ -218,7 +194,11 @@ def leanest(chain: Chain) -> list[Choice]:
     Bisection over byte counts: choices that fit a budget fit every larger one.
     """
     # with cost 0 the search keeps one label per state, with the fewest bytes
-    free = chain.with_costs(lambda link, choice: 0)
+    links = [
+        replace(link, choices=tuple(replace(c, cost=0) for c in link.choices))
+        for link in chain.links
+    ]
+    free = replace(chain, links=tuple(links))
     low, high = chain.base, _UNLIMITED
     while low < high:
         middle = (low + high) // 2

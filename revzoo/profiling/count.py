@@ -124,7 +124,6 @@ class Call:
     mode: str  # the memory mode in which it runs
     moves: bool  # whether it only moves values
     layout: tuple[Layout, ...]  # of each input stream
-    context: dict[str, Any]  # the keyword arguments, with a Layout in place of each tensor
     inputs: list[Allocation]  # of the input streams; two streams may share one
     outputs: list[Allocation] = field(default_factory=list)
     ends: list[Allocation] = field(default_factory=list)
@@ -321,14 +320,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if path is not None and counts:
             # without the tensors: a reference from here would keep them alive
             layout = tuple(map(Layout.of, state))
-            kept = tree_map_only(Tensor, Layout.of, dict(context))
             inputs = [self.allocation_of(t) for t in state]
             mode = effective_mode(step)
             # a step that is called again adds to the gradients of its first call
             alone = context or step.extras or path in dict(self.named_calls())
             signature = _signature(step) if self._shortens and not alone else path
             key = mode, layout, signature
-            call = Call(path, key, mode, step.moves_values, layout, kept, inputs)
+            call = Call(path, key, mode, step.moves_values, layout, inputs)
             if self._repeats(call):
                 self.calls[-2].copies.append(self.calls[-1].name)
                 self.calls[-1].name = path
