@@ -30,12 +30,10 @@ from revzoo.private.capture import Call, Captures, Hook
 from revzoo.private.gradients import (
     as_rows,
     layers,
-    mixes_samples,
     own_parameters,
     per_sample_gradients,
     refuse_unsupported,
     squared_norms,
-    trainable,
 )
 
 
@@ -120,7 +118,7 @@ class _Extended(Captures):
     def add(self, call: Call, gradient: Tensor) -> None:
         """Compute the quantities of the active extensions, for the parameters of this call."""
         module, exts = call.module, CTX.get_active_exts()
-        if not exts or not (trainable(module) or mixes_samples(module)):
+        if not exts:
             return
         refuse_unsupported(module)
         self.check_samples(module, module, gradient)

@@ -25,7 +25,6 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.saved import graph_is_kept, save_for_backward
 from revzoo.private.gradients import (
+    mixes_samples,
     own_parameters,
     per_sample_gradients,
     returned_tensors,
@@ -148,7 +148,7 @@ class Call:
         self._hook = hook
         leaves, self._structure = tree_flatten(inputs)
         self._leaves: list[Callable[[], Any]] = [
-            save_for_backward(v) if isinstance(v, Tensor) else partial(_same, v) for v in leaves
+            save_for_backward(v) if isinstance(v, Tensor) else lambda v=v: v for v in leaves
         ]
 
     def inputs(self) -> tuple[Any, ...]:
@@ -167,10 +167,6 @@ class Call:
         finally:
             if not graph_is_kept():
                 self._leaves = []
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class Hook:
@@ -202,6 +198,8 @@ class Hook:
     ) -> None:
         if not torch.is_grad_enabled() or not runs_eagerly():
             return
+        if not (trainable(module) or mixes_samples(module)):  # a frozen layer keeps no input
+            return
         tensors = returned_tensors(output)
         if not any(t.grad_fn is not None for t in tensors):
             return
@@ -218,7 +216,7 @@ class Hook:
             first.register_hook(Call(self, module, args))  # type: ignore[no-untyped-call]
 
         def refuse(gradient: Tensor) -> None:
-            if self.is_on(module) and trainable(module):
+            if self.is_on(module):
                 raise TypeError(
                     f"the loss uses not only the first tensor that {type(module).__name__} "
                     "returned, but the gradients of its parameters are computed from the gradient "
@@ -252,7 +250,7 @@ def _by_position(
     """The arguments of ``forward`` in its order."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    if bound.kwargs and trainable(module):
+    if bound.kwargs:
         raise TypeError(
             f"{type(module).__name__} got {', '.join(bound.kwargs)} as keyword-only arguments, "
             "expected arguments that may be given by position: its gradients are computed from "

@@ -99,7 +99,7 @@ class SampleNorms(Captures):
 
     def add(self, call: Call, gradient: Tensor) -> None:
         module = call.module
-        if not self.collecting or not trainable(module):
+        if not self.collecting:
             return
         # without `start(samples)` the first layer of the backward pass decides
         self.check_samples(self.model, module, gradient)
