@@ -297,43 +297,37 @@ def _row(
     """The links of a trace by place, steps and ``working`` places; each with one choice."""
     places = _places(trace)
     shown = [k for k in range(len(places)) if k % 2 or places[k] in working]
-    numbers: dict[int, int] = {}
-    states = _states(trace)
-    inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
-    found = _choices(trace, numbers, inputs, shown)
+    # the streams that enter each link of the trace
+    states = [[], *(state for call in trace.calls for state in (call.inputs, call.outputs))]
+    found = _choices(trace, states, shown)
     row: dict[int, Link] = {}
-    # number in the chain, by number in the trace; a link may hold what enters a later one
-    renamed: dict[int, int] = {}
-    for state, place in zip(inputs[::-1], places[::-1], strict=True):
-        renamed |= zip(state, streams[place], strict=True)
+    # number in the chain, by identity in the trace; a link may hold what enters a later one
+    numbers: dict[int, int] = {}
+    for state, place in zip(states[::-1], places[::-1], strict=True):
+        numbers |= zip(map(id, state), streams[place], strict=True)
     for k, choice in found.items():
         names = [trace.calls[k // 2].name, *trace.calls[k // 2].copies] if k % 2 else [None]
         for at, name in enumerate(names):
             place = places[k] + 2 * at
             # what enters it, and what it makes for the next link
-            for i, state in enumerate(inputs[k : k + 2]):
-                renamed |= zip(state, streams[place + i], strict=True)
-            holds = frozenset(renamed[s] for s in choice.holds)
-            words = frozenset((renamed[s], size) for s, size in choice.words)
+            for i, state in enumerate(states[k : k + 2]):
+                numbers |= zip(map(id, state), streams[place + i], strict=True)
+            holds = frozenset(numbers[s] for s in choice.holds)
+            words = frozenset((numbers[s], size) for s, size in choice.words)
             placed = replace(choice, holds=holds, words=words)
             row[place] = Link(name, frozenset(streams[place]), (placed,))
     return row
 
 
-def _states(trace: Trace) -> list[list[Allocation]]:
-    """The streams that enter each link."""
-    return [[], *(state for call in trace.calls for state in (call.inputs, call.outputs))]
-
-
 def _choices(
-    trace: Trace,
-    numbers: Mapping[int, int],
-    inputs: Sequence[Sequence[int]],
-    shown: Sequence[int],
+    trace: Trace, states: Sequence[Sequence[Allocation]], shown: Sequence[int]
 ) -> dict[int, Choice]:
-    """What the ``shown`` links cost in a trace; an operator of another one counts in the next."""
+    """What the ``shown`` links cost in a trace; an operator of another one counts in the next.
+
+    Streams have their identities as keys.
+    """
     calls = trace.calls
-    sizes = {numbers[id(t)]: t.size for state in _states(trace) for t in state}
+    sizes = {id(t): t.size for state in states for t in state}
     ends = {id(t) for call in calls if call.inverted for t in call.ends}
     holds: defaultdict[int, set[int]] = defaultdict(set)
     keeps: Counter[int] = Counter()
@@ -345,9 +339,9 @@ def _choices(
     for t in trace.allocations:
         if t.kind != "kept":
             continue
-        if id(t) in numbers:
+        if id(t) in sizes:
             for k in t.savers:
-                holds[link(k)].add(numbers[id(t)])
+                holds[link(k)].add(id(t))
         elif id(t) not in ends:
             # the first saver frees it last: the backward pass walks back
             keeps[link(min(t.savers, default=trace.owners[t.born]))] += t.size
@@ -355,11 +349,11 @@ def _choices(
     for k in shown:
         call = calls[k // 2] if k % 2 else None
         if call is not None and call.inverted:
-            kept = {id(t): t for t in call.ends}
-            streams = frozenset(numbers[i] for i in kept if i in numbers)
-            other = sum(t.size for i, t in kept.items() if i not in numbers)
+            kept = {id(t): t.size for t in call.ends}
+            other = sum(size for i, size in kept.items() if i not in sizes)
             pairs = zip(call.outputs, call.ends, strict=True)
-            words = frozenset((numbers[id(t)], w.size) for t, w in pairs if w is not t)
+            words = frozenset((id(t), w.size) for t, w in pairs if w is not t)
+            streams = frozenset(kept.keys() & sizes.keys())
             found[k] = Choice(call.mode, True, call.moves, words, holds=streams, keeps=other)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])
@@ -369,7 +363,7 @@ def _choices(
             kept_here = frozenset(holds[k])
             found[k] = Choice(ends=bool(before), joins=joins, holds=kept_here, keeps=keeps[k])
     # the chain gives the bytes alive when a link starts; the rest of its peak is temporary
-    links = (Link(None, frozenset(inputs[k]), ()) for k in shown)
+    links = (Link(None, frozenset(map(id, states[k])), ()) for k in shown)
     plain = Chain(tuple(links), sizes, trace.base)
     peaks: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     costs: Counter[int] = Counter()
