@@ -298,17 +298,16 @@ def test_without_the_clock_a_plan_is_the_same_everywhere():
     assert again.pure("store").cost == shared_planner().pure("store").cost
 
 
-@pytest.mark.parametrize("timed", [False, True])
-def test_planning_changes_nothing_that_functions_hold(timed):
+def test_planning_changes_no_layer_that_a_patched_forward_holds():
     """A copy of the model shares it: statistics saw random images, gradients stayed."""
     conv, norm = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)
 
-    branch = nn.Identity()
+    branch = nn.Sequential(conv, norm)
     branch.forward = lambda x: norm(conv(x))
     chain = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(branch)])
     net = nn.Sequential(nn.Conv2d(16, 16, 1), chain)
     before = copy.deepcopy(norm.state_dict())
-    Planner(net, (4, 16, 8, 8), clock=timed)
+    Planner(net, (4, 16, 8, 8), clock=False)
     assert all(torch.equal(t, before[k]) for k, t in norm.state_dict().items())
     assert conv.weight.grad is None
     assert norm.weight.grad is None
