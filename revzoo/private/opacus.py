@@ -32,7 +32,6 @@ from revzoo.private.capture import Call, Captures
 from revzoo.private.clipping import SampleNorms
 from revzoo.private.gradients import (
     as_rows,
-    layers,
     refuse_infinite,
     refuse_unsupported,
 )
@@ -42,22 +41,18 @@ class _Gradients(Captures):
     """Per-sample gradients of all parameters, in ``grad_sample``."""
 
     def __init__(self, owner: Any) -> None:
-        super().__init__(layers(owner._module).values())
+        super().__init__(owner._module)
         self.owner = owner  # Opacus' class
 
-    def begin(self) -> None:
-        """Refuse a batch normalisation that ``train()`` has switched on after make_private."""
-        super().begin()
-        refuse_unsupported(self.owner._module)
+    def is_collecting(self) -> bool:
+        return bool(self.owner.hooks_enabled)
 
     def add(self, call: Call, gradient: Tensor) -> None:
-        module = call.module
-        if not self.owner.hooks_enabled or not module.training:
+        if not call.module.training:
             return
-        self.check_samples(self.owner._module, module, gradient)
         if self.owner.loss_reduction == "mean":  # a sample's gradient is the whole of its part
             gradient = gradient * len(gradient)
-        self.sum_up(module, call.inputs(), gradient)
+        self.sum_up(call.module, call.inputs(), gradient)
 
     def end(self) -> None:
         """Refuse gradients that are not finite, as the norms do in ghost clipping."""
@@ -85,12 +80,12 @@ class _Norms(SampleNorms):
         super().__init__(owner._module)
         self.owner = owner
 
+    def is_collecting(self) -> bool:
+        return bool(self.owner.hooks_enabled)
+
     def begin(self) -> None:
         """Drop the norms of a backward pass that failed."""
-        self.forget()
-        self.collecting = self.owner.hooks_enabled
-        if self.collecting:
-            refuse_unsupported(self.model)
+        Captures.begin(self)
 
 
 class _OnReplays:
