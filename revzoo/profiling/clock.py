@@ -26,13 +26,13 @@ def speed(like: Tensor) -> float:
     twin, images = fake_twin(network), images_for(network, _SHAPE)
     nominal = sum(trace_step(twin, images_for(twin, _SHAPE)).costs)
     # the first run also warms up, and other programs only add time
-    return 1e9 * min(_time(network, images) for _ in range(4)) / nominal
+    return 1e9 * min(step_seconds(network, images) for _ in range(4)) / nominal
 
 
-def _time(network: nn.Module, images: Tensor) -> float:
-    """Seconds of a training step."""
+def step_seconds(model: nn.Module, images: Tensor) -> float:
+    """Seconds of a forward and backward pass."""
     start = now(images.device)
-    torch.autograd.backward(default_loss(network(images)))
+    torch.autograd.backward(default_loss(model(images)))
     return now(images.device) - start
 
 

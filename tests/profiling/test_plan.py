@@ -178,7 +178,7 @@ def test_times_come_from_the_clock(monkeypatch, dtype):
     seen, seconds = [], []
     for time in (1e-2, 2e-2):
         monkeypatch.setattr(
-            clock, "_time", lambda _, images, time=time: seen.append(images.dtype) or time
+            clock, "step_seconds", lambda _, images, time=time: seen.append(images.dtype) or time
         )
         planner = Planner(model_of().to(dtype), SHAPE)
         budget = (planner.least + planner.pure("store").peak) // 2
@@ -194,14 +194,14 @@ def test_times_come_from_the_clock(monkeypatch, dtype):
 
 def test_the_clock_runs_a_training_step(monkeypatch):
     """Also on the meta device, under ``no_grad``; the random state stays."""
-    run, trained = clock._time, []
+    run, trained = clock.step_seconds, []
 
     def time(network, images):
         seconds = run(network, images)
         trained.append(all(p.grad is not None for p in network.parameters()))
         return seconds
 
-    monkeypatch.setattr(clock, "_time", time)
+    monkeypatch.setattr(clock, "step_seconds", time)
     state = torch.get_rng_state()
     with torch.no_grad(), torch.device("meta"):
         assert Planner(model_of(), SHAPE).pure("store").cost > 0
