@@ -25,6 +25,7 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ class Call:
         self._hook = hook
         leaves, self._structure = tree_flatten(inputs)
         self._leaves: list[Callable[[], Any]] = [
-            save_for_backward(v) if isinstance(v, Tensor) else lambda v=v: v for v in leaves
+            save_for_backward(v) if isinstance(v, Tensor) else partial(_same, v) for v in leaves
         ]
 
     def inputs(self) -> tuple[Any, ...]:
@@ -177,6 +178,10 @@ class Call:
         finally:
             if not graph_is_kept():
                 self._leaves = []
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class Hook:

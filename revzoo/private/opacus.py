@@ -185,8 +185,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         refuse_unsupported(module)  # as Opacus' validators, but nn.MultiheadAttention may stay
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
         # other modes, samples along dimension 1, a model that the caller has wrapped: Opacus' own
-        by_opacus = kind is None or not options.get("batch_first", True)
-        if by_opacus or isinstance(module, AbstractGradSampleModule):
+        wrapped = isinstance(module, AbstractGradSampleModule)
+        if kind is None or wrapped or not options.get("batch_first", True):
             return super()._prepare_model(
                 module,
                 max_grad_norm=max_grad_norm,
