@@ -1,52 +1,69 @@
 """The public names; :mod:`revzoo` loads them on first use."""
 
-import importlib
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
 
-from revzoo.core.check import check_inverse, is_invertible
-from revzoo.core.checkpoint import ReplayMismatchError, checkpoint
-from revzoo.core.conditions import is_replaying
-from revzoo.core.guard.drift import DriftError, drift, set_drift_limit
-from revzoo.core.guard.ranges import RangeError
-from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.invertible_checkpoint import invertible_checkpoint
-from revzoo.core.set_memory import memory, set_memory
-from revzoo.interop.published import ConversionError, load_published
-from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.affine import (
-    AffineAdapterNaive,
-    AffineAdapterSigmoid,
-    AffineCoupling,
-    ScaledCoupling,
-)
-from revzoo.layers.batchnorm import InvertibleBatchNorm
-from revzoo.layers.coupling import AdditiveCoupling, Coupling
-from revzoo.layers.leaky_relu import InvertibleLeakyReLU
-from revzoo.layers.linear import InjectiveLinear, InvertibleConv1x1, InvertibleLinear, PatchConv
-from revzoo.layers.make_reversible import Residual, make_reversible, reversible_blocks
-from revzoo.layers.padding import ChannelPadding, SpatialPadding
-from revzoo.layers.rearrange import ChannelPermutation, HaarSqueeze, InvertibleFlatten, Squeeze
-from revzoo.layers.recalibrate import recalibrate_batch_norm
-from revzoo.layers.reversed import Reversed
-from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.split import Merge, Split
-from revzoo.models.registry import (
-    create_model,
-    from_pretrained,
-    list_models,
-    register_model,
-)
-from revzoo.profiling.audit import audit
-from revzoo.profiling.plan import BudgetError, plan_memory
-from revzoo.weights.errors import WeightsError
-from revzoo.weights.table import WeightsTable
+from revzoo.core.check import check_inverse as check_inverse
+from revzoo.core.check import is_invertible as is_invertible
+from revzoo.core.checkpoint import ReplayMismatchError as ReplayMismatchError
+from revzoo.core.checkpoint import checkpoint as checkpoint
+from revzoo.core.conditions import is_replaying as is_replaying
+from revzoo.core.guard.drift import DriftError as DriftError
+from revzoo.core.guard.drift import drift as drift
+from revzoo.core.guard.drift import set_drift_limit as set_drift_limit
+from revzoo.core.guard.ranges import RangeError as RangeError
+from revzoo.core.invertible import Invertible as Invertible
+from revzoo.core.invertible import NotInvertibleError as NotInvertibleError
+from revzoo.core.invertible import Step as Step
+from revzoo.core.invertible_checkpoint import invertible_checkpoint as invertible_checkpoint
+from revzoo.core.set_memory import memory as memory
+from revzoo.core.set_memory import set_memory as set_memory
+from revzoo.interop.published import ConversionError as ConversionError
+from revzoo.interop.published import load_published as load_published
+from revzoo.layers.actnorm import ActNorm as ActNorm
+from revzoo.layers.affine import AffineAdapterNaive as AffineAdapterNaive
+from revzoo.layers.affine import AffineAdapterSigmoid as AffineAdapterSigmoid
+from revzoo.layers.affine import AffineCoupling as AffineCoupling
+from revzoo.layers.affine import ScaledCoupling as ScaledCoupling
+from revzoo.layers.batchnorm import InvertibleBatchNorm as InvertibleBatchNorm
+from revzoo.layers.coupling import AdditiveCoupling as AdditiveCoupling
+from revzoo.layers.coupling import Coupling as Coupling
+from revzoo.layers.leaky_relu import InvertibleLeakyReLU as InvertibleLeakyReLU
+from revzoo.layers.linear import InjectiveLinear as InjectiveLinear
+from revzoo.layers.linear import InvertibleConv1x1 as InvertibleConv1x1
+from revzoo.layers.linear import InvertibleLinear as InvertibleLinear
+from revzoo.layers.linear import PatchConv as PatchConv
+from revzoo.layers.make_reversible import Residual as Residual
+from revzoo.layers.make_reversible import make_reversible as make_reversible
+from revzoo.layers.make_reversible import reversible_blocks as reversible_blocks
+from revzoo.layers.padding import ChannelPadding as ChannelPadding
+from revzoo.layers.padding import SpatialPadding as SpatialPadding
+from revzoo.layers.rearrange import ChannelPermutation as ChannelPermutation
+from revzoo.layers.rearrange import HaarSqueeze as HaarSqueeze
+from revzoo.layers.rearrange import InvertibleFlatten as InvertibleFlatten
+from revzoo.layers.rearrange import Squeeze as Squeeze
+from revzoo.layers.recalibrate import recalibrate_batch_norm as recalibrate_batch_norm
+from revzoo.layers.reversed import Reversed as Reversed
+from revzoo.layers.sequence import ReversibleBlock as ReversibleBlock
+from revzoo.layers.sequence import ReversibleSequence as ReversibleSequence
+from revzoo.layers.split import Merge as Merge
+from revzoo.layers.split import Split as Split
+from revzoo.models.registry import create_model as create_model
+from revzoo.models.registry import from_pretrained as from_pretrained
+from revzoo.models.registry import list_models as list_models
+from revzoo.models.registry import register_model as register_model
+from revzoo.profiling.audit import audit as audit
+from revzoo.profiling.plan import BudgetError as BudgetError
+from revzoo.profiling.plan import plan_memory as plan_memory
+from revzoo.weights.errors import WeightsError as WeightsError
+from revzoo.weights.table import WeightsTable as WeightsTable
 
 if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
-    from revzoo.data.registry import register_data
-    from revzoo.training.callbacks.registry import register_callback
-    from revzoo.training.graphed_step import graphed_step
-    from revzoo.training.optim.optimizers import register_optimizer
-    from revzoo.training.predict import predict
+    from revzoo.data.registry import register_data as register_data
+    from revzoo.training.callbacks.registry import register_callback as register_callback
+    from revzoo.training.graphed_step import graphed_step as graphed_step
+    from revzoo.training.optim.optimizers import register_optimizer as register_optimizer
+    from revzoo.training.predict import predict as predict
 
 # Imported on first use: they import Lightning, which is slow and which models do not need.
 _LATER = {
@@ -57,71 +74,13 @@ _LATER = {
     "register_optimizer": "revzoo.training.optim.optimizers",
 }
 
-__all__ = [
-    "ActNorm",
-    "AdditiveCoupling",
-    "AffineAdapterNaive",
-    "AffineAdapterSigmoid",
-    "AffineCoupling",
-    "BudgetError",
-    "ChannelPadding",
-    "ChannelPermutation",
-    "ConversionError",
-    "Coupling",
-    "DriftError",
-    "HaarSqueeze",
-    "InjectiveLinear",
-    "Invertible",
-    "InvertibleBatchNorm",
-    "InvertibleConv1x1",
-    "InvertibleFlatten",
-    "InvertibleLeakyReLU",
-    "InvertibleLinear",
-    "Merge",
-    "NotInvertibleError",
-    "PatchConv",
-    "RangeError",
-    "ReplayMismatchError",
-    "Residual",
-    "Reversed",
-    "ReversibleBlock",
-    "ReversibleSequence",
-    "ScaledCoupling",
-    "SpatialPadding",
-    "Split",
-    "Squeeze",
-    "Step",
-    "WeightsError",
-    "WeightsTable",
-    "audit",
-    "check_inverse",
-    "checkpoint",
-    "create_model",
-    "drift",
-    "from_pretrained",
-    "graphed_step",
-    "invertible_checkpoint",
-    "is_invertible",
-    "is_replaying",
-    "list_models",
-    "load_published",
-    "make_reversible",
-    "memory",
-    "plan_memory",
-    "predict",
-    "recalibrate_batch_norm",
-    "register_callback",
-    "register_data",
-    "register_model",
-    "register_optimizer",
-    "reversible_blocks",
-    "set_drift_limit",
-    "set_memory",
-]
+# classes and functions: not TYPE_CHECKING
+_eager = {k for k, v in globals().items() if not k.startswith("_") and hasattr(v, "__module__")}
+__all__ = sorted({*_eager, *_LATER})
 
 
 def __getattr__(name: str) -> object:
     if name not in _LATER:
         raise AttributeError(f"module 'revzoo.api' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = value = getattr(_import_module(_LATER[name]), name)
     return value

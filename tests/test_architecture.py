@@ -15,7 +15,6 @@ PACKAGE = ROOT / "revzoo"
 FLOORS = {
     "_checks": -1,
     "_files": -1,
-    "_lazy": -1,
     "_libraries": -1,
     "_version": -1,
     "core": 0,

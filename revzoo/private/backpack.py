@@ -23,19 +23,14 @@ from backpack.context import CTX
 from backpack.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.private.capture import Call, Captures, Hook
 from revzoo.private.gradients import (
     as_rows,
     layers,
-    mixes_samples,
     own_parameters,
     per_sample_gradients,
-    refuse_unsupported,
     squared_norms,
-    trainable,
 )
 
 
@@ -85,9 +80,7 @@ def extend(model: nn.Module) -> nn.Module:
         >>> model.fc.weight.grad_batch.shape
         torch.Size([2, 10, 112])
     """
-    # batch normalisation without parameters is not a layer, but must raise when an extension runs
-    norms = (_BatchNorm, InvertibleBatchNorm)
-    named = layers(model) | {n: m for n, m in model.named_modules() if isinstance(m, norms)}
+    named = layers(model)
     for name, module in named.items():
         if hook_store_io in module._forward_hooks.values():
             raise ValueError(
@@ -97,7 +90,7 @@ def extend(model: nn.Module) -> nn.Module:
     if all(map(_hooks, named.values())):
         return model
     remove(model)  # gradients of shared parameters add up only if their layers are hooked together
-    for handle in _Extended(named.values()).handles:
+    for handle in _Extended(model).handles:
         CTX.add_hook_handle(handle)  # CTX.remove_hooks() removes the hooks that BackPACK knows
     return model
 
@@ -117,13 +110,12 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 class _Extended(Captures):
+    def is_collecting(self) -> bool:
+        return bool(CTX.get_active_exts())
+
     def add(self, call: Call, gradient: Tensor) -> None:
         """Compute the quantities of the active extensions, for the parameters of this call."""
         module, exts = call.module, CTX.get_active_exts()
-        if not exts or not (trainable(module) or mixes_samples(module)):
-            return
-        refuse_unsupported(module)
-        self.check_samples(module, module, gradient)
         for ext in exts:
             if type(ext) not in _QUANTITIES:
                 known = ", ".join(kind.__name__ for kind in _QUANTITIES)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,15 +37,17 @@ from torch.utils.hooks import RemovableHandle
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.saved import graph_is_kept, save_for_backward
 from revzoo.private.gradients import (
+    layers,
     own_parameters,
     per_sample_gradients,
+    refuse_unsupported,
     returned_tensors,
     trainable,
 )
 
 
 class Captures(ABC):
-    """Calls :meth:`add` in the backward pass of each call of a layer.
+    """Calls :meth:`add` in the backward pass of each call of a layer of ``model``.
 
     Attributes:
         handles: of the hooks; :meth:`add` is not called after ``remove()``, even for graphs that
@@ -55,9 +57,10 @@ class Captures(ABC):
             for.
     """
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.handles: list[RemovableHandle] = []
-        self.hooks = {layer: Hook(self) for layer in layers}
+        self.hooks = {layer: Hook(self) for layer in layers(model).values()}
         self._hooks: dict[nn.Parameter, list[Hook]] = {}
         for layer, hook in self.hooks.items():
             # prepend: rule 3
@@ -76,9 +79,15 @@ class Captures(ABC):
             gradient: of the output, in its shape.
         """
 
+    def is_collecting(self) -> bool:
+        """Whether backward passes count."""
+        return True
+
     def begin(self) -> None:
         """Called when a backward pass begins; the one before may have failed."""
         self.forget()
+        if self.is_collecting():  # train() may have switched on a batch normalisation
+            refuse_unsupported(self.model)
 
     def end(self) -> None:  # noqa: B027
         """Called at the end of a backward pass that did not fail."""
@@ -99,11 +108,11 @@ class Captures(ABC):
         for handle in self.handles:
             handle.remove()
 
-    def check_samples(self, model: nn.Module, module: nn.Module, gradient: Tensor) -> None:
-        """Raise a ValueError if a layer of ``model`` has another number of rows than the first."""
+    def check_samples(self, module: nn.Module, gradient: Tensor) -> None:
+        """Raise a ValueError if a layer has another number of rows than the first."""
         samples = self.samples = len(gradient) if self.samples is None else self.samples
         if len(gradient) != samples:
-            name = next(n for n, m in model.named_modules() if m is module)
+            name = next(n for n, m in self.model.named_modules() if m is module)
             raise ValueError(
                 f"{(name or type(module).__name__)!r} returned {len(gradient)} rows for {samples} "
                 "samples: keep the samples along dimension 0 of each layer with parameters"
@@ -163,7 +172,9 @@ class Call:
         try:
             if hook.is_on(self.module):
                 hook.enter()
-                hook.captures.add(self, gradient.detach())
+                if hook.captures.is_collecting():
+                    hook.captures.check_samples(self.module, gradient)
+                    hook.captures.add(self, gradient.detach())
         finally:
             if not graph_is_kept():
                 self._leaves = []
@@ -202,6 +213,8 @@ class Hook:
     ) -> None:
         if not torch.is_grad_enabled() or not runs_eagerly():
             return
+        if not trainable(module):  # a frozen layer keeps no input
+            return
         tensors = returned_tensors(output)
         if not any(t.grad_fn is not None for t in tensors):
             return
@@ -218,7 +231,7 @@ class Hook:
             first.register_hook(Call(self, module, args))  # type: ignore[no-untyped-call]
 
         def refuse(gradient: Tensor) -> None:
-            if self.is_on(module) and trainable(module):
+            if self.is_on(module):
                 raise TypeError(
                     f"the loss uses not only the first tensor that {type(module).__name__} "
                     "returned, but the gradients of its parameters are computed from the gradient "
@@ -252,7 +265,7 @@ def _by_position(
     """The arguments of ``forward`` in its order."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
-    if bound.kwargs and trainable(module):
+    if bound.kwargs:
         raise TypeError(
             f"{type(module).__name__} got {', '.join(bound.kwargs)} as keyword-only arguments, "
             "expected arguments that may be given by position: its gradients are computed from "

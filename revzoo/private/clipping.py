@@ -57,8 +57,7 @@ class SampleNorms(Captures):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(layers(model).values())
-        self.model = model
+        super().__init__(model)
         self.collecting = False
 
     def start(self, samples: int | None = None) -> None:
@@ -89,6 +88,9 @@ class SampleNorms(Captures):
         assert total is not None, "the model has trainable layers"
         return total + sum(as_rows(g).square().sum(1) for g in sums.values())
 
+    def is_collecting(self) -> bool:
+        return self.collecting
+
     def begin(self) -> None:
         """Go on with the sums: :meth:`take` ends them, not a backward pass."""
 
@@ -99,10 +101,6 @@ class SampleNorms(Captures):
 
     def add(self, call: Call, gradient: Tensor) -> None:
         module = call.module
-        if not self.collecting or not trainable(module):
-            return
-        # without `start(samples)` the first layer of the backward pass decides
-        self.check_samples(self.model, module, gradient)
         if self._total is None:
             # on the gradient's device and in its precision
             self._total = gradient.new_zeros(len(gradient))

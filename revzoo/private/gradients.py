@@ -134,12 +134,6 @@ def _why_unsupported(module: nn.Module) -> str | None:
         return "changes its weight in the forward pass: set max_norm=None"
     if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
         return "has samples along dimension 1: create it with batch_first=True"
-    if isinstance(module, nn.MultiheadAttention) and module.dropout and module.training:
-        return (
-            "is a nn.MultiheadAttention with dropout, so per-sample gradients would have to draw "
-            "the same random numbers again: set its attribute dropout to 0.0, and use nn.Dropout "
-            "on its output"
-        )
     own, tensors = module._parameters, [n for n, t in vars(module).items() if isinstance(t, Tensor)]
     computed = any(f"{n}_g" in own or f"{n}_orig" in own for n in tensors)  # torch.nn.utils' names
     if computed or isinstance(module, ParametrizationList):
@@ -204,13 +198,13 @@ def _of_samples(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> S
             mask = mask.unflatten(0, (count, module.num_heads))
         inputs = q, k, v, padding, True, mask  # weights: the kernels without have no rule for vmap
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-    if not tensors and trainable(module):
+    if not tensors:
         raise ValueError(
             f"{type(module).__name__} was called without a tensor, so its output has no samples: "
             "freeze its parameters, or pass it the input of the layer that uses its output"
         )
     for t in tensors:
-        if t.shape[:1] != gradient.shape[:1] and trainable(module):
+        if t.shape[:1] != gradient.shape[:1]:
             raise ValueError(
                 f"{type(module).__name__} was called with a tensor of shape {tuple(t.shape)} for "
                 f"{count} samples: expected them along dimension 0 of each input of a layer with "
@@ -432,7 +426,7 @@ def _of_any(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradi
 # by words of torch's error: why a layer cannot be evaluated again for each sample
 _NOT_AGAIN = {
     "random operation": "draws random numbers, so its per-sample gradients cannot be computed "
-    "again: set its dropout to 0",
+    "again: set its dropout to 0, for example by the attribute dropout of nn.MultiheadAttention",
     "in-place operation": "changes its input or a buffer in place, so its per-sample gradients "
     "cannot be computed again: use an operation that makes a new tensor",
 }

@@ -14,8 +14,6 @@ arXiv 2109.12298.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import opacus
@@ -31,69 +29,30 @@ from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
 from torch import Tensor, nn
 
 from revzoo.private.capture import Call, Captures
+from revzoo.private.clipping import SampleNorms
 from revzoo.private.gradients import (
     as_rows,
-    layers,
-    own_parameters,
     refuse_infinite,
     refuse_unsupported,
-    squared_norms,
-    trainable,
 )
 
 
-class _OnReplays(Captures):
-    """Overrides for Opacus' classes that hook into layers."""
-
-    _module: nn.Module
-    hooks_enabled: bool
-    loss_reduction: str
-    batch_first: bool
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super(Captures, self).__init__(*args, **options)  # Opacus' class, which calls add_hooks()
-
-    def add_hooks(self, **options: Any) -> None:
-        """Capture each layer whose own parameters are trained."""
-        if hasattr(self._module, "autograd_grad_sample_hooks"):
-            raise ValueError("this model already has Opacus' hooks: call remove_hooks() first")
-        Captures.__init__(self, filter(trainable, layers(self._module).values()))
-        # Opacus' remove_hooks() expects both attributes
-        self.autograd_grad_sample_hooks = self.handles
-        self._module.autograd_grad_sample_hooks = self.handles  # type: ignore[assignment]
-        self.hooks_enabled = True
-
-    def begin(self) -> None:
-        """Refuse a batch normalisation that ``train()`` has switched on after make_private."""
-        super().begin()
-        if self.hooks_enabled:
-            refuse_unsupported(self._module)
-
-    def add(self, call: Call, gradient: Tensor) -> None:
-        module = call.module
-        if not self.hooks_enabled or not module.training or not trainable(module):
-            return
-        inputs = call.inputs()
-        if not self.batch_first and gradient.dim() > 2:
-            gradient = gradient.transpose(0, 1)
-            inputs = tuple(x.transpose(0, 1) if isinstance(x, Tensor) else x for x in inputs)
-        self.check_samples(self._module, module, gradient)
-        if self.loss_reduction == "mean":  # a sample's gradient is the whole of its part
-            gradient = gradient * len(gradient)
-        self.measure(module, inputs, gradient)
-
-    @abstractmethod
-    def measure(self, module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> None:
-        """Add the gradients of a call, or their norms."""
-
-
-class _Samples(_OnReplays):
+class _Gradients(Captures):
     """Per-sample gradients of all parameters, in ``grad_sample``."""
 
-    grad_accumulation_allowed: bool
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner._module)
+        self.owner = owner  # Opacus' class
 
-    def measure(self, module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> None:
-        self.sum_up(module, inputs, gradient)
+    def is_collecting(self) -> bool:
+        return bool(self.owner.hooks_enabled)
+
+    def add(self, call: Call, gradient: Tensor) -> None:
+        if not call.module.training:
+            return
+        if self.owner.loss_reduction == "mean":  # a sample's gradient is the whole of its part
+            gradient = gradient * len(gradient)
+        self.sum_up(call.module, call.inputs(), gradient)
 
     def end(self) -> None:
         """Refuse gradients that are not finite, as the norms do in ghost clipping."""
@@ -102,7 +61,7 @@ class _Samples(_OnReplays):
         for p, g in sums.items():
             p._current_grad_sample = g  # type: ignore[attr-defined]
             promote_current_grad_sample(p)
-            if not self.grad_accumulation_allowed and isinstance(p.grad_sample, list):  # type: ignore[attr-defined]
+            if not self.owner.grad_accumulation_allowed and isinstance(p.grad_sample, list):  # type: ignore[attr-defined]
                 raise ValueError(
                     "Poisson sampling got several backward passes for one step: call "
                     "optimizer.step() after each, or use Opacus' BatchMemoryManager"
@@ -114,57 +73,57 @@ class _Samples(_OnReplays):
             refuse_infinite(torch.stack(norms).norm(dim=0))
 
 
-class _Ghost(_OnReplays):
-    """Norms of per-sample gradients, in ``_norm_sample``; gradients for one layer at a time."""
+class _Norms(SampleNorms):
+    """Norms of per-sample gradients; the second pass, which weights the loss, has none."""
 
-    trainable_parameters: list[nn.Parameter]
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner._module)
+        self.owner = owner
+
+    def is_collecting(self) -> bool:
+        return bool(self.owner.hooks_enabled)
 
     def begin(self) -> None:
-        """Drop the norms of an earlier pass, which would stand for a layer that is not used."""
-        super().begin()
-        if self.hooks_enabled:  # not in the second pass, which weights the gradients
-            for p in self._module.parameters():
-                p.__dict__.pop("_norm_sample", None)
+        """Drop the norms of a backward pass that failed."""
+        Captures.begin(self)
 
-    def measure(self, module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> None:
-        # norms of several uses do not add up: add the gradients first, then take norms
-        if self.several(module):
-            self.sum_up(module, inputs, gradient)
-            return
-        parameters = own_parameters(module)
-        for name, square in squared_norms(module, inputs, gradient).items():
-            parameters[name]._norm_sample = square.sqrt()  # type: ignore[attr-defined]
 
-    def end(self) -> None:
-        for p, g in self.sums.items():
-            p._norm_sample = as_rows(g).norm(dim=1)  # type: ignore[attr-defined]
-        self.forget()
+class _OnReplays:
+    """Overrides for Opacus' classes that hook into layers."""
+
+    _module: nn.Module
+    _captures: Captures
+    loss_reduction: str
+
+    def add_hooks(self, **options: Any) -> None:
+        """Capture each layer with parameters."""
+        if hasattr(self._module, "autograd_grad_sample_hooks"):
+            raise ValueError("this model already has Opacus' hooks: call remove_hooks() first")
+        self._captures = _Norms(self) if isinstance(self, _Ghost) else _Gradients(self)
+        # Opacus' remove_hooks() expects both attributes
+        self.autograd_grad_sample_hooks = self._captures.handles
+        self._module.autograd_grad_sample_hooks = self._captures.handles  # type: ignore[assignment]
+        self.hooks_enabled = True
+
+
+class _Ghost(_OnReplays):
+    _captures: _Norms
 
     def get_norm_sample(self) -> Tensor:
-        """Refuse norms that lack a parameter."""
-        trained = {p for p in self._module.parameters() if p.requires_grad}
-        if trained != {*self.trainable_parameters}:  # Opacus takes the list in its constructor
-            raise ValueError(
-                "parameters were frozen or unfrozen after make_private, so the norms would lack "
-                "some: call cleanup() and make_private again"
-            )
-        named = self._module.named_parameters()
-        if unused := [n for n, p in named if p.requires_grad and not hasattr(p, "_norm_sample")]:
-            raise RuntimeError(
-                f"{unused[0]!r} got no gradient, so the norms lack its part: freeze it before "
-                "make_private, or use it in the forward pass, in a layer that is called and in "
-                "training mode"
-            )
-        norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
+        """The norms ``(B,)`` of the first pass."""
+        norms = self._captures.take().clamp(min=0).sqrt()
+        if self.loss_reduction == "mean":  # a sample's gradient is the whole of its part
+            norms = norms * len(norms)
         refuse_infinite(norms)
+        self.per_sample_gradient_norms = norms
         return norms
 
 
-class _Hooks(_Samples, GradSampleHooks):  # type: ignore[misc]
+class _Hooks(_OnReplays, GradSampleHooks):  # type: ignore[misc]
     pass
 
 
-class _Module(_Samples, GradSampleModule):  # type: ignore[misc]
+class _Module(_OnReplays, GradSampleModule):  # type: ignore[misc]
     pass
 
 
@@ -225,8 +184,9 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     ) -> Any:
         refuse_unsupported(module)  # as Opacus' validators, but nn.MultiheadAttention may stay
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
-        # for other modes, or a model that the caller has wrapped: Opacus' own code
-        if kind is None or isinstance(module, AbstractGradSampleModule):
+        # other modes, samples along dimension 1, a model that the caller has wrapped: Opacus' own
+        wrapped = isinstance(module, AbstractGradSampleModule)
+        if kind is None or wrapped or not options.get("batch_first", True):
             return super()._prepare_model(
                 module,
                 max_grad_norm=max_grad_norm,

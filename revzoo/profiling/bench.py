@@ -10,15 +10,13 @@ import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from revzoo.core.set_memory import set_memory
 from revzoo.profiling.audit import audit
-from revzoo.profiling.clock import now
-from revzoo.profiling.count import checked_shape, default_loss
+from revzoo.profiling.clock import step_seconds
+from revzoo.profiling.count import checked_shape
 from revzoo.profiling.plan import PLANNED, Planner
 from revzoo.profiling.twins import images_for, in_training
 
@@ -62,9 +60,8 @@ def bench(
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected 2 or more, for a spread")
     shape = checked_shape(shape)
-    candidates: dict[str, Callable[[], None]] = {}
+    candidates: dict[str, tuple[nn.Module, Tensor]] = {}
     peaks: dict[str, int] = {}
-    device = torch.device("cpu")
     for mode in dict.fromkeys(modes):
         model = in_training(build())
         planned = PLANNED.get(mode)
@@ -75,24 +72,16 @@ def bench(
             planner = Planner(model, shape, clock=False)
             set_memory(model, planned.plan(planner))
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
-        images = images_for(model, shape)
-        device = images.device
-        candidates[mode] = partial(_training_step, model, images)
+        candidates[mode] = model, images_for(model, shape)
     log.debug("warming up")
-    for run in candidates.values():
-        run()  # warms up and allocates the gradients
+    for candidate in candidates.values():
+        step_seconds(*candidate)  # also allocates the gradients
     seconds: dict[str, list[float]] = {mode: [] for mode in candidates}
     for number in range(rounds):
         log.debug("round %d of %d", number + 1, rounds)
-        for mode, run in candidates.items():
-            start = now(device)
-            run()
-            seconds[mode].append(now(device) - start)
+        for mode, candidate in candidates.items():
+            seconds[mode].append(step_seconds(*candidate))
     return [_measured(name, mode, seconds, shape[0], peaks[mode]) for mode in candidates]
-
-
-def _training_step(model: nn.Module, images: Tensor) -> None:
-    torch.autograd.backward(default_loss(model(images)))
 
 
 def _measured(

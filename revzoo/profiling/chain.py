@@ -34,7 +34,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Link:
         return [c for c in self.choices if c.mode or c.ends == (last is not None)]
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What later links need to know of earlier ones."""
 
     held: frozenset[int] = _NOTHING  # streams
@@ -99,20 +99,7 @@ class Chain:
     sizes: Mapping[int, int]  # bytes of each stream
     base: int = 0  # bytes alive during the whole training step
 
-    @property
-    def steps(self) -> list[Link]:
-        """The links that are steps."""
-        return [link for link in self.links if link.name is not None]
-
-    def with_costs(self, cost: Callable[[Link, Choice], int]) -> Chain:
-        """The chain with other costs."""
-        links = (
-            replace(link, choices=tuple(replace(c, cost=cost(link, c)) for c in link.choices))
-            for link in self.links
-        )
-        return replace(self, links=tuple(links))
-
-    def run(self, state: _State, link: Link, choice: Choice) -> tuple[int, int, _State]:
+    def run(self, state: State, link: Link, choice: Choice) -> tuple[int, int, State]:
         """Run a link after the ``state`` of the links before it.
 
         Returns:
@@ -126,11 +113,11 @@ class Chain:
             held |= last.holds
         alive = kept + self._bytes_of(link.inputs - held, words)
         if choice.inverts and choice.moves and last is None:
-            return alive, kept, _State(held, None, words | choice.words)
+            return alive, kept, State(held, None, words | choice.words)
         if choice.inverts:
-            return alive, kept, _State(held, choice)
+            return alive, kept, State(held, choice)
         kept += choice.keeps + self._bytes_of(choice.holds - held, words)
-        return alive, kept, _State(held | choice.holds, None, words)
+        return alive, kept, State(held | choice.holds, None, words)
 
     def _bytes_of(self, streams: frozenset[int], words: Iterable[tuple[int, int]] = ()) -> int:
         return sum(self.sizes[s] for s in streams) + sum(b for s, b in words if s in streams)
@@ -140,22 +127,11 @@ class Chain:
 
         Both include the base, and the first include the link's input.
         """
-        state, kept = _State(), self.base
+        state, kept = State(), self.base
         for link, choice in zip(self.links, choices, strict=True):
             alive, added, state = self.run(state, link, choice)
             yield kept + alive, kept + added
             kept += added
-
-    def in_modes(self, modes: Sequence[str]) -> list[Choice]:
-        """The choices whose steps have these modes, in order."""
-        named = iter(modes)
-        chosen: list[Choice] = []
-        state = _State()
-        for link in self.links:
-            mode = next(named) if link.name is not None else ""
-            chosen.append(next(c for c in link.after(state.last) if c.mode == mode))
-            state = self.run(state, link, chosen[-1])[2]
-        return chosen
 
     def outcome(self, choices: Sequence[Choice]) -> Outcome:
         """Peak and time with one choice per link."""
@@ -188,18 +164,18 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
     # dynamic programming: for each state, the partial assignments that no other one beats
-    states: dict[_State, list[_Label]] = {_State(): [_Label(0, 0, None, None)]}
+    states: dict[State, list[_Label]] = {State(): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
         # streams that no later link mentions cannot tell two assignments apart
         later = _mentioned(chain.links[i + 1 :])
-        following: dict[_State, list[_Label]] = {}
+        following: dict[State, list[_Label]] = {}
         for state, labels in states.items():
             for choice in link.after(state.last):
                 alive, added, (held, last, words) = chain.run(state, link, choice)
                 # both lines of the NOTE, solved for K(i-1)
                 most = room - max(alive + choice.forward, added + choice.backward)
                 words = frozenset(pair for pair in words if pair[0] in later)
-                front = following.setdefault(_State(held & later, last, words), [])
+                front = following.setdefault(State(held & later, last, words), [])
                 for label in labels:
                     if label.kept > most:
                         break  # labels ascend in the bytes that they keep
@@ -218,7 +194,11 @@ def leanest(chain: Chain) -> list[Choice]:
     Bisection over byte counts: choices that fit a budget fit every larger one.
     """
     # with cost 0 the search keeps one label per state, with the fewest bytes
-    free = chain.with_costs(lambda link, choice: 0)
+    links = [
+        replace(link, choices=tuple(replace(c, cost=0) for c in link.choices))
+        for link in chain.links
+    ]
+    free = replace(chain, links=tuple(links))
     low, high = chain.base, _UNLIMITED
     while low < high:
         middle = (low + high) // 2
@@ -317,43 +297,37 @@ def _row(
     """The links of a trace by place, steps and ``working`` places; each with one choice."""
     places = _places(trace)
     shown = [k for k in range(len(places)) if k % 2 or places[k] in working]
-    numbers: dict[int, int] = {}
-    states = _states(trace)
-    inputs = [[numbers.setdefault(id(t), len(numbers)) for t in state] for state in states]
-    found = _choices(trace, numbers, inputs, shown)
+    # the streams that enter each link of the trace
+    states = [[], *(state for call in trace.calls for state in (call.inputs, call.outputs))]
+    found = _choices(trace, states, shown)
     row: dict[int, Link] = {}
-    # number in the chain, by number in the trace; a link may hold what enters a later one
-    renamed: dict[int, int] = {}
-    for state, place in zip(inputs[::-1], places[::-1], strict=True):
-        renamed |= zip(state, streams[place], strict=True)
+    # number in the chain, by identity in the trace; a link may hold what enters a later one
+    numbers: dict[int, int] = {}
+    for state, place in zip(states[::-1], places[::-1], strict=True):
+        numbers |= zip(map(id, state), streams[place], strict=True)
     for k, choice in found.items():
         names = [trace.calls[k // 2].name, *trace.calls[k // 2].copies] if k % 2 else [None]
         for at, name in enumerate(names):
             place = places[k] + 2 * at
             # what enters it, and what it makes for the next link
-            for i, state in enumerate(inputs[k : k + 2]):
-                renamed |= zip(state, streams[place + i], strict=True)
-            holds = frozenset(renamed[s] for s in choice.holds)
-            words = frozenset((renamed[s], size) for s, size in choice.words)
+            for i, state in enumerate(states[k : k + 2]):
+                numbers |= zip(map(id, state), streams[place + i], strict=True)
+            holds = frozenset(numbers[s] for s in choice.holds)
+            words = frozenset((numbers[s], size) for s, size in choice.words)
             placed = replace(choice, holds=holds, words=words)
             row[place] = Link(name, frozenset(streams[place]), (placed,))
     return row
 
 
-def _states(trace: Trace) -> list[list[Allocation]]:
-    """The streams that enter each link."""
-    return [[], *(state for call in trace.calls for state in (call.inputs, call.outputs))]
-
-
 def _choices(
-    trace: Trace,
-    numbers: Mapping[int, int],
-    inputs: Sequence[Sequence[int]],
-    shown: Sequence[int],
+    trace: Trace, states: Sequence[Sequence[Allocation]], shown: Sequence[int]
 ) -> dict[int, Choice]:
-    """What the ``shown`` links cost in a trace; an operator of another one counts in the next."""
+    """What the ``shown`` links cost in a trace; an operator of another one counts in the next.
+
+    Streams have their identities as keys.
+    """
     calls = trace.calls
-    sizes = {numbers[id(t)]: t.size for state in _states(trace) for t in state}
+    sizes = {id(t): t.size for state in states for t in state}
     ends = {id(t) for call in calls if call.inverted for t in call.ends}
     holds: defaultdict[int, set[int]] = defaultdict(set)
     keeps: Counter[int] = Counter()
@@ -365,9 +339,9 @@ def _choices(
     for t in trace.allocations:
         if t.kind != "kept":
             continue
-        if id(t) in numbers:
+        if id(t) in sizes:
             for k in t.savers:
-                holds[link(k)].add(numbers[id(t)])
+                holds[link(k)].add(id(t))
         elif id(t) not in ends:
             # the first saver frees it last: the backward pass walks back
             keeps[link(min(t.savers, default=trace.owners[t.born]))] += t.size
@@ -375,11 +349,11 @@ def _choices(
     for k in shown:
         call = calls[k // 2] if k % 2 else None
         if call is not None and call.inverted:
-            kept = {id(t): t for t in call.ends}
-            streams = frozenset(numbers[i] for i in kept if i in numbers)
-            other = sum(t.size for i, t in kept.items() if i not in numbers)
+            kept = {id(t): t.size for t in call.ends}
+            other = sum(size for i, size in kept.items() if i not in sizes)
             pairs = zip(call.outputs, call.ends, strict=True)
-            words = frozenset((numbers[id(t)], w.size) for t, w in pairs if w is not t)
+            words = frozenset((id(t), w.size) for t, w in pairs if w is not t)
+            streams = frozenset(kept.keys() & sizes.keys())
             found[k] = Choice(call.mode, True, call.moves, words, holds=streams, keeps=other)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])
@@ -389,7 +363,7 @@ def _choices(
             kept_here = frozenset(holds[k])
             found[k] = Choice(ends=bool(before), joins=joins, holds=kept_here, keeps=keeps[k])
     # the chain gives the bytes alive when a link starts; the rest of its peak is temporary
-    links = (Link(None, frozenset(inputs[k]), ()) for k in shown)
+    links = (Link(None, frozenset(map(id, states[k])), ()) for k in shown)
     plain = Chain(tuple(links), sizes, trace.base)
     peaks: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     costs: Counter[int] = Counter()

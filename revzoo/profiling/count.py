@@ -57,7 +57,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core import tape
-from revzoo.core.conditions import Members
 from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.words import fixed_of
 from revzoo.core.invertible import Step, bare, streams_of
@@ -124,7 +123,6 @@ class Call:
     mode: str  # the memory mode in which it runs
     moves: bool  # whether it only moves values
     layout: tuple[Layout, ...]  # of each input stream
-    context: dict[str, Any]  # the keyword arguments, with a Layout in place of each tensor
     inputs: list[Allocation]  # of the input streams; two streams may share one
     outputs: list[Allocation] = field(default_factory=list)
     ends: list[Allocation] = field(default_factory=list)
@@ -321,14 +319,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if path is not None and counts:
             # without the tensors: a reference from here would keep them alive
             layout = tuple(map(Layout.of, state))
-            kept = tree_map_only(Tensor, Layout.of, dict(context))
             inputs = [self.allocation_of(t) for t in state]
             mode = effective_mode(step)
             # a step that is called again adds to the gradients of its first call
             alone = context or step.extras or path in dict(self.named_calls())
             signature = _signature(step) if self._shortens and not alone else path
             key = mode, layout, signature
-            call = Call(path, key, mode, step.moves_values, layout, kept, inputs)
+            call = Call(path, key, mode, step.moves_values, layout, inputs)
             if self._repeats(call):
                 self.calls[-2].copies.append(self.calls[-1].name)
                 self.calls[-1].name = path
@@ -566,13 +563,13 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # a forward pass may use them
-    # a copy of the model shares the objects that its functions hold in closures and globals
-    shared = _reached_leaves(model)
-    gradients = [t.grad for t in shared]
-    for t in shared:
-        t.grad = None  # a step would add to it
-    changing = [t for t in shared if not isinstance(t, nn.Parameter) and has_values(t)]
-    values = [t.detach().clone() for t in changing]
+    # a copy of the model shares what its functions hold, such as a patched forward its own layers
+    parameters = [p for p in model.parameters() if not is_lazy(p)]
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None  # a step would add to it
+    buffers = [t for t in model.buffers() if has_values(t) and not is_lazy(t)]
+    values = [t.detach().clone() for t in buffers]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -585,21 +582,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            for t, gradient in zip(shared, gradients, strict=True):
-                t.grad = gradient
-            for t, value in zip(changing, values, strict=True):
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+            for t, value in zip(buffers, values, strict=True):
                 if not torch.equal(t, value):
                     t.detach().copy_(value)
-
-
-def _reached_leaves(model: nn.Module) -> list[Tensor]:
-    """The leaf tensors that the model and its functions hold."""
-    members = Members.of_function(model)
-    found = [table[name] for table, name in (*members.parameters, *members.buffers)]
-    found += [t for m in members.norms for t in m.buffers()]
-    found += members.tensors
-    leaves = (t for t in found if isinstance(t, Tensor) and t.is_leaf and not is_lazy(t))
-    return list({id(t): t for t in leaves}.values())
 
 
 def modes_on(devices: Iterable[torch.device]) -> list[str]:

@@ -16,6 +16,7 @@ another step's branch get the mode of that step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -36,7 +37,6 @@ from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
 from revzoo.profiling.chain import Choice, Outcome, chain_of, fastest, leanest
 from revzoo.profiling.clock import speed
 from revzoo.profiling.count import (
-    Call,
     Trace,
     checked_arguments,
     modes_on,
@@ -167,14 +167,13 @@ class Planner:
                     f"{len(steps_in(model))} steps, so there is nothing to plan: expected a call "
                     "such as self.steps(x), not self.steps.forward(x)"
                 )
-            self._reserve = sum(_reserve_of(call) for _, call in calls)
-            # replays update copies of a norm's statistics
+            # what fake tensors do not show: the guard keeps a sample of each stream in the forward
+            # pass, and one in the backward pass; replays update copies of a norm's statistics
+            widths = sum(t.dtype.itemsize for _, call in calls for t in call.layout)
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
+            self._reserve = _RANDOM_STATES * len(calls) + 2 * SAMPLED * widths
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
-            if clock:
-                costs = [link.choices[0].cost for link in chain.steps]
-                factor = speed(model, [call for _, call in calls], costs)
-                chain = chain.with_costs(lambda link, choice: int(factor * choice.cost))
+            self._speed = speed(self._images) if clock else 1.0
         self.modes = tuple(traces)
         self.chain = replace(chain, base=chain.base + self.extra)
         self._counts = {mode: _count_of(trace) for mode, trace in traces.items()}
@@ -253,21 +252,12 @@ class Planner:
 
         The inverting modes recompute steps without an inverse.
         """
-        if mode in self.modes:
-            wanted = mode, "recompute", self.inverting
-            fitting = [{c.mode for c in link.choices} for link in self.chain.steps]
-            choices = self.chain.in_modes([next(m for m in wanted if m in f) for f in fitting])
-            return Outcome(self._counts[mode].peak + self.extra, self.chain.outcome(choices).cost)
-        planned = self.pure(self.inverting) if self.inverting in self.modes else None
-        if planned is None or mode not in INVERTING:
+        if mode not in self._counts and mode in INVERTING and self.inverting in self.modes:
+            with contextlib.suppress(ValueError):  # it does not fit every step
+                self._counts[mode] = _count_of(self._step_in(mode))
+        if (count := self._counts.get(mode)) is None:
             return None
-        try:
-            other = _count_of(self._step_in(mode))
-        except ValueError:  # it does not fit every step
-            return None
-        # the ratio of measured to nominal time is about the same
-        cost = planned.cost * other.cost / self._counts[self.inverting].cost
-        return Outcome(other.peak + self.extra, int(cost))
+        return Outcome(count.peak + self.extra, int(self._speed * count.cost))
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that fits, by mode."""
@@ -290,7 +280,7 @@ class Planner:
         modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
         trace = self._step_in(modes)
         inverting = self.inverting if self.inverting in self.modes else None
-        seconds = self.chain.outcome(choices).cost / 1e9
+        seconds = self._speed * sum(choice.cost for choice in choices) / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
         peak = _count_of(trace).peak + self.extra
         return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
@@ -335,14 +325,6 @@ def _count_of(trace: Trace) -> Outcome:
     return chain.outcome([link.choices[0] for link in chain.links])
 
 
-def _reserve_of(call: Call) -> int:
-    """Bytes of a step that fake tensors do not show: random states and the guard's samples.
-
-    The guard keeps one of each stream in the forward pass, and one in the backward pass.
-    """
-    return _RANDOM_STATES + 2 * SAMPLED * sum(each.dtype.itemsize for each in call.layout)
-
-
 def plan_memory(
     model: nn.Module,
     input_shape: Sequence[int],
@@ -354,8 +336,8 @@ def plan_memory(
 ) -> Plan:
     """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
 
-    Neither runs nor changes the model: memory and work are counted on fake tensors, and copies of
-    single steps with a few images are timed. If training uses autocast, call this under autocast.
+    Neither runs nor changes the model: memory and work are counted on fake tensors, and a small
+    network is timed. If training uses autocast, call this under autocast.
 
     Args:
         model: a module that holds steps and takes one floating-point tensor, also on the meta
@@ -376,9 +358,9 @@ def plan_memory(
     Raises:
         BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
         TypeError: the model is not a module, or is TorchScript.
-        ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape, the budget or ``extra`` is not valid; ``inverting`` is
-            unknown or does not fit; a layer is lazy, or a tensor sparse.
+        ValueError: the model has or calls no step, or nothing in it requires gradient; the shape,
+            the budget or ``extra`` is not valid; ``inverting`` is unknown or does not fit; a layer
+            is lazy, or a tensor sparse.
 
     Example:
         >>> model = revzoo.create_model("revnet38")

@@ -38,14 +38,6 @@ _SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def in_units(count: float) -> str:
-    """Format bytes: ``1.50 GiB``."""
-    for unit, size in _SIZES:
-        if abs(count) >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def about(count: float) -> str:
     """Format bytes in three digits: ``99.2 MiB``, ``18 GiB``."""
     unit, size = next(((u, s) for u, s in _SIZES if count >= s), ("bytes", 1))
     return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"

@@ -15,13 +15,18 @@ def model_card(entry: WeightsEntry, *, source: str = "DIR", reversible: bool = F
         source: the argument of ``from_pretrained`` in the example: a folder or a repository.
         reversible: whether the network has steps with an inverse, for the tags.
     """
+    result = {
+        "task": {"type": "image-classification"},
+        "dataset": {"name": entry.measured_on or "unknown", "type": "unknown"},
+        "metrics": [{"type": name, "value": value} for name, value in entry.metrics.items()],
+    }
     # JSON is valid YAML
     header = {
         "license": entry.license and entry.license.lower(),  # the hub's spelling of SPDX names
         "library_name": "revzoo",
         "pipeline_tag": "image-classification",
         "tags": ["image-classification", *["reversible"] * reversible, "revzoo"],
-        "model-index": entry.metrics and [{"name": entry.name, "results": [_result(entry)]}],
+        "model-index": entry.metrics and [{"name": entry.name, "results": [result]}],
     }
     facts = {
         "Mean of pixels in [0, 1]": _numbers(entry.mean),
@@ -45,14 +50,6 @@ def model_card(entry: WeightsEntry, *, source: str = "DIR", reversible: bool = F
         "```python\nimport revzoo\n\n"
         f"model = revzoo.from_pretrained({json.dumps(source)})\n```\n\n{listed}{recipe}"
     )
-
-
-def _result(entry: WeightsEntry) -> dict[str, object]:
-    return {
-        "task": {"type": "image-classification"},
-        "dataset": {"name": entry.measured_on or "unknown", "type": "unknown"},
-        "metrics": [{"type": name, "value": value} for name, value in entry.metrics.items()],
-    }
 
 
 def _numbers(values: tuple[float, ...] | None) -> str:

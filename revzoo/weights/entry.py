@@ -97,8 +97,9 @@ class WeightsEntry:
             plain = {k: v if isinstance(v, int) or not is_number(v) else float(v) for k, v in items}
             object.__setattr__(self, "metrics", plain)
         # the other rules rely on the types
-        if faults := "; ".join(self._wrong_types()) or "; ".join(self._faults()):
-            raise EntryError(f"the entry of weights {self.name!r} is not valid: {faults}")
+        if faults := [*self._wrong_types()] or [*self._faults()]:
+            listed = "; ".join(f"{n}={getattr(self, n)!r:.200}, expected {e}" for n, e in faults)
+            raise EntryError(f"the entry of weights {self.name!r} is not valid: {listed}")
 
     @property
     def is_published_file(self) -> bool:
@@ -117,18 +118,17 @@ class WeightsEntry:
         # `in` compares with ==, so it would drop 0, too; no field may be 0
         return {k: v for k, v in values if k != "folder" and v not in (None, {}, False)}
 
-    def _wrong_types(self) -> Iterator[str]:
+    def _wrong_types(self) -> Iterator[tuple[str, str]]:
+        """Fields of another type, and what is expected."""
         for name, hint in get_type_hints(WeightsEntry).items():
-            if expected := expected_type(value := getattr(self, name), hint):
-                yield f"{name}={value!r:.200}, expected {expected}"
+            if expected := expected_type(getattr(self, name), hint):
+                yield name, expected
 
-    def _faults(self) -> Iterator[str]:
-        for name, valid, expected in self._rules():
-            if not valid:
-                yield f"{name}={getattr(self, name)!r:.200}, expected {expected}"
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """Fields with a wrong value, and what is expected."""
+        return ((name, expected) for name, valid, expected in self._rules() if not valid)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Name, whether its value is valid, and the expected value."""
         named = _NAME.fullmatch(self.name) and self.name.partition(".")[0] == self.architecture
         yield "name", bool(named), f"the architecture, or {self.architecture}.NAME of your own"
         is_hash = re.fullmatch("[0-9a-f]{64}", self.sha256 or "")
@@ -177,11 +177,7 @@ def read_entry(path: Path) -> WeightsEntry:
 
 
 def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> WeightsEntry:
-    """Make an entry from plain ``values``; ``where`` names their file, ``folder`` holds it.
-
-    Raises:
-        EntryError: a field is unknown, missing or invalid.
-    """
+    """Make an entry from plain ``values``; ``where`` names their file, ``folder`` holds it."""
     known = {f.name for f in fields(WeightsEntry)} - {"folder"}
     needed = {"name", "architecture", "num_classes", "input_size"}
     unknown, missing = sorted(values.keys() - known), sorted(needed - values.keys())

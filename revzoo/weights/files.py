@@ -18,7 +18,7 @@ from typing import Any
 
 from revzoo._checks import package_needed
 from revzoo._files import file_name
-from revzoo.weights.entry import CONFIG_FILE, HUB, WEB, WeightsEntry
+from revzoo.weights.entry import HUB, WEB, WeightsEntry
 from revzoo.weights.errors import DownloadError, HashMismatchError, HubError, UnknownWeightsError
 
 TENSORS_FILE = "model.safetensors"
@@ -131,18 +131,6 @@ def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Pat
     except (OSError, ValueError) as error:  # base classes of the library's errors
         raise HubError(f"{source}: {file} could not be fetched from the hub: {error}") from error
     return Path(path)
-
-
-def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: bool) -> Path:
-    """A folder with the entry of ``hf-hub:owner/name`` and, if ``tensors``, its weights.
-
-    Raises:
-        HubError: as :func:`fetch`.
-    """
-    config = fetch(source, CONFIG_FILE, cache_dir=cache_dir)
-    if tensors:  # the library puts all files of one revision into one folder
-        fetch(source, TENSORS_FILE, cache_dir=cache_dir)
-    return config.parent
 
 
 def _library() -> Any:

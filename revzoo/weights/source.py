@@ -7,7 +7,7 @@ from pathlib import Path
 from revzoo._checks import did_you_mean, either, shortened
 from revzoo.weights.entry import CONFIG_FILE, HUB, WeightsEntry, entry_of_file, read_entry
 from revzoo.weights.errors import UnknownWeightsError
-from revzoo.weights.files import fetch_folder
+from revzoo.weights.files import TENSORS_FILE, fetch
 from revzoo.weights.table import SHIPPED
 
 SUFFIX = ".safetensors"
@@ -89,7 +89,9 @@ def find_entry(
     """
     text, path = str(source), Path(source)
     if text.startswith(HUB):
-        path = fetch_folder(text, cache_dir=cache_dir, tensors=tensors)
+        path = fetch(text, CONFIG_FILE, cache_dir=cache_dir).parent
+        if tensors:  # the library puts all files of one revision into one folder
+            fetch(text, TENSORS_FILE, cache_dir=cache_dir)
     if (path / CONFIG_FILE).is_file():
         return read_entry(path / CONFIG_FILE)
     file = path if path.suffix == SUFFIX and path.is_file() else _only_file_in(path)

@@ -21,7 +21,7 @@ class Watch(Captures):
 
     def __init__(self, net, add, end=lambda: None):
         self.add, self.end = add, end
-        super().__init__(m for m in net.modules() if m._parameters)
+        super().__init__(net)
 
     def add(self, call, gradient):
         """Replaced by the function."""
@@ -321,7 +321,7 @@ class Nothing(Captures):
 
 def test_a_captured_module_is_copied_and_pickled():
     net = twin(linear_net(), "invert")
-    captures = Nothing(m for m in net.modules() if m._parameters)
+    captures = Nothing(net)
     net(images().flatten(1)[:, :8]).sum().backward()
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         hooks = [h for m in other.modules() for h in m._forward_hooks.values()]

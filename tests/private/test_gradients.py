@@ -172,7 +172,6 @@ def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
         (nn.Embedding(3, 3, max_norm=1.0), "set max_norm=None"),  # these raised torch's own errors
         (nn.GRU(3, 3), "is a recurrent layer"),
         (nn.MultiheadAttention(4, 2), "batch_first=True"),
-        (nn.MultiheadAttention(4, 2, 0.1, batch_first=True), "attribute dropout to 0.0"),
         (revzoo.InvertibleBatchNorm(4), 'norm="group"'),
     ],
 )
@@ -209,6 +208,11 @@ class Dropped(Weighted):
         return nn.functional.dropout(x * self.weight)
 
 
+class Attends(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(3, 1, 0.5, batch_first=True)
+
+
 class Shared(Weighted):
     def forward(self, x, scale):
         return x * self.weight * scale
@@ -220,6 +224,7 @@ class Shared(Weighted):
         (Listed, [(4, 3)], "does not depend on its attribute 'weight'"),
         (Centred, [(4, 3)], "mixes samples"),
         (Dropped, [(4, 3)], "draws random numbers"),
+        (Attends, [(4, 2, 3)] * 3, "attribute dropout of nn.MultiheadAttention"),
         (Shared, [(4, 3), (3,)], r"a tensor of shape \(3,\) for 4 samples"),
         (Shared, [(3, 3), (3,)], "or one of its inputs has no samples"),
     ],

@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from chain_modes import in_modes, steps_of
 
 from revzoo.profiling.chain import Chain, Choice, Link, fastest, leanest
 
@@ -59,8 +60,8 @@ def _choice(draw, mode, inputs, outputs) -> Choice:
 
 def assignments(chain: Chain):
     """All choices of links that can follow each other."""
-    modes = itertools.product(*([c.mode for c in link.choices] for link in chain.steps))
-    return map(chain.in_modes, modes)
+    modes = itertools.product(*([c.mode for c in link.choices] for link in steps_of(chain)))
+    return (in_modes(chain, each) for each in modes)
 
 
 def peak_by_hand(chain: Chain, choices) -> int:
@@ -115,10 +116,10 @@ def test_the_search_finds_what_brute_force_finds(seed):
 def test_the_peak_equals_a_list_of_live_tensors(seed):
     chain = chain_of(seed, 10)
     draw = random.Random(seed)
-    steps = chain.steps
+    steps = steps_of(chain)
     for _ in range(50):
         modes = [draw.choice(link.choices).mode for link in steps]
-        choices = chain.in_modes(modes)
+        choices = in_modes(chain, modes)
         assert [c.mode for c in choices if c.mode] == modes
         assert chain.outcome(choices).peak == peak_by_hand(chain, choices)
 

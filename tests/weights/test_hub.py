@@ -1,12 +1,15 @@
 """The hub, with a fake library that records the calls."""
 
+import json
 import sys
 import types
 
 import pytest
+from small_weights import write_entry
 
 from revzoo.weights.errors import HubError
-from revzoo.weights.files import fetch, fetch_folder
+from revzoo.weights.files import fetch
+from revzoo.weights.source import find_entry
 
 
 @pytest.fixture
@@ -33,7 +36,8 @@ def test_a_file_is_asked_for_by_repository_and_revision(library, tmp_path):
 
 @pytest.mark.parametrize("tensors", [True, False])
 def test_tensors_are_fetched_only_where_wanted(library, tmp_path, tensors):
-    assert fetch_folder("hf-hub:me/net", tensors=tensors) == tmp_path
+    (tmp_path / "config.json").write_text(json.dumps(write_entry(tmp_path).plain()))
+    assert find_entry("hf-hub:me/net", tensors=tensors).folder == tmp_path
     files = [asked["filename"] for asked in library.calls]
     assert files == ["config.json", "model.safetensors"][: 1 + tensors]
 

@@ -32,7 +32,7 @@ from revzoo.profiling.plan import (
     state_bytes,
 )
 from revzoo.profiling.twins import copied
-from revzoo.profiling.units import about, bytes_from, in_one_unit
+from revzoo.profiling.units import bytes_from, in_one_unit, in_units
 from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
@@ -174,7 +174,7 @@ def _new_plan(
 
 def _summary(plan: Plan, planner: Planner, free: int | None, given: Any) -> str:
     if free is not None:
-        limit = f"{about(free)} free" if given is None else f"memory.bytes={given}"
+        limit = f"{in_units(free)} free" if given is None else f"memory.bytes={given}"
         return _summary_of_auto(plan, planner, limit)
     pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
     peaks = {mode: outcome.peak for mode, outcome in pure.items() if outcome is not None}
@@ -191,12 +191,12 @@ def _summary_of_auto(plan: Plan, planner: Planner, limit: str) -> str:
     """``store, 99 MiB of 18 GiB free (exact: 18 MiB in 1.4 times the time)``."""
     modes = {*plan.values()}
     what = modes.pop() if len(modes) == 1 else count_modes([*plan.values()])
-    text = f"{what}, {about(plan.peak_bytes)} of {limit}"
+    text = f"{what}, {in_units(plan.peak_bytes)} of {limit}"
     other = planner.pure(planner.inverting)
     if other is None or what == planner.inverting:
         return text
     times = other.cost / 1e9 / plan.seconds
-    return f"{text} ({planner.inverting}: {about(other.peak)} in {times:.1f} times the time)"
+    return f"{text} ({planner.inverting}: {in_units(other.peak)} in {times:.1f} times the time)"
 
 
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:

@@ -6,9 +6,11 @@ it has a positional parameter, it gets the run's folder there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
@@ -21,9 +23,20 @@ from revzoo._checks import (
     in_section,
     keyword_names,
 )
-from revzoo._lazy import LazyTable
 
 CONFUSION_FILE = "confusion.csv"
+
+
+class LazyTable(UserDict[str, Any]):
+    """A table whose values may be written as ``module:name``, to be imported on first use.
+
+    A run uses a few rows; importing all of them takes time and, for some, a library.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        if isinstance(row := self.data[name], str):
+            row = self.data[name] = resolve_name(row)
+        return row
 
 
 def learning_rate() -> pl.Callback:
@@ -40,7 +53,7 @@ def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
 
 HERE = "revzoo.training.callbacks"
 # runs call the hooks in this order; Lightning moves callbacks that save to the end
-CALLBACKS: MutableMapping[str, Callable[..., pl.Callback]] = LazyTable(
+CALLBACKS = LazyTable(
     {
         "best_checkpoint": f"{HERE}.checkpoints:BestCheckpoint",
         "last_checkpoint": f"{HERE}.checkpoints:LastCheckpoint",
