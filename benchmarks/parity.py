@@ -115,7 +115,9 @@ def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     return max(float((f - t).abs().max() / t.abs().max()) for f, t in pairs)
 
 
-def compare(name: str, original: Path, sizes: Iterable[int], device: str) -> None:
+def compare(
+    name: str, original: Path, sizes: Iterable[int], device: str, dtype: torch.dtype
+) -> None:
     """Print the tables of one network."""
     build = ORIGINALS[name.partition("_")[0]]
     print("| model | parameters of the original | of those, translated | ours |")
@@ -124,14 +126,16 @@ def compare(name: str, original: Path, sizes: Iterable[int], device: str) -> Non
     sizes = list(sizes)
     if not sizes:
         return
+    torch.manual_seed(0)
     pair = build(original, name)
     randomise(pair.theirs)
     ours = ours_of(name)
-    pair.theirs.to(device), ours.to(device)
+    pair.theirs.to(device, dtype), ours.to(device, dtype)
     tensors = {key: t.clone() for key, t in pair.theirs.state_dict().items()}
     print("| model | images | pass | `memory` | logits | gradients |\n|---|---|---|---|---|---|")
     for size in sizes:
-        x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2)).to(device)
+        x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2))
+        x = x.to(device, dtype)
         for training in (False, True):
             pair.theirs.train(training), ours.train(training)
             # the same statistics in each row
@@ -191,6 +195,7 @@ def main() -> None:
     parser.add_argument("--original", type=Path, metavar="DIR")
     parser.add_argument("--modes", action="store_true")
     parser.add_argument("--sizes", nargs="*", type=int, default=[224, 288], help="none: counts")
+    parser.add_argument("--double", action="store_true", help="in float64")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
@@ -200,7 +205,8 @@ def main() -> None:
         if args.modes:
             modes(name, args.batch, args.rounds, args.device)
         else:
-            compare(name, args.original, args.sizes, args.device)
+            dtype = torch.float64 if args.double else torch.float32
+            compare(name, args.original, args.sizes, args.device, dtype)
 
 
 if __name__ == "__main__":
