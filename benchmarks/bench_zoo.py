@@ -43,7 +43,7 @@ def row(name: str) -> str:
 
 def classes_of(name: str) -> int:
     """1000 for networks published for ImageNet, else 10."""
-    return 1000 if revzoo.create_model(name, num_classes=10).image_size == 224 else 10
+    return 1000 if revzoo.create_model(name, num_classes=10).image_size >= 224 else 10
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ CONFIGS = Path(str(files("revzoo.configs")))
 Config = Mapping[str, Any]
 NUMBER = int | float | None
 COUNT, RATE, PART, LEAST_0 = "[1, inf)", "(0, inf)", "[0, 1)", "[0, inf)"
-ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "tanh")
+ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "hardswish", "tanh")
 MODES = ("store", "offload", "recompute", "invert", "exact")
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 PROFILERS = ("simple", "advanced", "pytorch")
@@ -199,6 +199,21 @@ REVVIT = section(
     depth=Option(int, None, "number of blocks", COUNT),
     heads=Option(int, None, "heads of the attention; divides width", COUNT),
     mlp_ratio=Option(int, None, "hidden width of an MLP over width", COUNT),
+)
+REVBIFPN = section(
+    "A reversible feature pyramid.",
+    MODEL,
+    drop_rate=Option(float, None, "dropout of pooled features; null: the publication's", PART),
+    drop_path_rate=Option(float, None, "stochastic depth of the last stage; likewise", PART),
+    global_pool=NETWORK.options["global_pool"],
+    norm=CONVOLUTIONAL.options["norm"],
+    activation=Option(str, "hardswish", "of all branches", choices=ACTIVATIONS),
+    channels=Option(Sequence, None, "of each level, the finest first"),
+    head_channels=Option(Sequence, None, "of each level after the neck"),
+    features=Option(int, None, "channels before the classifier", COUNT),
+    fusions=Option(int, None, "stages after those that add a level", LEAST_0),
+    blocks=Option(int, 2, "residual blocks of each level in a stage", LEAST_0),
+    image_size=Option(int, 224, "pixels of the publication's images", COUNT),
 )
 
 SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
@@ -428,6 +443,7 @@ FAMILIES = {
     "resnet": section("A ResNet.", REVNET, CONVERTIBLE),
     "irevnet": IREVNET,
     "revvit": REVVIT,
+    "revbifpn": REVBIFPN,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
     "torchvision": LIBRARY,
     "timm": LIBRARY,

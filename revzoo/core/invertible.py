@@ -63,6 +63,11 @@ class Step(nn.Module):
     """Whether the step is ``(x, z) -> (z, x + F(z))`` with the methods of
     :class:`~revzoo.AdditiveCoupling`."""
 
+    pair: tuple[int, int] | None = None
+    """For an additive coupling of two of several streams: ``(i, j)`` if the step adds ``F`` of
+    stream ``j`` to stream ``i``, in place, and passes the others. Its function in the graph then
+    gets these two streams alone."""
+
     delegates: bool = False
     """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
 

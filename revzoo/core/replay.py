@@ -383,6 +383,36 @@ class AdditiveCall(Call):
             guard.note_uses([leaf], inputs)
 
 
+class PairCall(AdditiveCall):
+    """An additive coupling of two of several streams (``Step.pair``), which gets only these two."""
+
+    @property
+    def at(self) -> int:
+        """The stream that changes."""
+        assert self.step.pair
+        return self.step.pair[0]
+
+    def among(self, state: State) -> Streams:
+        """All streams after the step; ``state`` are those before it."""
+        streams = [t.detach() for t in state]
+        known = as_fixed(streams) if self.step.grid is not None and keeps_words() else streams
+        return (*known[: self.at], self.streams[1], *known[self.at + 1 :])
+
+    def unwind(
+        self,
+        outputs: list[Tensor | Fixed],
+        guard: Guard,
+        grads: list[Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[Streams, list[Tensor | None]]:
+        assert self.step.pair
+        i, j = self.step.pair
+        before, pair, after = outputs[:i], [outputs[j], outputs[i]], outputs[i + 1 :]
+        outputs.clear()  # so that the sum is freed before memory peaks
+        (x, _), found = super().unwind(pair, guard, grads, needs)
+        return (*before, x, *after), found
+
+
 def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tensor | Fixed:
     """``y - value``, in the memory of ``value`` if nothing else uses it."""
     if isinstance(y, Fixed):

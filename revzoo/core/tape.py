@@ -35,6 +35,8 @@ NOTE [ The tape ]
        The last two couplings have one each, so hooks of the sequence's outputs see what they see in
        plain training. Nothing is shared while others may keep the tensors that a function frees, or
        repeat the pass (:func:`revzoo.core.saved.are_watched`).
+    9. A coupling of two of several streams has a function of these two. The others pass by in the
+       graph, but stay on the tape.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A step
@@ -73,6 +75,7 @@ from revzoo.core.replay import (
     AdditiveCall,
     Call,
     GeneralCall,
+    PairCall,
     pop_stashed_gradients,
     stash_gradients,
 )
@@ -126,14 +129,22 @@ def run_inverting(
     plain = runs_forward_alone(step)
     if plain and step.moves_values:
         return _moved(step, tape, members, state, context, drift_limit)
-    kind = AdditiveCall if plain and step.adds and not step.extras else GeneralCall
+    kind: type[Call] = GeneralCall
+    if plain and not step.extras:
+        kind = PairCall if step.pair else AdditiveCall if step.adds else GeneralCall
+    every = state
+    if step.pair and kind is PairCall:
+        state = tuple(state[i] for i in step.pair)
     call = kind(steps, members, state, context, drift_limit)
     if private and isinstance(call, AdditiveCall):
         call.frees_input = True
         tape.forget_end()
     trained = [t for of_step in call.trained for t in of_step]
     outputs = StepFunction.apply(call, tape, *state, *call.arguments, *trained)
-    if isinstance(call, AdditiveCall):
+    if isinstance(call, PairCall):
+        call.streams = call.among(every)
+        outputs = (*every[: call.at], outputs, *every[call.at + 1 :])
+    elif isinstance(call, AdditiveCall):
         if len(steps) == 1:
             outputs = state[1], outputs
         else:
@@ -144,7 +155,7 @@ def run_inverting(
             "them: register their module as a submodule of the step, or pass them as keyword "
             "arguments"
         )
-    tape.append(call, outputs if kind is AdditiveCall else streams_of(outputs, step))
+    tape.append(call, streams_of(outputs, step) if kind is GeneralCall else outputs)
     return outputs
 
 

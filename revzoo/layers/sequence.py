@@ -582,8 +582,8 @@ def _settings_at_end(step: Step, index: int) -> Settings:
     return Settings.of(step)._replace(memory=memory, guarded=False)
 
 
-def merged(state: State, last: Step, merge: Merge) -> State:
-    """Merge the two streams of ``last`` into one tensor, which joins its chain."""
+def merged(state: State, last: Step, merge: Step) -> State:
+    """Merge the streams of ``last`` into one tensor, which joins its chain."""
     _settings_at_end(last, -1)._replace(guarded=merge.guarded).assign(merge)
     return run_step(merge, state)
 

@@ -3,12 +3,14 @@
 from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
 from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
+from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN, RevBiFPNVariant
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork, Variant
 from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 
 __all__ = [
     "IREVNETS",
     "RESNETS",
+    "REVBIFPNS",
     "REVNETS",
     "REVVITS",
     "VITS",
@@ -18,6 +20,8 @@ __all__ = [
     "IRevNetVariant",
     "ImageNetwork",
     "ResNet",
+    "RevBiFPN",
+    "RevBiFPNVariant",
     "RevNet",
     "RevViT",
     "RevViTVariant",

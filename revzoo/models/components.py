@@ -36,6 +36,7 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
     "silu": nn.SiLU,
+    "hardswish": nn.Hardswish,
     "tanh": nn.Tanh,
 }
 

@@ -20,7 +20,6 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from abc import ABC, abstractmethod
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice, check_count, check_probability, is_count
 from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.invertible import (
+    Invertible,
     NotInvertibleError,
     State,
     Step,
@@ -42,7 +42,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
-from revzoo.layers.split import Merge, halves
+from revzoo.layers.split import Merge
 from revzoo.models.components import GlobalPool, NormAct
 from revzoo.models.lean import run
 from revzoo.models.save import SavableNetwork
@@ -141,7 +141,7 @@ class ImageNetwork(SavableNetwork, ABC):
         self.pool = self._pool(global_pool)
         self.drop = nn.Dropout(drop_rate)
         # in a tuple, so that it is not a submodule: it follows the memory mode of the stages
-        self._merge = (Merge(self.channel_dim),)
+        self._merge: tuple[Invertible] = (Merge(self.channel_dim),)
         self.reset_classifier(num_classes)
         label_steps(self)
         # the subclass has built its sequences in default_memory, which fits; others may raise
@@ -276,6 +276,11 @@ class ImageNetwork(SavableNetwork, ABC):
             self.fc.to(like.device, like.dtype).train(self.training)
 
     @property
+    def encoded_channels(self) -> int:
+        """Channels of the result of :meth:`encode`."""
+        return self.feature_info[-1].num_chs
+
+    @property
     def invertible(self) -> bool:
         """Whether every layer before the head has an inverse, so that :meth:`inverse` works."""
         return all(step.invertible for step in self._steps())
@@ -286,17 +291,22 @@ class ImageNetwork(SavableNetwork, ABC):
         The head normalises, pools and classifies it. Memory mode ``exact`` rounds the image to the
         grid (multiples of ``2**-23`` do not change), and :meth:`inverse` recovers it bit for bit.
         """
+        state = self._last_streams(x)
+        if len(state) > 1:
+            *_, last = self._steps()
+            (merge,) = self._merge
+            state = merged(state, last, merge)  # in the memory mode of the last step
+        return state[0]
+
+    def _last_streams(self, x: Tensor) -> State:
+        """The streams after the last stage."""
         self._check_images(x)
         state: State = (x,)
         for sequence in self._sequences():
             streams = list(state)
             del state  # see run_sequence()
             state = run_sequence(sequence, streams)
-        if len(state) > 1:
-            *_, last = self._steps()
-            (merge,) = self._merge
-            state = merged(state, last, merge)  # in the memory mode of the last step
-        return state[0]
+        return state
 
     def inverse(self, z: Tensor) -> Tensor:
         """The images ``(B, in_chans, H, W)`` with representation ``z`` (see :meth:`encode`).
@@ -314,7 +324,7 @@ class ImageNetwork(SavableNetwork, ABC):
             raise TypeError(
                 f"z of type {got}: expected the floating-point tensor of encode(images)"
             )
-        channels = self.feature_info[-1].num_chs
+        channels = self.encoded_channels
         if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
                 f"z of shape {tuple(z.shape)}: expected the result of encode(images), with "
@@ -322,8 +332,9 @@ class ImageNetwork(SavableNetwork, ABC):
             )
         # split into dense streams, as in the forward pass: kernels sum views in another order
         state: State = (z,)
-        if self.streams == 2:
-            state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
+        if self.streams > 1:
+            (merge,) = self._merge
+            state = apply_with_words(merge.inverse, state)
         for sequence in reversed(self._sequences()):
             streams = list(state)
             del state
@@ -347,6 +358,10 @@ class ImageNetwork(SavableNetwork, ABC):
         self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
         for name in dict(self.named_children()).keys() - {"stem", "stages"}:
             delattr(self, name)
+
+    def keep_maps(self, indices: Sequence[int]) -> None:
+        """Remove what none of these maps (positions in :attr:`feature_info`) needs."""
+        self.keep_stages(max(indices) + 1)
 
     def parts(self) -> tuple[Part, ...]:
         """``stem``, ``stages.0``, ..., ``stages.N`` (with the normalisation after it), ``fc``.
@@ -481,8 +496,8 @@ class FeatureInfos(tuple[FeatureInfo, ...]):
 class FeatureNet(nn.Module):
     """``(B, in_chans, H, W)`` to a list of maps ``(B, num_chs, H / reduction, W / reduction)``.
 
-    A map is the streams concatenated along the channels, before the head's normalisation. Every
-    memory mode works; gradients may enter at any map.
+    A map is the streams concatenated along the channels, or a level of a pyramid, before the head's
+    normalisation. Every memory mode works; gradients may enter at any map.
 
     Args:
         network: modified in place: loses its head and the stages after the last map.
@@ -503,7 +518,7 @@ class FeatureNet(nn.Module):
             raise ValueError(f"out_indices={out_indices}: expected each stage at most once")
         self.feature_info = FeatureInfos(infos[i] for i in self.out_indices)
         # DistributedDataParallel raises for parameters that get no gradient
-        network.keep_stages(max(self.out_indices) + 1)
+        network.keep_maps(self.out_indices)
         self.network = network
 
     def forward(self, x: Tensor) -> list[Tensor]:

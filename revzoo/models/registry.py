@@ -29,6 +29,7 @@ from revzoo.models.pretrained import (
     read_weights,
     shape_of_weights,
 )
+from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
@@ -91,6 +92,7 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     RevNet: REVNETS,
     ResNet: RESNETS,
     IRevNet: IREVNETS,
+    RevBiFPN: REVBIFPNS,
     RevViT: REVVITS,
     ViT: VITS,
 }
@@ -274,6 +276,7 @@ def create_model(
               none, with ``num_classes=0``.
             * fields of the row (:class:`~revzoo.models.revnet.Variant`,
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
+              :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
@@ -409,8 +412,8 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
 def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
-        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets and RevViTs are "
-        "reversible without them"
+        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs and "
+        "RevBiFPNs are reversible without them"
     )
 
 

@@ -106,7 +106,8 @@ def test_the_trainer() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104"]
+    "name",
+    ["revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104", "revbifpn_s0"],
 )
 def test_models(name: str) -> None:
     section = chosen("model", RUN.parts["model"], {"name": name})

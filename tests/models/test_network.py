@@ -16,6 +16,7 @@ from revzoo.models import FeatureNet, ImageNetwork, create_model
 from revzoo.weights.table import WeightsTable
 
 VIT = {"width": 8, "depth": 3, "heads": 2, "img_size": 8, "patch_size": 4}
+PYRAMID = {"channels": (48, 16), "head_channels": (16, 24), "features": 32, "blocks": 1}
 IREVNET = {"units": (1, 2), "strides": (1, 2), "channels": (4, 16), "bottleneck": 2}
 
 
@@ -23,12 +24,14 @@ def network(name: str, **keywords: Any) -> ImageNetwork:
     torch.manual_seed(0)
     if name == "revvit_cifar":
         return create_model(name, **VIT, **keywords)
+    if name == "revbifpn_s0":
+        return create_model(name, **PYRAMID, **keywords)
     if name == "irevnet13":
         return create_model(name, **IREVNET, **keywords)
     return small(name, **keywords)
 
 
-NAMES = ["resnet32", "revnet38", "irevnet13", "revvit_cifar"]
+NAMES = ["resnet32", "revnet38", "irevnet13", "revvit_cifar", "revbifpn_s0"]
 POOLED = {
     "avg": lambda f, places: f.mean(places),
     "max": lambda f, places: f.amax(places),

@@ -41,7 +41,11 @@ def test_patterns(pattern, names):
     [
         (["revnet38", "resnet3?"], "", ["resnet32", "revnet38"]),
         (("revnet*", "revnet38"), ["*_memcnn", "revnet1*"], ["revnet38", "revnet56"]),
-        ("", "*net*", ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small", "vit_cifar"]),
+        (
+            "",
+            ["*net*", "revbi*"],
+            ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small", "vit_cifar"],
+        ),
         ([], ["re*", "irev*", "vit*"], []),
     ],
 )

@@ -1,0 +1,213 @@
+"""Networks of the zoo against their publishers' code: parameters, logits, gradients.
+
+    python benchmarks/parity.py --original DIR NAME      DIR: a checkout of the publisher's code
+    python benchmarks/parity.py --modes NAME             memory modes against each other
+
+Both networks get the same random weights, by our translation of the publisher's names, and the
+same images. Logits are compared by their largest difference, gradients by the largest difference
+relative to the largest value of the same tensor; the largest of all tensors counts. Gradients that
+are zero but for rounding, as of a shift before a batch normalisation, are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from measure import environment, interleaved
+from torch import Tensor, nn
+
+import revzoo
+from revzoo.models.revbifpn import RevBiFPN, published_keys
+
+BATCH = 2
+ZERO = 1e-7  # a tensor's largest gradient over the largest of all
+
+
+class Pair(NamedTuple):
+    """The publisher's network, how to call it, its tensors by our names, and those of no use."""
+
+    theirs: nn.Module
+    logits: Callable[[Tensor], Tensor]
+    names: Mapping[str, str]
+    unused: tuple[str, ...]
+
+
+def revbifpn(original: Path, name: str) -> Pair:
+    """RevBiFPN of CerebrasResearch/RevBiFPN, without its random drops, whose order differs."""
+    sys.path.insert(0, str(original))
+    import revbifpn as code  # type: ignore[import-not-found]
+
+    with contextlib.redirect_stdout(None):  # it names the size of its images
+        theirs = code.model_fns[name](head_dropout=0.0, stochastic_depth=0.0)
+    ours = ours_of(name)
+    assert isinstance(ours, RevBiFPN)
+    names = by_tensor(theirs, published_keys(ours))
+    return Pair(theirs, theirs, names, ())
+
+
+ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {"revbifpn": revbifpn}
+OPTIONS: dict[str, dict[str, Any]] = {"revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0}}
+
+
+def ours_of(name: str) -> nn.Module:
+    """Our network for ImageNet-1k."""
+    options = OPTIONS[name.partition("_")[0]]
+    return revzoo.create_model(name, num_classes=1000, **options)
+
+
+def by_tensor(theirs: nn.Module, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Our name of each of their tensors, from pairs of names of modules or tensors."""
+    known = dict(pairs)
+    names = {}
+    for key in theirs.state_dict():
+        head, tail = key, ""
+        while head and head not in known:
+            head, _, last = head.rpartition(".")
+            tail = f".{last}{tail}"
+        if head:
+            names[key] = known[head] + tail
+    return names
+
+
+def randomise(model: nn.Module) -> None:
+    """Random scales and shifts, which begin at 0, 1 or 1e-6, so that every layer matters."""
+    torch.manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.squeeze().dim() == 1:
+            low, high = (-0.2, 0.2) if name.endswith("bias") else (0.3, 1.0)
+            nn.init.uniform_(p, low, high)
+
+
+def counts(pair: Pair, ours: nn.Module) -> str:
+    """The numbers of parameters, and whether the translation covers them."""
+    sizes = {key: p.numel() for key, p in pair.theirs.named_parameters()}
+    translated = sum(n for key, n in sizes.items() if key in pair.names)
+    rest = sorted(key for key in sizes if key not in pair.names and not key.startswith(pair.unused))
+    assert not rest, rest
+    assert {*pair.names.values()} == {*ours.state_dict()}
+    own = sum(p.numel() for p in ours.parameters())
+    return f"{sum(sizes.values()):,} | {translated:,} | {own:,}"
+
+
+def run(
+    model: nn.Module, logits: Callable[[Tensor], Tensor], x: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and gradients of the cross entropy by name."""
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    found = logits(x)
+    nn.functional.cross_entropy(found, torch.arange(len(x), device=x.device)).backward()
+    grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return found.detach(), grads
+
+
+def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest difference of a tensor, relative to its largest value."""
+    assert found.keys() == expected.keys()
+    least = ZERO * max(t.abs().max() for t in expected.values())
+    pairs = ((found[key], t) for key, t in expected.items() if t.abs().max() > least)
+    return max(float((f - t).abs().max() / t.abs().max()) for f, t in pairs)
+
+
+def compare(
+    name: str, original: Path, sizes: Iterable[int], device: str, dtype: torch.dtype
+) -> None:
+    """Print the tables of one network."""
+    build = ORIGINALS[name.partition("_")[0]]
+    print("| model | parameters of the original | of those, translated | ours |")
+    with torch.device("meta"):
+        print(f"|---|---|---|---|\n| {name} | {counts(build(original, name), ours_of(name))} |\n")
+    sizes = list(sizes)
+    if not sizes:
+        return
+    torch.manual_seed(0)
+    pair = build(original, name)
+    randomise(pair.theirs)
+    ours = ours_of(name)
+    pair.theirs.to(device, dtype), ours.to(device, dtype)
+    tensors = {key: t.clone() for key, t in pair.theirs.state_dict().items()}
+    print("| model | images | pass | `memory` | logits | gradients |\n|---|---|---|---|---|---|")
+    for size in sizes:
+        x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2))
+        x = x.to(device, dtype)
+        for training in (False, True):
+            pair.theirs.train(training), ours.train(training)
+            # the same statistics in each row
+            pair.theirs.load_state_dict(tensors)
+            ours.load_state_dict({new: tensors[old] for old, new in pair.names.items()})
+            logits, found = run(pair.theirs, pair.logits, x)
+            expected = {pair.names[key]: t for key, t in found.items() if key in pair.names}
+            for memory in ("store", "exact"):
+                revzoo.set_memory(ours, memory)
+                own, grads = run(ours, ours, x)
+                row = (
+                    *(name, f"{size}x{size}", "train" if training else "eval", f"`{memory}`"),
+                    *(f"{float((own - logits).abs().max()):.0e}", f"{apart(grads, expected):.0e}"),
+                )
+                print("| " + " | ".join(row) + " |", flush=True)
+
+
+def modes(name: str, batch: int, rounds: int, device: str) -> None:
+    """Print memory, time, drift and gradients of the memory modes, in training."""
+    torch.manual_seed(0)
+    model = revzoo.create_model(name, num_classes=1000).to(device)
+    size = model.image_size
+    x = torch.randn(batch, 3, size, size, device=device)
+    print(
+        "| model | `memory` | kept, MiB an image | peak, MiB an image | time | drift | gradients |"
+    )
+    print("|---" * 7 + "|")
+    names = ("store", "recompute", "invert", "exact")
+
+    def step(memory: str) -> Callable[[], object]:
+        def one() -> object:
+            revzoo.set_memory(model, memory)
+            # any drift: it is measured, and does not end the run
+            revzoo.set_drift_limit(model, torch.inf)
+            return run(model, model, x)
+
+        return one
+
+    steps = {memory: step(memory) for memory in names}
+    plain: Any = steps["store"]()
+    timed = interleaved(steps, rounds)
+    for memory in names:
+        _, grads = plain if memory == "store" else steps[memory]()  # type: ignore[misc]
+        drift = revzoo.drift(model) if memory in ("invert", "exact") else {}
+        worst = max(drift.values(), default=0.0)
+        revzoo.set_memory(model, memory)
+        report = revzoo.audit(model, x.shape, modes=[], real=True)
+        kept, peak = (b / batch / 2**20 for b in (report.kept_bytes, report.activation_bytes))
+        row = (name, f"`{memory}`", f"{kept:,.2f}", f"{peak:,.2f}", f"{timed[memory].ratio:.2f}")
+        print("| " + " | ".join((*row, f"{worst:.0e}", f"{apart(grads, plain[1]):.0e}")) + " |")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="+", metavar="NAME")
+    parser.add_argument("--original", type=Path, metavar="DIR")
+    parser.add_argument("--modes", action="store_true")
+    parser.add_argument("--sizes", nargs="*", type=int, default=[224, 288], help="none: counts")
+    parser.add_argument("--double", action="store_true", help="in float64")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    print(environment(root=args.original))
+    for name in args.names:
+        if args.modes:
+            modes(name, args.batch, args.rounds, args.device)
+        else:
+            dtype = torch.float64 if args.double else torch.float32
+            compare(name, args.original, args.sizes, args.device, dtype)
+
+
+if __name__ == "__main__":
+    main()
