@@ -23,7 +23,7 @@ from measure import environment, interleaved
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.models.revbifpn import RevBiFPN, published_keys
+from revzoo.models.revbifpn import RevBiFPN
 
 BATCH = 2
 ZERO = 1e-7  # a tensor's largest gradient over the largest of all
@@ -47,7 +47,7 @@ def revbifpn(original: Path, name: str) -> Pair:
         theirs = code.model_fns[name](head_dropout=0.0, stochastic_depth=0.0)
     ours = ours_of(name)
     assert isinstance(ours, RevBiFPN)
-    names = by_tensor(theirs, published_keys(ours))
+    names = by_tensor(theirs, ours.published_keys())
     return Pair(theirs, theirs, names, ())
 
 

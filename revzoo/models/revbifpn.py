@@ -3,7 +3,7 @@
 V. Chiley, V. Thangarasa, A. Gupta, A. Samar, J. Hestness, D. DeCoste, "RevBiFPN: The Fully
 Reversible Bidirectional Feature Pyramid Network", arXiv 2206.14098, and its PyTorch release
 (https://github.com/CerebrasResearch/RevBiFPN, BSD-3-Clause), whose layers, constants and channel
-orders this file follows, so its weights fit (:func:`published_keys`).
+orders this file follows, so its weights fit (``published_keys``).
 
     image -> copies of its channels -> squeeze by 4 -> level 0 -> stages -> neck and head -> linear
 
@@ -371,6 +371,31 @@ class RevBiFPN(ConvolutionalClassifier):
             if source > target and target not in indices:
                 del last[name]
 
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Of the release."""
+        levels = self.variant.levels
+        for index in range(len(self.stages)):
+            before, after = min(index + 1, levels), min(index + 2, levels)
+            at, ours = 1 + index * (self.variant.blocks + 1), f"stages.{index}.steps"
+            for block in range(self.variant.blocks):
+                for i in range(before):
+                    for name in "fg":
+                        theirs = f"rev_stack.{at + block}.rev_transform_{i}.{name}.xform_0_1"
+                        yield from _keys(self, theirs, f"{ours}.block{block}_{i}_{name}.branch")
+            silo, last = f"rev_stack.{at + self.variant.blocks}", after - 1
+            for name, i, j in _silo(after):
+                # it counts the levels from the coarsest for the way up, followed by an upsampling
+                theirs = f"f.xform_{i}_{j}" if i < j else f"g.xform_{last - i}_{last - j}.0"
+                yield from _keys(self, f"{silo}.{theirs}", f"{ours}.{name}.branch")
+        for i in range(levels):
+            neck, ours = f"rev_stack.recomp_op.recomp_transform_{i}", f"head.steps.level{i}"
+            yield from _keys(self, neck, f"{ours}.neck")
+            if i:
+                yield from _keys(self, f"head.pyramid_heads.{i - 1}", f"{ours}.down")
+        yield "head.final_conv.conv", f"{ours}.last.conv"
+        yield "head.final_conv.norm", f"{ours}.last.norm"
+        yield "head.fc", "fc"
+
 
 def _stage(variant: RevBiFPNVariant, index: int, count: int) -> Iterator[tuple[str, Step]]:
     """The named steps of stage ``index`` of ``count``."""
@@ -440,32 +465,6 @@ def _initialise(module: nn.Module) -> None:
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         if module.bias is not None:
             nn.init.zeros_(module.bias)
-
-
-def published_keys(model: RevBiFPN) -> Iterator[tuple[str, str]]:
-    """Pairs of module names: in the release's ``state_dict``, and in ``model``'s."""
-    levels = model.variant.levels
-    for index in range(len(model.stages)):
-        before, after = min(index + 1, levels), min(index + 2, levels)
-        at, ours = 1 + index * (model.variant.blocks + 1), f"stages.{index}.steps"
-        for block in range(model.variant.blocks):
-            for i in range(before):
-                for name in "fg":
-                    theirs = f"rev_stack.{at + block}.rev_transform_{i}.{name}.xform_0_1"
-                    yield from _keys(model, theirs, f"{ours}.block{block}_{i}_{name}.branch")
-        silo, last = f"rev_stack.{at + model.variant.blocks}", after - 1
-        for name, i, j in _silo(after):
-            # it counts the levels from the coarsest for the way up, followed by an upsampling
-            theirs = f"f.xform_{i}_{j}" if i < j else f"g.xform_{last - i}_{last - j}.0"
-            yield from _keys(model, f"{silo}.{theirs}", f"{ours}.{name}.branch")
-    for i in range(levels):
-        neck, ours = f"rev_stack.recomp_op.recomp_transform_{i}", f"head.steps.level{i}"
-        yield from _keys(model, neck, f"{ours}.neck")
-        if i:
-            yield from _keys(model, f"head.pyramid_heads.{i - 1}", f"{ours}.down")
-    yield "head.final_conv.conv", f"{ours}.last.conv"
-    yield "head.final_conv.norm", f"{ours}.last.norm"
-    yield "head.fc", "fc"
 
 
 _BLOCK_KEYS = {

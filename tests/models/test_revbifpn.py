@@ -9,7 +9,6 @@ from torch import nn
 from revzoo import set_memory
 from revzoo.models import REVBIFPNS, FeatureNet, create_model
 from revzoo.models.network import ImageSizeError
-from revzoo.models.revbifpn import published_keys
 from revzoo.profiling.live import LiveMemory
 
 SMALL = {
@@ -98,7 +97,7 @@ def release(w, x, levels, stages, blocks=1):
 
 
 def under_their_names(model):
-    pairs, state = list(published_keys(model)), model.state_dict()
+    pairs, state = list(model.published_keys()), model.state_dict()
     found = {
         f"{theirs}{key.removeprefix(ours)}": t
         for theirs, ours in pairs

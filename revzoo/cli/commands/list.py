@@ -84,8 +84,10 @@ def _table(entries: Sequence[WeightsEntry]) -> Iterator[str]:
 
 
 def _short(number: float) -> str:
-    """With three digits at most: 0.06, 1.16, 22.4, 112."""
-    return f"{number:.2f}" if number < 1 else f"{number:.3g}"
+    """With three digits, or all before the point: 0.06, 1.16, 22.4, 2230."""
+    if number >= 100:
+        return f"{number:.0f}"
+    return f"{number:#.3g}" if number >= 1 else f"{number:.2f}"
 
 
 def _no_match(pattern: str, *, pretrained: bool) -> str:
