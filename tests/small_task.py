@@ -38,6 +38,34 @@ class Fails(pl.Callback):
         raise RuntimeError("on purpose")
 
 
+class Recorder(pl.LightningModule):
+    """A linear classifier of the digits that keeps the batches that reach each loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.batches: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def _keep(self, name: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.batches.setdefault(name, []).append(batch)
+        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self._keep("train", batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self._keep("val", batch)
+
+    def test_step(self, batch: Any) -> None:
+        self._keep("test", batch)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self._keep("predict", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 def halves(count: int = 64, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)

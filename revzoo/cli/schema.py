@@ -117,6 +117,12 @@ DIGITS = section(
     val_fraction=Option(float, 0.1, "of the training images, if there is no val/", "(0, 1)"),
     split_seed=Option(int, 0, "chooses the images held back for validation"),
     augment=AUGMENT,
+    on_device=Option(
+        str | bool,
+        "auto",
+        "images in the device's memory; auto: on a GPU, if they take a quarter of it at most",
+        choices=("auto", True, False),
+    ),
 )
 CIFAR = section(
     "CIFAR-10 or CIFAR-100.",

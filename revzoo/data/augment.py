@@ -72,22 +72,56 @@ class Augment:
         """Padding in pixels for images with sides of ``image_size`` pixels."""
         return image_size // 8 if self.crop_padding is None else self.crop_padding
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Augment a batch (B, C, S, S); returns the same shape, dtype and device."""
-        count, channels, size, _ = images.shape
-        padding = self.padding(size)
-        if not (padding or self.flip):
-            return images
+    @property
+    def mixes(self) -> bool:
+        """Whether Mixup or CutMix is on."""
+        return bool(self.mixup or self.cutmix)
+
+    def draw(self, count: int, size: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw crops and flips for a batch, on the CPU.
+
+        Args:
+            count: images in the batch.
+            size: their side in pixels.
+            generator: None for torch's global one.
+
+        Returns:
+            int64 (3, D): offset of the rows, offset of the columns and flip (0 or 1), for each
+            ``chunk`` of images.
+        """
         draws = -(-count // self.chunk)  # rounded up
-        # drawn on the CPU: `order.seeded` seeds only its generator
-        offsets = torch.randint(2 * padding + 1, (2, draws, 1))
-        flips = torch.rand(draws, 1) < 0.5 * self.flip
-        pixels = torch.arange(size)
-        rows = offsets[0] + pixels
-        columns = offsets[1] + torch.where(flips, pixels.flip(0), pixels)
+        offsets = torch.randint(2 * self.padding(size) + 1, (2, draws), generator=generator)
+        flips = torch.rand(1, draws, generator=generator) < 0.5 * self.flip
+        return torch.cat([offsets, flips.long()])
+
+    def changes(self, size: int) -> bool:
+        """Whether images with sides of ``size`` pixels are cropped or flipped at all."""
+        return bool(self.padding(size) or self.flip)
+
+    def __call__(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
+        """Crop and flip a batch.
+
+        Args:
+            images: (B, C, S, S).
+            draws: of :meth:`draw`, on the device of the images; None to draw them now.
+
+        Returns:
+            The same shape, dtype and device.
+        """
+        count, channels, size, _ = images.shape
+        if not self.changes(size):
+            return images
+        if draws is None:
+            # drawn on the CPU: `order.seeded` seeds only its generator
+            draws = self.draw(count, size).to(images.device)
+        padding = self.padding(size)
+        rows, columns, flips = draws[:, :, None]
+        pixels = torch.arange(size, device=images.device)
+        rows = rows + pixels
+        columns = columns + torch.where(flips.bool(), pixels.flip(0), pixels)
         # of each pixel in its padded image, which has rows of this width
         source = (rows * (size + 2 * padding))[:, :, None] + columns[:, None, :]
-        source = source.flatten(1).to(images.device).repeat_interleave(self.chunk, 0)[:count]
+        source = source.flatten(1).repeat_interleave(self.chunk, 0)[:count]
         padded = pad(images, (padding,) * 4).flatten(2)
         index = source[:, None].expand(-1, channels, -1)
         return padded.gather(2, index).view(images.shape)

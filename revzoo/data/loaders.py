@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
+from revzoo.data.on_device import DeviceImages
 from revzoo.data.order import EpochSampler, PoissonSampler, batches_of_epoch
 
 _MAX_WORKERS = 8  # per training process
@@ -126,7 +127,19 @@ class Loader(DataLoader[Batch]):
             # the sampler skips them, so their images are not read
             self.sampler.start, skipped = skipped, 0
             self.dataset.begin_epoch(self.sampler.epoch_seed)
-        yield from islice(super().__iter__(), skipped, None)
+        on_device = isinstance(self.dataset, DeviceImages)
+        yield from islice(self._on_device() if on_device else super().__iter__(), skipped, None)
+
+    def _on_device(self) -> Iterator[Batch]:
+        """A pass whose indices go to the device at once, without torch's fetcher."""
+        assert isinstance(self.dataset, DeviceImages)
+        indices, sampler = list(self._index_sampler), self.sampler
+        # it has counted this pass, which may end early
+        if isinstance(sampler, EpochSampler):
+            sampler.epoch -= 1
+        yield from self.dataset.batches(indices)
+        if isinstance(sampler, EpochSampler):
+            sampler.epoch += 1
 
     @property
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from

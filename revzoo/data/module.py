@@ -1,7 +1,8 @@
 """The base class of all data modules: splits, loaders, augmentation, normalisation.
 
 The images of a small set stay in memory as bytes, and one indexing operation gives a batch. We move
-the bytes to the device, and augment and normalise them there as a batch.
+the bytes to the device, each batch or the whole set at once (``on_device.py``), and augment and
+normalise them there as a batch.
 
 The rules, for every set:
 
@@ -30,13 +31,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from revzoo._checks import check_count, check_number
+from revzoo._checks import check_choice, check_count, check_number
 from revzoo.data.augment import Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
-from revzoo.data.order import batch_seed, seeded, stratified_split
+from revzoo.data.on_device import CHOICES, DeviceImages, OnDevice, draws_of_epoch, placed
+from revzoo.data.order import batch_seed, batches_of_epoch, seeded, stratified_split
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
@@ -58,6 +60,7 @@ class LoadingOptions(TypedDict, total=False):
     val_fraction: float
     split_seed: int
     augment: Augment | Mapping[str, Any] | None
+    on_device: OnDevice
 
 
 class ImageData(pl.LightningDataModule, ABC):
@@ -85,6 +88,9 @@ class ImageData(pl.LightningDataModule, ABC):
             validation split.
         split_seed: decides which images are held back, independent of other seeds.
         augment: an ``Augment`` or its options.
+        on_device: whether a set in memory lives on the training device, which changes nothing but
+            the speed. ``"auto"``: on a GPU, if it takes at most a quarter of the free memory; True:
+            on any device, if it fits.
 
     Attributes:
         classes: class names by label, after ``setup("fit")``.
@@ -118,17 +124,21 @@ class ImageData(pl.LightningDataModule, ABC):
         val_fraction: float = 0.1,
         split_seed: int = 0,
         augment: Augment | Mapping[str, Any] | None = None,
+        on_device: OnDevice = "auto",
     ) -> None:
         super().__init__()
         check_count("batch_size", batch_size)
         check_count("eval_batch_size", eval_batch_size)
         check_count("num_workers", num_workers or 0, least=0)
         check_number("val_fraction", val_fraction, high=1, open_low=True, open_high=True)
+        check_choice("on_device", on_device, CHOICES)
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.num_workers = num_workers
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.augment = Augment.of(augment)
-        self.poisson = False
+        self.poisson, self.on_device = False, on_device
+        self._place = ""  # the line about the place of the images
+        self._epoch_draws: tuple[Any, Tensor] | None = None  # of which epoch, and its draws
         self._sets: dict[Split, ImageSet] = {}
         self._read_with: tuple[int | None, float] | None = None  # the preparation of these sets
         self._stage: str | None = None  # of the last setup
@@ -196,10 +206,10 @@ class ImageData(pl.LightningDataModule, ABC):
     @property
     def notes(self) -> list[str]:
         """How images are read and augmented, a line each for the opening of a run."""
-        chunk = self.augment.chunk
-        if chunk == 1 or not self._images("train").in_memory:
-            return []
-        return [f"each {chunk} images share a crop and a flip: data.augment.chunk={chunk}"]
+        notes, chunk = [self._place] if self._place else [], self.augment.chunk
+        if chunk > 1 and self._images("train").in_memory:
+            notes.append(f"each {chunk} images share a crop and a flip: data.augment.chunk={chunk}")
+        return notes
 
     def has(self, split: Split) -> bool:
         """Whether the set has this split. Reads no images."""
@@ -280,8 +290,18 @@ class ImageData(pl.LightningDataModule, ABC):
             self.normalisation = self._measured
         self._restored, self._order_seed, self._run_is_over = {}, None, False
 
+    def place(self, device: torch.device | str) -> None:
+        """Move the images that were read to the device of a training, as ``on_device`` says.
+
+        Loaders do so for Lightning; in your own loop, call it after ``setup``.
+        """
+        self._sets, self._place = placed(self._sets, torch.device(device), self.on_device)
+
     def train_dataloader(self) -> DataLoader[Batch]:
-        images, trainer = self._images("train"), self.trainer
+        trainer = self.trainer
+        if trainer is not None:
+            self.place(trainer.strategy.root_device)
+        images = self._images("train")
         if self._order_seed is None:  # otherwise a checkpoint has set it
             # all processes need one order, but their seeds may differ
             seed = torch.initial_seed()
@@ -315,6 +335,8 @@ class ImageData(pl.LightningDataModule, ABC):
         """
         if split == "test" and split not in self._sets:
             raise DataError(self._no_test())
+        if self.trainer is not None:
+            self.place(self.trainer.strategy.root_device)
         images, size = self._images(split), self.eval_batch_size
         # Lightning: the float 1.0 means all batches, the integer 1 one batch
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
@@ -339,15 +361,43 @@ class ImageData(pl.LightningDataModule, ABC):
         assert self.trainer is not None, "Lightning calls this hook"
         images, labels = batch
         if self.trainer.training:
-            # by batch: a resumed run draws the same crops as an uninterrupted one
-            with seeded(batch_seed(self._order_seed or 0, self.trainer)):
-                images = self.transform(images, training=True)
-                images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)
+            images, labels = self._augmented(images, labels)
         else:
             images = self.transform(images, training=False)
         # Lightning converts floats before the transfer, when these images were still bytes
         images = self.trainer.precision_plugin.convert_input(images)
         return images, labels.to(images.dtype) if labels.is_floating_point() else labels
+
+    def _augmented(self, images: Tensor, labels: Tensor) -> Batch:
+        """A training batch, augmented, mixed and normalised."""
+        assert self.trainer is not None
+        draws = self._draws(images)
+        if draws is not None:
+            images = self.normalisation(self.augment(images, draws))
+            if not self.augment.mixes:
+                return images, labels
+        # by batch: a resumed run draws the same crops as an uninterrupted one
+        with seeded(batch_seed(self._order_seed or 0, self.trainer)):
+            if draws is None:
+                images = self.transform(images, training=True)
+            else:  # again, so that the numbers of Mixup and CutMix follow them as elsewhere
+                self.augment.draw(len(images), self.image_size)
+            return self.augment.mix(images, labels, num_classes=self.num_classes)
+
+    def _draws(self, images: Tensor) -> Tensor | None:
+        """The crops and flips of this batch, drawn with those of its epoch; None to draw now."""
+        trainer, own = self.trainer, type(self).transform is not ImageData.transform
+        assert trainer is not None
+        resident = isinstance(self._sets.get("train"), DeviceImages)
+        if not resident or self.poisson or own or not self.augment.changes(self.image_size):
+            return None
+        seed, batches = self._order_seed or 0, int(trainer.num_training_batches)
+        epoch = (seed, trainer.current_epoch, batches, len(images), images.device)
+        if self._epoch_draws is None or self._epoch_draws[0] != epoch:
+            seeds = [batch_seed(seed, trainer, batch) for batch in range(batches)]
+            draws = draws_of_epoch(self.augment, len(images), self.image_size, seeds)
+            self._epoch_draws = epoch, draws.to(images.device)
+        return self._epoch_draws[1][batches_of_epoch(trainer)]
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:

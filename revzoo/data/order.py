@@ -26,9 +26,13 @@ def batches_of_epoch(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
-def batch_seed(seed: int, trainer: pl.Trainer) -> int:
-    """The seed of this process's current training batch, in a run with ``seed``."""
-    return hash_seed(seed, trainer.current_epoch, batches_of_epoch(trainer), trainer.global_rank)
+def batch_seed(seed: int, trainer: pl.Trainer, batch: int | None = None) -> int:
+    """The seed of this process's training batch ``batch`` of this epoch, in a run with ``seed``.
+
+    None for the current batch.
+    """
+    batch = batches_of_epoch(trainer) if batch is None else batch
+    return hash_seed(seed, trainer.current_epoch, batch, trainer.global_rank)
 
 
 @contextmanager

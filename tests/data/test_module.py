@@ -6,39 +6,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from small_task import Recorder
 from torch import Tensor
 
 from revzoo.data import Augment, DataError, Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.data.module import Split
-
-
-class Recorder(pl.LightningModule):
-    """A linear classifier that keeps the batches that reach each loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(64, 10)
-        self.batches: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def _keep(self, name: str, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.batches.setdefault(name, []).append(batch)
-        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
-
-    def training_step(self, batch: Any) -> Tensor:
-        return self._keep("train", batch)
-
-    def validation_step(self, batch: Any) -> None:
-        self._keep("val", batch)
-
-    def test_step(self, batch: Any) -> None:
-        self._keep("test", batch)
-
-    def predict_step(self, batch: Any) -> Tensor:
-        return self._keep("predict", batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def _trainer(path: Path, **options: Any) -> pl.Trainer:
@@ -303,12 +276,14 @@ def test_a_checkpoints_normalisation_is_converted_to_the_datas_units() -> None:
     assert again.state_dict() == digits.state_dict(), "bit for bit where the unit is the same"
 
 
-def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_each_of_two_processes_gets_its_own_half(tmp_path: Path, on_device: bool) -> None:
     class Halves(Recorder):
         def on_train_epoch_end(self) -> None:
             torch.save(_stack(self.batches["train"]), tmp_path / f"{self.global_rank}.pt")
 
-    data = Digits(batch_size=32, augment={"crop_padding": 0, "flip": False})
+    plain = {"crop_padding": 0, "flip": False}
+    data = Digits(batch_size=32, augment=plain, on_device=on_device)
     _trainer(tmp_path, devices=2, strategy="ddp_fork", limit_val_batches=0).fit(Halves(), data)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2

@@ -47,7 +47,7 @@ LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
-MACHINE = ("trainer.accelerator", "trainer.cuda_graph")
+MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device")
 CHANGEABLE = ("memory", "memory.bytes", "memory.fraction", "precision", ROOT, *MACHINE)
 
 _held: set[IO[str]] = set()  # files whose locks this process holds
@@ -386,10 +386,10 @@ def _changes(
     if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
         kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
         changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
-    if names := [name.partition(".")[2] for name in given.intersection(MACHINE)]:
-        own = {name: composed["trainer"][name] for name in names}
-        changed["trainer"] = {**config["trainer"], **own}
-    return {**changed, "data": moved(config["data"], root)}
+    for name in given.intersection(MACHINE):
+        key, _, option = name.partition(".")
+        changed[key] = {**changed.get(key, config[key]), option: composed[key][option]}
+    return {**changed, "data": moved(changed.get("data", config["data"]), root)}
 
 
 def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
@@ -403,9 +403,9 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
                 "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, where "
-                "the data are now, trainer.accelerator=cpu, gpu or auto, where it runs now, and "
-                "trainer.cuda_graph. Start a new run for the rest (with its --config-dir, if it "
-                "had one): "
+                "the data are now, trainer.accelerator=cpu, gpu or auto, where it runs now, "
+                "trainer.cuda_graph and data.on_device. Start a new run for the rest (with its "
+                "--config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"
             )
 

@@ -300,6 +300,7 @@ def build(
     module = build_network(shape) if shape else None
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
+    data.place(trainer.strategy.root_device)  # now: a plan asks for the memory that is free
     if resume is not None:  # before the model, which is built for these data
         _check_same_data(resume.data, data, run_dir)
     module = module or build_network(data.shape)

@@ -54,7 +54,9 @@ def find_batch_size(
     max_size: int = 8192,
     trainer: Mapping[str, Any] | None = None,
 ) -> BatchSize:
-    """Search for the largest batch that can be trained. Changes none of its arguments.
+    """Search for the largest batch that can be trained.
+
+    Moves the images of ``data`` to the device if a run would; changes nothing else.
 
     Args:
         module: its model and its optimiser's state are counted.
@@ -69,6 +71,7 @@ def find_batch_size(
     """
     runner = search_trainer(trainer or {})
     model, device = module.model, runner.strategy.root_device
+    data.place(device)  # as in the run that follows, which has less memory then
     free = free_bytes(device)
     if max_bytes is None and free is None:
         raise ValueError("the system does not report its free memory: give tuner.max_bytes")

@@ -315,9 +315,10 @@ def test_the_run_may_move_to_another_device(stopped: Path) -> None:
     (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
     if not torch.cuda.is_available():
         assert "use trainer.accelerator=cpu or auto" in refused(stopped)
-    go_on(stopped, "trainer.accelerator=cpu", "trainer.cuda_graph=false")
+    go_on(stopped, "trainer.accelerator=cpu", "trainer.cuda_graph=false", "data.on_device=true")
     edited["trainer"] |= {"accelerator": "cpu", "cuda_graph": False}
-    assert config_of(stopped)["trainer"] == edited["trainer"]
+    edited["data"]["on_device"] = True
+    assert config_of(stopped) == edited
     assert "a resumed run keeps its configuration" in refused(stopped, "trainer=cpu")
     message = refused(stopped, "trainer.accelerator=tpu")
     assert message.startswith("revzoo: trainer.accelerator=tpu: expected one of")

@@ -118,7 +118,9 @@ def test_the_opening_says_how_images_are_read_and_shared(
     root = image_folder(tmp_path / "images")
     data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16", "test=false")
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *data, "data.augment.chunk=8"), run_dir=tmp_path / "run")
+        options = (*data, "data.augment.chunk=8", "data.on_device=true")
+        train(compose(*SMALL, *options), run_dir=tmp_path / "run")
+    assert "1 MiB of images are on cpu" in caplog.text
     assert "transparency dropped" in caplog.text
     assert "each 8 images share a crop and a flip" in caplog.text
 

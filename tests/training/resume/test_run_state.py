@@ -55,6 +55,7 @@ def fit(
     if stop_in is not None:
         callbacks.insert(0, StopIn(stop, stop_in))
     schedule = {"name": options.pop("schedule", "onecycle")}
+    data = Digits(batch_size=32, on_device=options.pop("on_device", "auto"))
     options = {"max_epochs": 3, "limit_train_batches": BATCHES, **options}
     runner = trainer(
         folder,
@@ -65,7 +66,6 @@ def fit(
     )
     module = Classifier(NET, optim={"lr": 0.1, "schedule": schedule})
     path = folder / "checkpoints" / LAST if resume else None
-    data = Digits(batch_size=32)
     try:
         runner.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     except RunStopped:
@@ -106,6 +106,16 @@ def test_a_resumed_run_is_bit_equal(
     last = read_checkpoint(tmp_path / "checkpoints" / LAST)
     assert last["global_step"] == saved
     assert_same(fit(tmp_path, resume=True), unbroken)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_a_run_with_its_images_on_the_device_is_bit_equal(
+    before: bool, after: bool, unbroken: Any, tmp_path: Path
+) -> None:
+    """``auto`` asks what is free, so it may decide otherwise when the run resumes."""
+    assert fit(tmp_path, stop_in=5, on_device=before) is None
+    assert_same(fit(tmp_path, resume=True, on_device=after), unbroken)
 
 
 @pytest.fixture
