@@ -21,10 +21,11 @@ in training. That is not here. Where ``|gamma|`` is below 1e-3, the release chan
 also in evaluation mode; a gamma of 0 stays 0 and divides by zero. We compute with 1e-3 there and
 leave the parameter, whose gradient passes.
 
-In mode ``invert`` a column divides by gamma, so rounding errors grow from column to column, by 2
-while gamma is 0.5: the guard raises where gammas are small or columns many. Mode ``exact`` keeps
-the bits that the products drop, see :mod:`revzoo.layers.scaled_words`: 1 bit for each value of a
-level and column where ``|gamma|`` is 0.5 to 1. It computes the same network, on the grid.
+In mode ``invert`` a column divides by gamma, so rounding errors grow from column to column: the
+guard raises where gammas are small, or columns many (8 at first). The release avoids that by
+keeping the output of each column. Mode ``exact`` keeps the bits that the products drop, see
+:mod:`revzoo.layers.scaled_words`: 1 bit for each value of a level and column where ``|gamma|`` is
+0.5 to 1. It computes the same network, on the grid.
 """
 
 from __future__ import annotations
