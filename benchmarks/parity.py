@@ -6,7 +6,8 @@
 Both networks get the same random weights, by our translation of the publisher's names, and the
 same images. Logits are compared by their largest difference, gradients by the largest difference
 relative to the largest value of the same tensor; the largest of all tensors counts. Gradients that
-are zero but for rounding, as of a shift before a batch normalisation, are left out.
+are zero but for rounding, as of a shift before a batch normalisation, are left out. In train mode
+both draw the same random numbers for stochastic depth.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from measure import environment, interleaved
@@ -24,8 +27,10 @@ from torch import Tensor, nn
 
 import revzoo
 from revzoo.models.revbifpn import RevBiFPN
+from revzoo.models.revcol import UNUSED, RevCol
 
 BATCH = 2
+DROP_PATH = 0.1  # of RevCol
 ZERO = 1e-7  # a tensor's largest gradient over the largest of all
 
 
@@ -51,8 +56,26 @@ def revbifpn(original: Path, name: str) -> Pair:
     return Pair(theirs, theirs, names, ())
 
 
-ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {"revbifpn": revbifpn}
-OPTIONS: dict[str, dict[str, Any]] = {"revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0}}
+def revcol(original: Path, name: str) -> Pair:
+    """RevCol of megvii-research/RevCol, with its random drops; it needs timm."""
+    sys.path.insert(0, str(original))
+    from models import revcol as code  # type: ignore[import-not-found]
+
+    # it reads rates from a tensor, also where the weights are on the meta device
+    with mock.patch("torch.linspace", partial(torch.linspace, device="cpu")):
+        theirs = getattr(code, name)(save_memory=False, drop_path=DROP_PATH)
+    ours = ours_of(name)
+    assert isinstance(ours, RevCol)
+    found = by_tensor(theirs, ours.published_keys())
+    names = {old: new for old, new in found.items() if not old.startswith(UNUSED)}
+    return Pair(theirs, lambda x: theirs(x)[0][-1], names, UNUSED)
+
+
+ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {"revbifpn": revbifpn, "revcol": revcol}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0},
+    "revcol": {"drop_path_rate": DROP_PATH},
+}
 
 
 def ours_of(name: str) -> nn.Module:
@@ -182,6 +205,7 @@ def modes(name: str, batch: int, rounds: int, device: str) -> None:
         drift = revzoo.drift(model) if memory in ("invert", "exact") else {}
         worst = max(drift.values(), default=0.0)
         revzoo.set_memory(model, memory)
+        revzoo.set_drift_limit(model, torch.inf)
         report = revzoo.audit(model, x.shape, modes=[], real=True)
         kept, peak = (b / batch / 2**20 for b in (report.kept_bytes, report.activation_bytes))
         row = (name, f"`{memory}`", f"{kept:,.2f}", f"{peak:,.2f}", f"{timed[memory].ratio:.2f}")

@@ -44,8 +44,8 @@ from revzoo.profiling.units import bytes_from
 
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
-    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets, RevViTs and "
-    "RevBiFPNs are reversible without it",
+    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets, RevViTs, "
+    "RevBiFPNs and RevCols are reversible without it",
 }
 
 

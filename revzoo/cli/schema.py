@@ -221,6 +221,16 @@ REVBIFPN = section(
     blocks=Option(int, 2, "residual blocks of each level in a stage", LEAST_0),
     image_size=Option(int, 224, "pixels of the publication's images", COUNT),
 )
+REVCOL = section(
+    "A reversible column network.",
+    MODEL,
+    **{name: NETWORK.options[name] for name in ("drop_rate", "drop_path_rate", "global_pool")},
+    columns=Option(int, None, "number of columns", COUNT),
+    widths=Option(Sequence, None, "channels of each level"),
+    units=Option(Sequence, None, "number of blocks of each level"),
+    kernel_size=Option(int, 3, "side of the depthwise convolutions, odd", COUNT),
+    image_size=Option(int, 224, "pixels of the publication's images", COUNT),
+)
 
 SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
 SCHEDULES = {
@@ -450,6 +460,7 @@ FAMILIES = {
     "irevnet": IREVNET,
     "revvit": REVVIT,
     "revbifpn": REVBIFPN,
+    "revcol": REVCOL,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
     "torchvision": LIBRARY,
     "timm": LIBRARY,

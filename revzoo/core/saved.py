@@ -152,6 +152,11 @@ def saving_for_replay(tensors: list[Tensor] | None) -> Iterator[None]:
         _thread.for_replay = outer
 
 
+def saves_for_replay() -> bool:
+    """Whether the running step has a replay, which needs what :func:`save_for_replay` keeps."""
+    return _thread.for_replay is not None
+
+
 def save_for_replay(t: Tensor) -> None:
     """Keep ``t`` for the replay of the running step, if its mode inverts it."""
     if _thread.for_replay is not None:

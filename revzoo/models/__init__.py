@@ -4,6 +4,7 @@ from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
 from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN, RevBiFPNVariant
+from revzoo.models.revcol import REVCOLS, RevCol, RevColVariant
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork, Variant
 from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 
@@ -11,6 +12,7 @@ __all__ = [
     "IREVNETS",
     "RESNETS",
     "REVBIFPNS",
+    "REVCOLS",
     "REVNETS",
     "REVVITS",
     "VITS",
@@ -22,6 +24,8 @@ __all__ = [
     "ResNet",
     "RevBiFPN",
     "RevBiFPNVariant",
+    "RevCol",
+    "RevColVariant",
     "RevNet",
     "RevViT",
     "RevViTVariant",

@@ -30,6 +30,7 @@ from revzoo.models.pretrained import (
     shape_of_weights,
 )
 from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN
+from revzoo.models.revcol import REVCOLS, RevCol
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
@@ -94,6 +95,7 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     IRevNet: IREVNETS,
     RevBiFPN: REVBIFPNS,
     RevViT: REVVITS,
+    RevCol: REVCOLS,
     ViT: VITS,
 }
 MODELS: dict[str, Architecture] = _Models(
@@ -277,7 +279,8 @@ def create_model(
             * fields of the row (:class:`~revzoo.models.revnet.Variant`,
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
               :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
-              :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
+              :class:`~revzoo.models.revvit.RevViTVariant`,
+              :class:`~revzoo.models.revcol.RevColVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
@@ -412,8 +415,8 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
 def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
-        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs and "
-        "RevBiFPNs are reversible without them"
+        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs, "
+        "RevBiFPNs and RevCols are reversible without them"
     )
 
 

@@ -107,7 +107,10 @@ def test_the_trainer() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104", "revbifpn_s0"],
+    [
+        *("revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104"),
+        *("revbifpn_s0", "revcol_tiny"),
+    ],
 )
 def test_models(name: str) -> None:
     section = chosen("model", RUN.parts["model"], {"name": name})
