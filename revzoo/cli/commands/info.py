@@ -20,6 +20,7 @@ from revzoo.cli.commands._models import (
     add_bits_option,
     add_option,
     bits_of,
+    check_name,
     check_side,
     side_of,
 )
@@ -70,6 +71,8 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     except UnknownWeightsError:
         # of a file, a folder or the hub; a folder must not hide the architecture of its name
         entry = None if name in model_names() else find_entry(name)
+        if entry is None:
+            check_name(name, table)
     for key, value in entry.plain().items() if entry else ():
         _print(key, value)
     with status_of("loading torch"):
