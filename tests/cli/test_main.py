@@ -239,6 +239,8 @@ LIGHT = {"torch", "pytorch_lightning", "torchvision"}
         ("plan", "revnet39", "--budget", "1GiB"),
         ("plan", "revnet38", "--budget", "1x"),
         ("export", "revnet39"),
+        ("export", "."),
+        ("info", "."),
     ],
     ids=" ".join,
 )

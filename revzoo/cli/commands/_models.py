@@ -14,7 +14,7 @@ from revzoo._files import check_writable, replacing
 from revzoo._libraries import unknown_model
 from revzoo.cli.schema import model_names
 from revzoo.cli.terminal import ConfigError, one_line
-from revzoo.weights.source import SAVED, SUFFIX
+from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 if TYPE_CHECKING:
@@ -80,11 +80,13 @@ def check_name(name: str, table: WeightsTable = SHIPPED, *, weights: bool = Fals
 
     With ``weights``, a name that is no model means weights.
     """
-    is_file = Path(name).exists() or name.endswith((SUFFIX, ".ckpt", ".py"))
+    is_file = Path(name).is_file() or name.endswith((SUFFIX, ".ckpt", ".py"))
     # plugins have imported torch, and may have registered the name
     if "torch" in sys.modules or is_file or ":" in name or name in (names := model_names()):
         return
-    if weights or "." in name:
+    if Path(name).is_dir():
+        resolve_source(name)  # which says what a folder may hold
+    elif weights or "." in name:
         table.find(name)
     else:
         raise unknown_model(name, names)

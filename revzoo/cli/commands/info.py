@@ -96,7 +96,7 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
         restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
     spec = restored.network.spec
     assert spec is not None, "create_model sets it"
-    facts = {**spec._asdict(), **restored.facts}
+    facts = {"architecture": spec.architecture, "options": spec.options, **restored.facts}
     for key, value in facts.items():
         if value not in (None, {}):  # as in an entry
             _print(key, value)
