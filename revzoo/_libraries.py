@@ -1,6 +1,7 @@
-"""The names of torchvision's and timm's networks, read from the libraries' files.
+"""The names of torchvision's and timm's networks, and the error for a name that no network has.
 
-Importing either library takes seconds, too long just to report a wrong name.
+The names are read from the libraries' files: importing torch or a library takes seconds, too long
+just to report a wrong name.
 """
 
 from __future__ import annotations
@@ -9,13 +10,32 @@ import fnmatch
 import functools
 import re
 import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
-from revzoo._checks import either, nearest, package_needed
+from revzoo._checks import UserError, did_you_mean, either, nearest, package_needed
 
 LIBRARIES = ("torchvision", "timm")
 _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
+
+
+class UnknownModelError(UserError, ValueError):
+    """No model has this name."""
+
+
+def unknown_model(name: str, known: Collection[str]) -> UnknownModelError:
+    """The error for a name that is not one of the ``known`` models."""
+    # an exact name of a library is a better hint than a similar name of the zoo
+    hint = library_hint(name)
+    hint = f"{hint}." if hint else did_you_mean(name, known, n=3) or "."
+    start = f"there is no model {name!r} among the {len(known)} of"
+    return UnknownModelError(
+        f"{start} list_models(){hint} Register your own with revzoo.register_model "
+        "(on the command line: --import MODULE)",
+        in_programs=f"{start} revzoo list --all{hint} Register your own with "
+        "revzoo.register_model, and add --import MODULE",
+    )
 
 
 @functools.cache

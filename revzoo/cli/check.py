@@ -253,6 +253,17 @@ def check_machine(config: Config) -> None:
     """Check the device, the precision and the number of processes of a checked configuration."""
     trainer, precision = config["trainer"], config["precision"]
     device, devices = device_kind(trainer["accelerator"]), str(trainer["devices"])
+    # Lightning's errors do not name the option
+    if device == "cpu" and not re.fullmatch(r"auto|[1-9]\d*", devices):
+        raise ConfigError(
+            f"trainer.devices={devices}: expected a number of processes, or auto; this run is on "
+            "the CPU"
+        )
+    if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+(,\d*)+|\[\d+(, \d+)*\]", devices):
+        raise ConfigError(
+            f"trainer.devices={devices}: expected a number of GPUs, a list of their numbers such "
+            "as [0,1], or auto"
+        )
     # on a CPU, Lightning starts any number of processes
     if device == "cpu" and devices.isdecimal() and int(devices) > 4 * cores():
         raise ConfigError(

@@ -150,9 +150,15 @@ def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
         add_import_option(parser)
     if "" in arguments:  # an empty path would mean the working directory
         parser.error("one of the arguments is empty (is a variable of the shell empty?)")
-    words = arguments[1:]
+    words, known = arguments[1:], parser._option_string_actions  # there is no public list
+    for word in words:  # argparse would first ask for the required option that is misspelt
+        key = word.partition("=")[0]
+        if not word.startswith("-") or key in known:
+            continue
+        if hint := did_you_mean(key, known, cutoff=0.8):  # --epochs is not near --resume
+            parser.error(f"unrecognized arguments: {word}{hint}")
     if any(action.dest == "overrides" for action in parser._actions):
-        words = list(_as_overrides(words, parser._option_string_actions))
+        words = list(_as_overrides(words, known))
     # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
     args, unknown = parser.parse_known_intermixed_args(words)
     # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
@@ -160,10 +166,8 @@ def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
         args.overrides += [word for word in unknown if not word.startswith("-")]
         unknown = [word for word in unknown if word.startswith("-")]
     if unknown:
-        # there is no public list; 0.8: --resum, but not --epochs, is near --resume
-        hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.8)
-        if not hint and hasattr(args, "overrides"):
-            hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3"
+        overridable = hasattr(args, "overrides")
+        hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3" if overridable else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
 
@@ -171,13 +175,13 @@ def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
 def _as_overrides(words: Iterable[str], known: Collection[str]) -> Iterator[str]:
     """``words`` with ``--model revnet38`` and ``--seed=1`` as ``model=revnet38`` and ``seed=1``.
 
-    Options that are ``known``, or misspelt, stay. An option without a value becomes ``KEY=true``.
+    Options that are ``known`` stay. An option without a value becomes ``KEY=true``.
     """
     rest = deque(words)
     while rest:
         word = rest.popleft()
         key, equals, value = word.partition("=")
-        if not re.match(r"--\w", word) or key in known or did_you_mean(key, known, cutoff=0.8):
+        if not re.match(r"--\w", word) or key in known:
             yield word
             continue
         if not equals:

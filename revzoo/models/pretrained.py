@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from revzoo._files import file_name, json_bytes, write_together
-from revzoo._libraries import library_hint
 from revzoo.models.components import adapt_channels
 from revzoo.models.network import ImageNetwork
 from revzoo.models.weights_file import (
@@ -105,16 +104,14 @@ def find_model(
     shelf = SHIPPED if table is None else table
     try:
         entry = shelf.find(text)
-    except UnknownWeightsError as error:
+    except UnknownWeightsError:
         if text in known and not shelf.names(text):
             raise UnknownWeightsError(
                 f"there are no weights for {text}: use pretrained=False (model.pretrained=false), "
                 "or your own file as checkpoint_path (+model.checkpoint_path=FILE); "
                 "list_models(pretrained=True) (revzoo list --pretrained) lists all weights"
             ) from None
-        hint = "" if is_known else library_hint(text)
-        in_programs = error.in_programs and f"{error.in_programs}{hint}"
-        raise UnknownWeightsError(f"{error}{hint}", in_programs=in_programs) from None
+        raise
     return NamedModel(entry.architecture, entry, entry.options)
 
 

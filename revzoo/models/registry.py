@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from revzoo._checks import UserError, check_new_name, did_you_mean, keyword_names
-from revzoo._libraries import check_library_name, library_hint, matching_names
+from revzoo._checks import check_new_name, did_you_mean, keyword_names
+from revzoo._libraries import check_library_name, matching_names, unknown_model
 from revzoo.core.set_memory import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.irevnet import IREVNETS, IRevNet
@@ -46,10 +46,6 @@ from revzoo.models.wrapped import (
 from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
-
-
-class UnknownModelError(UserError, ValueError):
-    """No model has this name."""
 
 
 class Architecture(NamedTuple):
@@ -432,14 +428,5 @@ def _given(**values: Any) -> dict[str, Any]:
 
 def _architecture_of(name: str) -> Architecture:
     if name not in MODELS:
-        # an exact name of a library is a better hint than a similar name of the zoo
-        hint = library_hint(name)
-        hint = f"{hint}." if hint else did_you_mean(name, MODELS, n=3) or "."
-        start = f"there is no model {name!r} among the {len(MODELS)} of"
-        raise UnknownModelError(
-            f"{start} list_models(){hint} Register your own with revzoo.register_model "
-            "(on the command line: --import MODULE)",
-            in_programs=f"{start} revzoo list{hint} Register your own with revzoo.register_model, "
-            "and add --import MODULE",
-        )
+        raise unknown_model(name, MODELS)
     return MODELS[name]

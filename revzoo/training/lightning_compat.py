@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from torch.optim.swa_utils import AveragedModel
@@ -85,6 +86,16 @@ def stop_watching(trainer: pl.Trainer) -> None:
     if isinstance(launcher, _SubprocessScriptLauncher):
         # the watchdog polls this list, and ends when it is empty
         launcher.procs.clear()
+
+
+def allow_unused_parameters(trainer: pl.Trainer) -> None:
+    """Let DistributedDataParallel, if the trainer uses it, train parameters without a gradient.
+
+    Lightning takes the option only with the name of the strategy, which it then starts on one
+    device, too.
+    """
+    if isinstance(trainer.strategy, DDPStrategy):
+        trainer.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from revzoo._checks import did_you_mean
+from revzoo._libraries import library_hint
 from revzoo.weights.entry import WeightsEntry, read_entry
 from revzoo.weights.errors import EntryError, UnknownWeightsError
 
@@ -78,11 +79,12 @@ class WeightsTable:
         start = f"there are no weights, file or folder {name!r}"
         start += did_you_mean(name, names or self.entries) or "."
         listed = f"Known for {architecture}: {', '.join(names)}" if names else ""
+        hint = "" if names else library_hint(name)
         raise UnknownWeightsError(
             f"{start} {listed or 'list_models(pretrained=True) lists all weights'}. Use "
-            "pretrained=False, or checkpoint_path for your own file",
+            f"pretrained=False, or checkpoint_path for your own file{hint}",
             in_programs=f"{start} {listed or 'revzoo list --pretrained lists all weights'}; or "
-            "give the path of a .safetensors file",
+            f"give the path of a .safetensors file{hint}",
         )
 
     def _files(self) -> Iterable[Path]:

@@ -150,6 +150,13 @@ def test_pretrained_weights_must_be_known(
             ["trainer=cpu", "trainer.devices=100000"],
             r"trainer\.devices=100000 processes for .*: expected at most",
         ),
+        # these were tracebacks of Lightning
+        (
+            ["trainer=cpu", "trainer.devices=x"],
+            "devices=x: expected a number of processes, or auto",
+        ),
+        (["trainer=cpu", "trainer.devices=[0]"], r"devices=\[0\]: expected a number of processes"),
+        (["trainer=cpu", "trainer.devices=-1"], "devices=-1: expected a number of processes"),
         (
             ["trainer.devices=1e30"],
             r"trainer\.devices=1e\+30: expected a whole number or a string or a list",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from resumed import resume
 from small_weights import small, write_entry
 
@@ -92,7 +93,15 @@ PRETRAINED = ("model.checkpoint_path=a.safetensors",)
 
 @pytest.mark.parametrize(
     ("trainer", "unused"),
-    [(("trainer=cpu",), None), (("trainer=ddp",), True), (("trainer.devices=2",), True)],
+    [
+        (("trainer=cpu",), None),
+        (("trainer.devices=auto",), None),
+        (("trainer.devices='1'",), None),
+        (("trainer.devices=2",), True),
+        (("trainer.num_nodes=2",), True),
+        (("trainer=ddp",), True),
+        (("trainer.strategy=ddp_spawn",), True),
+    ],
 )
 def test_frozen_parameters_may_be_unused_in_several_processes(
     compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
@@ -101,6 +110,19 @@ def test_frozen_parameters_may_be_unused_in_several_processes(
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
     assert kept is unused
+
+
+@pytest.mark.parametrize("devices", ["auto", "[0]", "'0,'", "1"])
+def test_one_gpu_trains_without_distributed_data_parallel(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = ("trainer=gpu", f"trainer.devices={devices}", "trainer.cuda_graph=false")
+    config = compose("experiment=finetune", *chosen, *PRETRAINED)
+    strategy = build_trainer(config, run_dir=tmp_path).strategy
+    assert isinstance(strategy, SingleDeviceStrategy)
 
 
 def test_a_resumed_run_names_its_checkpoint_and_no_random_classifier(

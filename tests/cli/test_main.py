@@ -109,6 +109,8 @@ def test_the_table_of_weights_fits_in_80_columns(capsys: pytest.CaptureFixture[s
 def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"revzoo: no .* 'vgg\*'"):
         main(["list", "vgg*", *options])
+    with pytest.raises(SystemExit, match=r"; did you mean 'revnet38"):
+        main(["list", "revnt38.cifar10" if options else "revnt38", *options])
 
 
 def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
@@ -230,6 +232,15 @@ LIGHT = {"torch", "pytorch_lightning", "torchvision"}
         ("sweep", "trails=2"),
         ("sweep", "optim.lrr=interval(0,1)"),
         ("predict", "revnet38.cifar10", "nowhere.png"),
+        ("info", "revnet39"),
+        ("info", "revnet38.cifar"),
+        ("audit", "revnet39"),
+        ("bench", "revnet38", "revnet39"),
+        ("plan", "revnet39", "--budget", "1GiB"),
+        ("plan", "revnet38", "--budget", "1x"),
+        ("export", "revnet39"),
+        ("export", "."),
+        ("info", "."),
     ],
     ids=" ".join,
 )
@@ -255,6 +266,8 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
         (["train", "-b", "3"], "-b; set values as KEY=VALUE, such as"),
         (["train", "--resum", "run"], "--resum; did you mean '--resume'?"),
         (["audit", "revnet38", "--xyz"], "--xyz\n"),
+        # only the required --budget was asked for
+        (["plan", "revnet38", "--budgt", "1GiB"], "--budgt; did you mean '--budget'?"),
         # all KEY=VALUE were blamed, too
         (["train", "seed=1", "--resum", "run", "test=false"], "--resum; did you mean '--resume'?"),
     ],

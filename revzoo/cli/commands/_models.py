@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
+from revzoo._libraries import unknown_model
+from revzoo.cli.schema import model_names
 from revzoo.cli.terminal import ConfigError, one_line
-from revzoo.weights.source import SAVED
+from revzoo.weights.source import SAVED, SUFFIX, resolve_source
+from revzoo.weights.table import SHIPPED, WeightsTable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +73,23 @@ def _saved_bits(text: str) -> int | str | None:
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword of ``create_model`` for ``--bits``."""
     return {} if args.bits is None else {"reversible_bits": args.bits}
+
+
+def check_name(name: str, table: WeightsTable = SHIPPED, *, weights: bool = False) -> None:
+    """Refuse an unknown model without torch, whose import takes seconds.
+
+    With ``weights``, a name that is no model means weights.
+    """
+    is_file = Path(name).is_file() or name.endswith((SUFFIX, ".ckpt", ".py"))
+    # plugins have imported torch, and may have registered the name
+    if "torch" in sys.modules or is_file or ":" in name or name in (names := model_names()):
+        return
+    if Path(name).is_dir():
+        resolve_source(name)  # which says what a folder may hold
+    elif weights or "." in name:
+        table.find(name)
+    else:
+        raise unknown_model(name, names)
 
 
 def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetwork:

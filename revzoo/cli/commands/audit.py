@@ -16,6 +16,7 @@ from pathlib import Path
 from revzoo._files import check_writable
 from revzoo.cli.commands._models import (
     add_batch_options,
+    check_name,
     check_picture,
     model_for,
     shape_for,
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the report and write the requested files."""
+    check_name(args.name)
     with status_of("loading torch"):
         import torch
 

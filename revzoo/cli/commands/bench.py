@@ -16,7 +16,7 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import cycle
@@ -27,11 +27,13 @@ from revzoo._checks import check_choice
 from revzoo._files import check_writable, replacing_table
 from revzoo.cli.commands._models import (
     add_batch_options,
+    check_name,
     check_picture,
     memory_chart,
     model_for,
     shape_for,
 )
+from revzoo.cli.schema import MODES, PLANS
 from revzoo.cli.terminal import folded, show_written, status_of
 
 if TYPE_CHECKING:
@@ -66,10 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, and print row by row."""
+    names = [name for family in args.names for name in with_depths(family, args.depths)]
+    for name in names:
+        if name in (*MODES, *PLANS):
+            raise ValueError(
+                f"{name} is a memory mode, not a model: separate modes by commas, as in "
+                "--memory store,invert"
+            )
+        check_name(name)
     with status_of("loading torch"):
         import torch
 
-        from revzoo.core.modes import MODES
         from revzoo.profiling.bench import bench
         from revzoo.profiling.plan import PLANNED
         from revzoo.profiling.units import in_one_unit, peak_note
@@ -82,7 +91,10 @@ def run(args: argparse.Namespace) -> None:
     for mode in chosen:
         check_choice("--memory", mode, known)
     rows: list[Measured] = []
-    for name in _checked_names(args, known):
+    for name in names:  # all of them, before the first one is measured
+        with torch.device("meta"):
+            shape_for(args, model_for(args, name))
+    for name in names:
         # the same weights and images at each call of the program
         torch.manual_seed(0)
         model = model_for(args, name)
@@ -108,22 +120,6 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         draw(rows, args.plot)
     show_written(args.csv, args.plot)
-
-
-def _checked_names(args: argparse.Namespace, modes: Sequence[str]) -> list[str]:
-    """The names of the models, all checked before the first one is measured."""
-    import torch
-
-    names = [name for family in args.names for name in with_depths(family, args.depths)]
-    for name in names:
-        if name in modes:
-            raise ValueError(
-                f"{name} is a memory mode, not a model: separate modes by commas, as in "
-                "--memory store,invert"
-            )
-        with torch.device("meta"):
-            shape_for(args, model_for(args, name))
-    return names
 
 
 def _table(name: str, measured: list[Measured], sized: Callable[[float], str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from revzoo._files import file_name
 from revzoo.cli.commands._models import (
     add_option,
     add_saved_bits_option,
+    check_name,
     check_side,
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Export, and print the file and the difference."""
+    check_name(args.name, weights_table(args), weights=True)
     with status_of("loading torch"):
         from revzoo.interop.export import TOLERANCE, export
 

@@ -20,6 +20,7 @@ from revzoo.cli.commands._models import (
     add_bits_option,
     add_option,
     bits_of,
+    check_name,
     check_side,
     side_of,
 )
@@ -70,6 +71,8 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     except UnknownWeightsError:
         # of a file, a folder or the hub; a folder must not hide the architecture of its name
         entry = None if name in model_names() else find_entry(name)
+        if entry is None:
+            check_name(name, table)
     for key, value in entry.plain().items() if entry else ():
         _print(key, value)
     with status_of("loading torch"):
@@ -93,7 +96,7 @@ def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, 
         restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
     spec = restored.network.spec
     assert spec is not None, "create_model sets it"
-    facts = {**spec._asdict(), **restored.facts}
+    facts = {"architecture": spec.architecture, "options": spec.options, **restored.facts}
     for key, value in facts.items():
         if value not in (None, {}):  # as in an entry
             _print(key, value)

@@ -14,6 +14,7 @@ import fnmatch
 import sys
 from collections.abc import Iterator, Sequence
 
+from revzoo._checks import did_you_mean
 from revzoo._libraries import LIBRARIES, library_hint, matching_names, unknown_name
 from revzoo.cli.schema import model_names
 from revzoo.weights.entry import WeightsEntry
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> None:
         if not (args.all or "memcnn" in args.pattern):
             names = [name for name in names if not name.endswith("_memcnn")]
     if not names:
-        raise ValueError(_no_match(args.pattern, pretrained=args.pretrained))
+        known = table.names() if args.pretrained else model_names()
+        raise ValueError(_no_match(args.pattern, known, pretrained=args.pretrained))
     lines = _table([table.entries[name] for name in names]) if args.pretrained else names
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -90,8 +92,8 @@ def _short(number: float) -> str:
     return f"{number:#.3g}" if number >= 1 else f"{number:.2f}"
 
 
-def _no_match(pattern: str, *, pretrained: bool) -> str:
-    """The message for a pattern that no name matches."""
+def _no_match(pattern: str, known: Sequence[str], *, pretrained: bool) -> str:
+    """The message for a pattern that no name matches; a ``known`` name may be near."""
     library, colon, _ = pattern.partition(":")
     of_library = library in LIBRARIES and bool(colon)
     if of_library and not pretrained:
@@ -100,5 +102,6 @@ def _no_match(pattern: str, *, pretrained: bool) -> str:
     if of_library:
         hint = f": model.pretrained=true (pretrained=True) loads {library}'s own"
     else:
-        hint = library_hint(pattern) or "; revzoo list shows all models of the zoo"
+        hint = library_hint(pattern) or did_you_mean(pattern, known, cutoff=0.6)
+        hint = hint or "; revzoo list shows all models of the zoo"
     return f"no {what} {pattern!r}{hint}"

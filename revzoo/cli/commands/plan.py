@@ -20,6 +20,7 @@ from revzoo._checks import check_choice
 from revzoo._files import check_writable, json_bytes, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
+    check_name,
     check_picture,
     check_side,
     memory_chart,
@@ -27,6 +28,7 @@ from revzoo.cli.commands._models import (
     shape_for,
 )
 from revzoo.cli.terminal import folded, folded_command, show_written, status_of
+from revzoo.profiling.units import bytes_from, in_one_unit
 
 if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
@@ -56,19 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the plan, or the largest batch, image or depth that fits."""
+    # refuse a wrong name or budget before torch is imported
+    check_name(args.name)
+    budget = bytes_from(args.budget)
     with status_of("loading torch"):
         import torch
 
         from revzoo.core.modes import INVERTING
         from revzoo.profiling.plan import Planner
-        from revzoo.profiling.units import bytes_from, in_one_unit
 
     if args.fit and (args.save or args.plot):
         raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
     if args.memory is not None:
         check_choice("--memory", args.memory, INVERTING)
-    # refuse a wrong budget before building the model
-    budget = bytes_from(args.budget)
     check_picture(args.plot)
     check_writable(args.save, makes_folders=True)
     with status_of(args.name):
@@ -202,7 +204,6 @@ def _least(args: argparse.Namespace, shape: Shape, keywords: Mapping[str, Any]) 
 def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     """A sentence with the largest batch, image or depth that fits, and how to see its plan."""
     from revzoo.profiling.plan import largest
-    from revzoo.profiling.units import in_one_unit
 
     sized = in_one_unit(budget)
     fit = fit_of(args, shape)

@@ -10,8 +10,9 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
 
 revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
 
-revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only
-memory=MODE may change, with memory.bytes=BUDGET or memory.fraction=PART, and precision=NAME with
+revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only these may
+change: memory=MODE, with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR;
+trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; and precision=NAME with
 --allow-precision-change.
 
 NOTE [ The order of checks ]

@@ -34,6 +34,7 @@ from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
+from revzoo.training.lightning_compat import allow_unused_parameters
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume.csv_logger import MetricsCSV
 from revzoo.training.resume.graceful_stop import GracefulStop
@@ -186,17 +187,12 @@ def build_trainer(
     options = dict(config["trainer"])
     if options.pop("cuda_graph", "auto"):  # last: it compares what the others have changed
         callbacks.append(CudaGraph())
-    devices = options.get("devices")
-    most = torch.cuda.device_count() if devices in ("auto", -1, "-1") else devices
-    several = options["strategy"] == "auto" and most not in (0, 1, "0", "1")
-    if specs.get("finetuning") is not None and (several or options["strategy"] == "ddp"):
-        options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     # given only by name, Lightning's profilers just log their table
     if (profiler := options.pop("profiler", None)) is not None:
         # hooks that record the names of modules would make steps recompute
         unhooked = {"record_module_names": False} if profiler == "pytorch" else {}
         profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile", **unhooked)
-    return make_trainer(
+    trainer = make_trainer(
         **options,
         profiler=profiler,
         precision=config["precision"]["trainer"],
@@ -207,6 +203,9 @@ def build_trainer(
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
     )
+    if specs.get("finetuning") is not None:
+        allow_unused_parameters(trainer)  # frozen parameters get no gradient
+    return trainer
 
 
 def make_trainer(**options: Any) -> pl.Trainer:
@@ -219,6 +218,8 @@ def make_trainer(**options: Any) -> pl.Trainer:
         )
     except MisconfigurationException as error:
         raise ConfigError(str(error)) from error
+    except TypeError as error:  # max_time={dayz: 1}
+        raise ConfigError(f"trainer: {error}") from error
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

@@ -230,7 +230,7 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
             ["export", "revnet29.cifar", "--format", "pt2"],
             r"no weights.*\? revzoo list --pretrained lists all weights; or give the path",
         ),
-        (["audit", "resnet38"], "among the [0-9]+ of revzoo list; did you mean"),
+        (["audit", "resnet38"], "among the [0-9]+ of revzoo list --all; did you mean"),
         (["audit", "mynet"], "no model 'mynet' .* Register your own .* --import MODULE"),
         (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
         (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),

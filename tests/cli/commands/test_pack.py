@@ -180,6 +180,7 @@ def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> 
     main(["info", str(run_dir), "--batch-size", "1"])
     output = capsys.readouterr().out
     assert f"checkpoint              {run_dir}/checkpoints/best.ckpt" in output
+    assert "<function" not in output
     assert "architecture            revnet38" in output
     assert "classes                 left, right" in output
     assert "forward, 1x8x8" in output
