@@ -79,30 +79,24 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
     Raises:
         RuntimeError: a branch was built for all channels, not for those of one stream.
     """
-    if not hasattr(error, "__notes__"):
-        if step.streams == 2 and re.search(_WRONG_WIDTH, str(error)):
-            got = " and ".join(str(tuple(t.shape)) for t in state)
-            reason = RuntimeError(
-                f"a branch of {name_of(step)} does not take its stream: a sequence splits a tensor "
-                f"in two, so each branch gets half of the channels (streams of shape {got}). Build "
-                f"it for half of them. torch says: {str(error).splitlines()[0]}"
-            )
-            reason.add_note(f"In the {direction} of {name_of(step)}")  # once, also inside others
-            raise reason from error
-        shapes = " and ".join(str(tuple(t.shape)) for t in state)
-        types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
-        halves = (
-            ""
-            if step.streams != 2
-            else (
-                ". A sequence splits a tensor in two, so each branch gets half of its channels: "
-                "build branches for half of them"
-            )
-        )
-        error.add_note(
-            f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
-            f"{types}, and takes `streams` = {step.streams} of them{halves}"
-        )
+    if hasattr(error, "__notes__"):
+        return
+    shapes = " and ".join(str(tuple(t.shape)) for t in state)
+    types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
+    note = (
+        f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
+        f"{types}, and takes `streams` = {step.streams} of them"
+    )
+    if step.streams != 2 or not re.search(_WRONG_WIDTH, str(error)):
+        error.add_note(note)
+        return
+    reason = RuntimeError(
+        f"a branch of {name_of(step)} does not take its stream, of shape {tuple(state[-1].shape)}: "
+        "a sequence splits a tensor in two, so each branch gets half of the channels. Build it "
+        f"for half of them. torch says: {str(error).splitlines()[0]}"
+    )
+    reason.add_note(note)
+    raise reason from error
 
 
 def has_hooks(layer: nn.Module) -> bool:
