@@ -53,6 +53,7 @@ from revzoo.models.registry import from_pretrained as from_pretrained
 from revzoo.models.registry import list_models as list_models
 from revzoo.models.registry import register_model as register_model
 from revzoo.profiling.audit import audit as audit
+from revzoo.profiling.conversion import conversion as conversion
 from revzoo.profiling.plan import BudgetError as BudgetError
 from revzoo.profiling.plan import plan_memory as plan_memory
 from revzoo.weights.errors import WeightsError as WeightsError

@@ -45,7 +45,7 @@ TOPICS = {  # the names in the order of a reader's questions
     "Start": "create_model ReversibleBlock set_memory make_reversible",
     "Models and weights": "list_models from_pretrained predict load_published WeightsTable",
     "Build a reversible network": """
-        ReversibleSequence AdditiveCoupling Coupling Residual reversible_blocks
+        ReversibleSequence AdditiveCoupling Coupling Residual reversible_blocks conversion
         recalibrate_batch_norm Step Invertible Reversed""",
     "Choose a memory mode": "memory audit plan_memory",
     "Recompute any function": "checkpoint invertible_checkpoint is_replaying",

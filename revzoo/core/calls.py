@@ -7,6 +7,7 @@ place raises: the inverse would not undo it.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,26 +67,36 @@ def _with_words(step: Step, fn: Callable[..., Any] | None, state: State, outputs
     return streams
 
 
+# torch's errors of convolutions, linear layers and norms
+_WRONG_WIDTH = r"to have \d+ channels|cannot be multiplied|normalized_shape|running_mean should"
+
+
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
     """Add a note to an error of ``step.forward`` or ``step.inverse`` (the ``direction``).
 
     The note names the step and the streams that it got, unless a step inside has named itself.
+
+    Raises:
+        RuntimeError: a branch was built for all channels, not for those of one stream.
     """
-    if not hasattr(error, "__notes__"):
-        shapes = " and ".join(str(tuple(t.shape)) for t in state)
-        types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
-        halves = (
-            ""
-            if step.streams != 2
-            else (
-                ". A sequence splits a tensor in two, so each branch gets half of its channels: "
-                "build branches for half of them"
-            )
-        )
-        error.add_note(
-            f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
-            f"{types}, and takes `streams` = {step.streams} of them{halves}"
-        )
+    if hasattr(error, "__notes__"):
+        return
+    shapes = " and ".join(str(tuple(t.shape)) for t in state)
+    types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
+    note = (
+        f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
+        f"{types}, and takes `streams` = {step.streams} of them"
+    )
+    if step.streams != 2 or not re.search(_WRONG_WIDTH, str(error)):
+        error.add_note(note)
+        return
+    reason = RuntimeError(
+        f"a branch of {name_of(step)} does not take its stream, of shape {tuple(state[-1].shape)}: "
+        "a sequence splits a tensor in two, so each branch gets half of the channels. Build it "
+        f"for half of them. torch says: {str(error).splitlines()[0]}"
+    )
+    reason.add_note(note)
+    raise reason from error
 
 
 def has_hooks(layer: nn.Module) -> bool:

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_callable, check_module, did_you_mean, is_count
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint.scale import fraction_bits
 from revzoo.core.invertible import Step, kind_of, label_steps, name_of
 from revzoo.core.tensors import has_values
@@ -24,7 +26,12 @@ from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
 
 
 def make_reversible(
-    model: nn.Module, bits: int | None = 4, *, blocks: Iterable[str] | None = None
+    model: nn.Module,
+    bits: int | None = 4,
+    *,
+    blocks: Iterable[str] | None = None,
+    input_shape: Sequence[int] | None = None,
+    checkpoint: bool = False,
 ) -> nn.Module:
     """Make the runs of blocks of ``model`` reversible, in place.
 
@@ -43,16 +50,21 @@ def make_reversible(
             of trained networks. None restores the plain network. May change on a reversible model.
         blocks: paths of the modules that contain the blocks (``["layer3", "encoder.layers"]``);
             None for all.
+        input_shape: of a batch, such as ``(1, 3, 224, 224)``: convert only where that saves memory
+            over a checkpoint of each block, which is where two or more blocks of a run keep its
+            shape. The others stay plain, bit for bit. None converts all, and recomputes blocks
+            without such neighbours from their input.
+        checkpoint: with ``input_shape``, recompute the other blocks from their input.
 
     Returns:
-        ``model``.
+        ``model``; :func:`revzoo.conversion` tells what it keeps now.
 
     Raises:
         TypeError: ``model`` is not a module; ``blocks`` is a string.
         ValueError: ``bits`` is out of range; a path leads to no module; there is no run; the blocks
             are compiled by torch.jit.script, or a torch.fx graph does not call them; a block's
-            ``forward`` was replaced after an earlier call; a block has an attribute ``reversible``.
-            The model does not change.
+            ``forward`` was replaced after an earlier call; a block has an attribute ``reversible``;
+            the model does not take ``input_shape``. The model does not change.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -73,8 +85,10 @@ def make_reversible(
             "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
             "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
         )
+    among = [*model.modules()] if paths is None else [*itertools.chain(*runs)]
+    if input_shape is not None and bits is not None:
+        runs = _paying(model, runs, input_shape, checkpoint=checkpoint)
     found = dict.fromkeys(itertools.chain(*runs))
-    among = model.modules() if paths is None else found
     earlier = {block: step for block in among if (step := _step_of(block)) is not None}
     # all checks first, so that an error changes nothing
     for block, step in earlier.items():
@@ -105,6 +119,54 @@ def make_reversible(
                 block.delegates = True
     label_steps(model)
     return model
+
+
+def _paying(
+    model: nn.Module, runs: list[list[nn.Module]], input_shape: Sequence[int], *, checkpoint: bool
+) -> list[list[nn.Module]]:
+    """The parts of ``runs`` whose blocks keep the shape; with ``checkpoint``, others one by one.
+
+    A part of n blocks of E bytes keeps (n - 1) E bits / 32 and one E more than its output; a
+    checkpoint of each block keeps n E.
+    """
+    shapes = _shapes(model, {*itertools.chain(*runs)}, input_shape)
+    found: list[list[nn.Module]] = []
+    for run in runs:
+        # equal keys for neighbours that keep one shape; others have one of their own
+        keys = {b: s[0] if (s := shapes.get(b)) and s[0] == s[1] else b for b in run}
+        for _, part in itertools.groupby(run, keys.__getitem__):
+            blocks = list(part)
+            if len(blocks) > 1 or checkpoint:
+                found.append(blocks)
+    return found
+
+
+def _shapes(
+    model: nn.Module, blocks: set[nn.Module], input_shape: Sequence[int]
+) -> dict[nn.Module, tuple[torch.Size, torch.Size]]:
+    """The shapes of each block's stream before and after it, from a pass on fake tensors."""
+    found: dict[nn.Module, tuple[torch.Size, torch.Size]] = {}
+
+    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
+        y = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            found[block] = x.shape, y.shape
+
+    like = next(iter(model.parameters()))
+    hooks = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with torch.no_grad(), evaluation_mode(model), fake:
+            model(torch.empty(tuple(input_shape), dtype=like.dtype, device=like.device))
+    except Exception as error:
+        raise ValueError(
+            f"{kind_of(model)} does not take input_shape={tuple(input_shape)}: {error}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def _check_block(block: nn.Module) -> None:

@@ -118,7 +118,6 @@ def test_a_forgotten_number_of_streams():
             call(torch.randn(2, 4))
         note = error.value.__notes__[0]
         assert "takes `streams` = 2 of them" in note
-        assert "each branch gets half of its channels" in note
 
 
 def test_an_inverse_of_the_wrong_width_names_the_step():
