@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -50,10 +51,12 @@ __all__ = [
 ]
 
 
+# the coupling that a wrapper calls in this thread, and the memory mode that the wrapper chooses
+_called: ContextVar[tuple[Any, str]] = ContextVar("called", default=(None, "store"))
+
+
 class _Coupling(nn.Module):
     """Two one-sided couplings of ``Fm`` and ``Gm`` on the halves of one tensor."""
-
-    memory = "store"  # chosen by a wrapper, during its call
 
     def __init__(
         self,
@@ -78,7 +81,8 @@ class _Coupling(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.block(self.memory)(x))
+        coupling, memory = _called.get()
+        return cast(Tensor, self.block(memory if coupling is self else "store")(x))
 
     def inverse(self, y: Tensor) -> Tensor:
         return cast(Tensor, self.block("store").inverse(y))
@@ -215,11 +219,11 @@ class InvertibleModuleWrapper(nn.Module):
         replaced = "forward" in vars(fn) or fn._compiled_call_impl is not None
         if directions == (_Coupling.forward, _Coupling.inverse) and not replaced:
             # as a sequence it inverts and replays one branch at a time, not both
-            fn.memory = self.memory
+            token = _called.set((fn, self.memory))
             try:
                 return fn(*xin)
             finally:
-                del fn.memory
+                _called.reset(token)
         if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
         return _inverting(fn, self._inverse(), xin, "keep_input=True", "its inverse")

@@ -131,6 +131,8 @@ def _steps_at(module: nn.Module, path: str, mode: str, grid: Grid | None) -> lis
             f"the plan has a mode for {path!r}, but {kind_of(module)} has no such part: use "
             f"the plan for the model that it was made for{did_you_mean(path, paths)}"
         ) from None
+    if isinstance(part, Step):
+        part = part.subject  # steps inside a reversible block have its mode, as in any other step
     steps = [*all_steps(part).values()]
     if not steps:
         refuse_own_memory(part, f"set to {mode!r}", prefix=path)

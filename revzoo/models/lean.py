@@ -85,4 +85,6 @@ def _needs_shape_alone(layer: nn.Module) -> bool:
         return False
     if type(layer) not in (*_CONVS, *_BATCH_NORMS, nn.AvgPool2d):
         return False
-    return not any(p is not None and p.requires_grad for p in layer._parameters.values())
+    # by attribute: a computed weight (of a hypernetwork) is no parameter of the layer
+    tensors = (getattr(layer, name, None) for name in ("weight", "bias"))
+    return not any(t is not None and t.requires_grad for t in tensors)

@@ -79,8 +79,7 @@ class SampleNorms(Captures):
         total, sums, seen = self._total, self.sums, self._seen
         self.forget()
         for name, module in layers(self.model).items():
-            # frozen layers and layers in evaluation mode do not contribute to the norm
-            if module.training and trainable(module) and module not in seen:
+            if trainable(module) and module not in seen:
                 raise RuntimeError(
                     f"{name!r} got no gradient, so the norms lack its part: freeze its parameters, "
                     "or use it in the forward pass, as a layer that is called"

@@ -36,6 +36,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from revzoo.layers.actnorm import ActNorm
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
@@ -115,6 +116,11 @@ def _why_unsupported(module: nn.Module) -> str | None:
             "is a batch normalisation in training: each output depends on all samples of the "
             "batch, so there are no per-sample gradients. Create the model with "
             'norm="group" (model.norm=group), or call eval() on such layers'
+        )
+    if isinstance(module, ActNorm) and module.training and not module._was_initialised():
+        return (
+            "would take its scale and shift from the first batch, which no clipping bounds: run a "
+            "public batch through the model before, or set the parameters and initialised"
         )
     if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
         return (

@@ -123,8 +123,8 @@ class GraphedStep:
         tensors = _as_batch(batch[0] if len(batch) == 1 else batch)
         self._calls += 1
         parameters = self._parameters
-        if self._replay is not None and self._trained != _trained_of(parameters):
-            self._capture()  # parameters were frozen, unfrozen or added to the optimiser
+        if self._replay is not None and self._trained != self._trained_now():
+            self._capture()  # parameters were frozen, unfrozen, added or given other memory
         alike = [kind_of(t) for t in tensors] == [kind_of(t) for t in self._static]
         checks = self._calls % self._check_every == 0
         if self._replay is None or not alike or checks:
@@ -151,6 +151,11 @@ class GraphedStep:
         groups = (group["params"] for group in self._optimizer.param_groups)
         return [*dict.fromkeys(itertools.chain(self._module.parameters(), *groups))]
 
+    def _trained_now(self) -> list[Any]:
+        """The parameters of which a pass computes gradients, and the memory that it reads."""
+        tensors = (*self._parameters, *self._module.buffers())
+        return [(id(t), t.requires_grad, t.data_ptr()) for t in tensors]
+
     def _run(self, batch: Batch) -> Tensor:
         """One pass with new gradients; returns the loss."""
         for p in self._parameters:
@@ -171,7 +176,7 @@ class GraphedStep:
                 self._replay, self.reason = try_to_capture(self._pass, self._module)
                 self._gradients = [p.grad for p in parameters]
             self._grids = _grids_of(self._module)
-            self._trained = _trained_of(parameters)
+            self._trained = self._trained_now()
         if self.reason:
             _log.info("the training step runs without a CUDA graph: %s", self.reason)
 
@@ -254,11 +259,6 @@ def _grids_of(module: nn.Module) -> list[Any]:
     """The figures from which the grids of the module's chains follow."""
     grown = [step.growth for step in all_steps(module).values()]
     return [None if g is None else (g.ratio, g.floor) for g in grown]
-
-
-def _trained_of(parameters: Sequence[Tensor]) -> list[Any]:
-    """The parameters of which a pass computes gradients, by identity."""
-    return [(id(p), p.requires_grad) for p in parameters]
 
 
 def _as_batch(batch: Any) -> Batch:

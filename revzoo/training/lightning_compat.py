@@ -8,7 +8,9 @@ if a later release changes one of these parts.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
@@ -96,6 +98,24 @@ def allow_unused_parameters(trainer: pl.Trainer) -> None:
     """
     if isinstance(trainer.strategy, DDPStrategy):
         trainer.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
+
+
+class _Refuses:
+    """In a trainer's place."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"the network or the loss reads the trainer ({name})")
+
+
+@contextlib.contextmanager
+def without_trainer(module: pl.LightningModule) -> Iterator[None]:
+    """A context in which ``module`` cannot read its trainer, nor log."""
+    trainer: Any = module._trainer
+    module._trainer = _Refuses()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._trainer = trainer
 
 
 def all_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:

@@ -147,6 +147,20 @@ def test_frozen_weights_changed_before_the_backward_pass_are_refused():
         y.sum().backward()
 
 
+def test_a_weight_that_another_layer_computes():
+    """Its gradient was read from memory that was never written."""
+    gradients = []
+    for kind in (nn.Sequential, Lean):
+        conv, weight = nn.Conv2d(4, 4, 3, bias=False), torch.ones(4, 4, 3, 3, requires_grad=True)
+        del conv.weight
+        conv.weight = weight * 2
+        torch.manual_seed(0)
+        x = torch.randn(3, 4, 6, 6, requires_grad=True)
+        kind(nn.Identity(), conv)(x).square().sum().backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_transforms_and_captured_graphs():
     net = frozen(Lean(*layers()), "all")
     x = torch.randn(3, 4, 6, 6)

@@ -11,8 +11,10 @@ import copy
 import importlib
 import inspect
 import re
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -639,3 +641,23 @@ def test_an_inverse_that_draws_inside_a_forward_pass():
         results.append([y.grad, *(p.grad for p in coupling.parameters())])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_threads_that_share_a_wrapper():
+    """One took the memory mode away that the other had set."""
+    wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(nn.Linear(2, 2)))
+    inside = threading.Barrier(2, timeout=60)
+
+    def wait(*args):
+        inside.wait()
+
+    wrapper._fn.register_forward_pre_hook(wait)
+
+    def train(_):
+        x = torch.ones(3, 4, requires_grad=True)
+        wrapper(x).sum().backward()
+        return x.grad
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(train, range(2))
+    assert torch.equal(first, second)

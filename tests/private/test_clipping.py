@@ -171,7 +171,8 @@ def test_evaluation_is_left_alone():
     torch.testing.assert_close(net.fc.bias.grad, loop["fc.bias"].mean(0))
 
 
-def test_a_layer_that_is_not_reached_raises():
+@pytest.mark.parametrize("training", [True, False])  # in evaluation, it was not clipped
+def test_a_layer_that_is_not_reached_raises(training):
     class Skips(nn.Module):
         def __init__(self):
             super().__init__()
@@ -181,6 +182,7 @@ def test_a_layer_that_is_not_reached_raises():
             return self.used(x) + functional.linear(x, self.skipped.weight)
 
     net = Skips()
+    net.skipped.train(training)
     ClippedGradients(net, CLIP)
     with pytest.raises(RuntimeError, match="'skipped' got no gradient"):
         net(torch.ones(3, 2)).sum().backward()

@@ -173,6 +173,7 @@ def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
         (nn.GRU(3, 3), "is a recurrent layer"),
         (nn.MultiheadAttention(4, 2), "batch_first=True"),
         (revzoo.InvertibleBatchNorm(4), 'norm="group"'),
+        (revzoo.ActNorm(4), "scale and shift from the first batch"),  # they were not private
     ],
 )
 def test_layers_without_gradients_of_samples_are_refused(layer, message):

@@ -335,6 +335,17 @@ def test_draws_after_the_last_saved_tensor_count():
         assert plan.peak_bytes == pytest.approx(real, rel=0.01)
 
 
+def test_steps_inside_a_reversible_block_follow_the_plan():
+    """They kept their mode, so the peak was up to 1.7 times the planned one."""
+    net = revzoo.create_model("resnet32", units=(2, 2, 1))
+    revzoo.make_reversible(net, bits=3)
+    shape = (16, 3, 32, 32)
+    plan = Planner(net, shape, clock=False).leanest
+    revzoo.set_memory(net, plan)
+    peak = audit(net, shape, modes=[], real=True).peak_bytes
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
 def test_planning_changes_nothing():
     model = model_of()
     before = {k: v.clone() for k, v in model.state_dict().items()}

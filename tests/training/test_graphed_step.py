@@ -111,6 +111,19 @@ def test_unfrozen_parameters_train(graph, monkeypatch):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def test_weights_in_other_memory_are_captured_again(captured):
+    """The graph went on with the old memory."""
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.randn(2, 3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    step = revzoo.graphed_step(net, lambda y: y.square().mean(), optimizer, x)
+    net[0].weight.data = net[0].weight.data.clamp(0)
+    step(x)
+    net[1].running_mean = torch.zeros(4)
+    step(x)
+    step(x)
+    assert len(CAPTURES) == 3
+
+
 def test_an_optimiser_of_a_part(captured):
     """A second optimiser finds new gradients, and none of the capture."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))

@@ -8,20 +8,23 @@ NOTE [ Which steps run in the graph ]
     1. What differs from step to step enters by tensors that the graph reads: the batch, with its
        crops and mixup, and the learning rates. Dropout draws from torch's generator, which a graph
        advances as a step does.
-    2. The rest is fixed in the graph: shapes, frozen parameters, the momentum of BatchNorm, the
-       optimiser's other options, memory modes, grids. We compare it before each step. If it has
-       changed, the step runs without the graph; once it is the same in two steps, we capture anew.
-       So the smaller last batch of an epoch needs no rule, and BatchNorm's warm-up no other one.
+    2. The rest is fixed in the graph: shapes, frozen parameters, the memory of weights
+       (``p.data``), the optimiser's other options, plain attributes of modules (such as dropout's
+       ``p`` and memory modes), grids. We compare it before each step. If it has changed, the step
+       runs without the graph; once it is the same in two steps, we capture anew. So the smaller
+       last batch of an epoch needs no rule, and BatchNorm's warm-up no other one.
     3. A graph cannot read the guard's figures. So every :data:`CHECK_EVERY`-th step runs without
        it, and repeats itself as always after a drift or a range error. If a stream leaves its range
        between two such steps, the loss is NaN, and the run ends with the error of
        :mod:`revzoo.training.callbacks.every_run`.
     4. Callbacks that act between the forward pass and the new weights would see the new weights.
-       With one that we do not know, there is no graph.
+       With one that we do not know, there is no graph. Hooks of modules, parameters and optimiser
+       would run once, in the capture, and so would a loss that reads the trainer.
 
 Known limits: one process; no accumulated gradients; no float16, whose scale the host reads; in the
-modes that replay, no dropout (torch cannot draw the same numbers twice inside a graph). A graph
-keeps its memory for itself, so there must be room for a second step.
+modes that replay, no dropout (torch cannot draw the same numbers twice inside a graph). Other
+Python code of the network or the loss, such as a counter, runs only in the capture. A graph keeps
+its memory for itself, so there must be room for a second step.
 """
 
 from __future__ import annotations
@@ -43,7 +46,12 @@ from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.every_run import FiniteLoss
 from revzoo.training.classifier import Classifier
 from revzoo.training.graphed_step import Batch, kept, kind_of, try_to_capture, why_not
-from revzoo.training.lightning_compat import all_callbacks, average_of, callbacks_of
+from revzoo.training.lightning_compat import (
+    all_callbacks,
+    average_of,
+    callbacks_of,
+    without_trainer,
+)
 from revzoo.training.optim.muon import Muon
 
 log = logging.getLogger(__name__)
@@ -61,6 +69,17 @@ HARMLESS = (FiniteLoss, DriftLogger)
 REPLACED = ("training_step", "backward", "optimizer_step", "optimizer_zero_grad")
 # options of optimisers whose kernels read rates and counts on the device
 ON_DEVICE = {"cuda": ("fused", "capturable")}
+# attributes of modules that the guard or a row of its own covers
+NOT_COMPARED = ("drift", "close_checks", "momentum")
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
 
 
 class CudaGraph(RestoresAfterFit):
@@ -101,8 +120,16 @@ class CudaGraph(RestoresAfterFit):
         self._trainer, self._module, self.captures = trainer, pl_module, 0
         # they stay the same during a fit, and to walk through all modules takes time
         self._tables = [vars(m) for m in pl_module.modules()]
+        self._attributes = [
+            (table, name)
+            for table in self._tables
+            for name, value in table.items()
+            if isinstance(value, (int, float, str)) and name[0] != "_" and name not in NOT_COMPARED
+        ]
         self._parameters = list(pl_module.parameters())
         self._averages = callbacks_of(trainer, AveragedWeights)
+        averages = map(average_of, self._averages)
+        self._averaged = [vars(m) for average in averages for m in average.modules()]
         self._checked = [CHECK_EVERY]
         self._checked += [c.every_n_steps for c in callbacks_of(trainer, DriftLogger)]
         pl_module.graph = self
@@ -153,22 +180,41 @@ class CudaGraph(RestoresAfterFit):
     def _fixed_now(self, batch: Batch) -> dict[str, Any]:
         """By name, what a graph would have fixed if it were captured now."""
         groups, tables = self._optimizer.param_groups, self._tables
-        own = ("params", "lr")
         growths = [g for table in tables if (g := table.get("growth")) is not None]
         return {
             "the shapes of batches": [kind_of(t) for t in batch],
             "frozen parameters": [p.requires_grad for p in self._parameters],
             "the options of the optimiser": [
-                {name: value for name, value in group.items() if name not in own}
-                for group in groups
+                {**group, "lr": None, "params": [*map(id, group["params"])]} for group in groups
             ],
-            "the modes train and eval": [table["training"] for table in tables],
+            "the memory of weights, buffers or the optimiser's state": [
+                t.data_ptr() for t in self._state()
+            ],
+            "gradient clipping": (
+                self._trainer.gradient_clip_val,
+                self._trainer.gradient_clip_algorithm,
+            ),
+            "hooks": self._hooks(),
             "BatchNorm's momentum (callbacks.batch_norm.warmup)": [
                 table.get("momentum") for table in tables
             ],
-            "memory modes and bits": [(t.get("memory"), t.get("bits")) for t in tables],
+            "attributes of modules": [table.get(name) for table, name in self._attributes],
             "the grids of memory=exact": [(g.ratio, g.floor) for g in growths],
         }
+
+    def _state(self) -> list[Tensor]:
+        """What a step changes in place."""
+        tables = [*self._tables, *self._averaged]
+        holders = [table[name] for table in tables for name in ("_parameters", "_buffers")]
+        holders += self._optimizer.state.values()
+        return [t for holder in holders for t in holder.values() if isinstance(t, Tensor)]
+
+    def _hooks(self) -> list[Any]:
+        """The hooks of modules, parameters and optimiser."""
+        owners = (*self._tables, vars(self._optimizer))
+        found = [owner.get(name) for owner in owners for name in HOOKS]
+        found += [getattr(p, name, None) for p in self._parameters for name in HOOKS]
+        return [hook for hooks in found if hooks for hook in hooks.values()]
 
     def _wait(self, last: Mapping[str, Any]) -> None:
         """Run a step without the graph; say why once, if this lasts."""
@@ -180,7 +226,9 @@ class CudaGraph(RestoresAfterFit):
     def _capture(self, batch: Batch) -> None:
         self._replay = None  # frees the memory of the last one
         optimizer, device = self._optimizer, self._module.device
-        if reason := _too_little_memory(device):
+        hooks = [getattr(hook, "__qualname__", type(hook).__name__) for hook in self._hooks()]
+        reason = f"the hook {hooks[0]} acts inside a step" if hooks else ""
+        if reason := reason or _too_little_memory(device):
             self._end(reason)
             return
         self._static = [t.clone() for t in batch]
@@ -189,11 +237,7 @@ class CudaGraph(RestoresAfterFit):
         self._rates = [torch.zeros((), dtype=kind, device=device) for _ in optimizer.param_groups]
         for p, values in optimizer.state.items():  # AdamW counts its steps on the host
             values.update({k: v.to(p.device) for k, v in values.items() if isinstance(v, Tensor)})
-        state = [*self._parameters, *self._module.buffers()]
-        state += [t for values in optimizer.state.values() for t in values.values()]
-        for average in map(average_of, self._averages):
-            state += [*average.parameters(), *average.buffers()]
-        with kept(self._parameters, [t for t in state if isinstance(t, Tensor)]):
+        with kept(self._parameters, self._state()):
             self._replay, reason = try_to_capture(self._step, self._module)
             self._gradients = [p.grad for p in self._parameters]
         if reason:
@@ -203,12 +247,13 @@ class CudaGraph(RestoresAfterFit):
             step = self._trainer.global_step
             log.info("the training step is a CUDA graph from step %d on", step)
         self.captures += 1
-        self._fixed = self._last
+        # anew, since AdamW's counts have moved
+        self._fixed = self._last = self._fixed_now(batch)
 
     def _step(self) -> None:
         """What is captured: a training step, as Lightning runs it."""
         module, trainer, optimizer = self._module, self._trainer, self._optimizer
-        with trainer.precision_plugin.train_step_context():
+        with trainer.precision_plugin.train_step_context(), without_trainer(module):
             loss, logits = module.loss_and_logits(*self._static)
         optimizer.zero_grad()
         loss.backward()
@@ -255,14 +300,19 @@ def _cannot_capture(trainer: Trainer, module: Any) -> str:
     if not (isinstance(optimizer, Muon) or {"fused", "capturable"} & optimizer.defaults.keys()):
         return f"{type(optimizer).__name__} has no option fused or capturable"
     for name in REPLACED:
-        if getattr(type(module), name) is not getattr(Classifier, name):
+        if _differs(module, Classifier, name):
             return f"{type(module).__name__} overrides {name}"
     callbacks = [c for c in all_callbacks(trainer) if not isinstance(c, HARMLESS)]
     for owner, base in ((module, LightningModule), *((c, Callback) for c in callbacks)):
         for name in INNER:
-            if getattr(type(owner), name) is not getattr(base, name):
+            if _differs(owner, base, name):
                 return f"{type(owner).__name__} acts inside a step ({name})"
     return ""
+
+
+def _differs(owner: Any, base: type, name: str) -> bool:
+    """Whether the method of ``owner`` is not that of ``base``; a LambdaCallback has its own."""
+    return getattr(getattr(owner, name), "__func__", None) is not getattr(base, name)
 
 
 def _too_little_memory(device: torch.device) -> str:
