@@ -148,15 +148,15 @@ class StepRetry:
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         # each failure removes a cause, so this ends: fewer inverted steps, coarser grids, one plan
         while (failure := self._failure(loss, run)) is not None:
-            short = isinstance(failure.error, torch.OutOfMemoryError)
-            if short:
+            short = failure.error if isinstance(failure.error, torch.OutOfMemoryError) else None
+            if short is not None:
                 loss.detach_()  # Lightning holds the loss, and so the rest of the graph
-                self._lower(failure.error)
+                self._lower(short)
             elif failure.beyond:
                 self._note_range(failure)
             else:
                 self._switch(failure)
-            loss = self._forward(attempt, counted=not (short or failure.beyond))
+            loss = self._forward(attempt, counted=not (short is not None or failure.beyond))
             self.loss = loss.detach()
             for p, gradient in zip(params, gradients, strict=True):
                 # a copy: the next attempt may fail as well
@@ -198,8 +198,7 @@ class StepRetry:
             raise self._final(failure.error) from failure.error
         for name in switched:
             steps[name].memory = "recompute"
-        change = f"memory=recompute from now on for {', '.join(switched)}"
-        self._report(change, failure.error.reason or failure.error)
+        self._report(f"memory=recompute from now on for {', '.join(switched)}", failure.error)
         for state in callbacks_of(self.module.trainer, RunState):
             state.recomputed += switched
             names = ", ".join(state.recomputed)
@@ -223,17 +222,17 @@ class StepRetry:
             state.notes["memory"] = f"the device was out of memory: a leaner plan ({change})"
 
     def _note_range(self, failure: Failure) -> None:
-        assert isinstance(failure.error, RangeError)
         if not failure.adapted:
             raise failure.error
-        self._report("coarser units for its samples", failure.error.reason or failure.error)
+        self._report("coarser units for its samples", failure.error)
         for state in callbacks_of(self.module.trainer, RunState):
             state.notes["range"] = "streams left their range in memory=exact: its grids adapted"
 
-    def _report(self, change: str, reason: object) -> None:
+    def _report(self, change: str, error: object) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
-            log.warning("computing step %d again, with %s: %s", trainer.global_step, change, reason)
+            step, reason = trainer.global_step, getattr(error, "reason", None) or error
+            log.warning("computing step %d again, with %s: %s", step, change, reason)
 
     def _restore(self, attempt: Attempt) -> None:
         """Restore buffers and random states, and let callbacks measure the step anew."""

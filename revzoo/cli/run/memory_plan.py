@@ -36,7 +36,7 @@ from revzoo.profiling.plan import (
 )
 from revzoo.profiling.twins import copied
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units
-from revzoo.training.callbacks.progress_bar import clock
+from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
@@ -103,6 +103,9 @@ def with_plan(
         )
     set_memory(module.model, plan)
     record = {"planned_for": made_for} if made_for else {}
+    for bar in callbacks_of(trainer, Progress):
+        bar.planned = made_for.get("peak_bytes") if made_for else None
+        bar.limit = None if limit is None else bytes_from(limit)
     config = {**config, "memory": {**kept, "plan": dict(plan), **record}}
     # processes would wait for one that repeats its step
     if mode.fills_device and made_for and trainer.world_size == 1:
@@ -130,6 +133,8 @@ def _lower(
     if plan.peak_bytes >= before:
         return ""
     set_memory(module.model, plan)
+    for bar in callbacks_of(trainer, Progress):
+        bar.planned = plan.peak_bytes
     made_for = {**conditions, "peak_bytes": plan.peak_bytes}
     memory = {**memory, "plan": dict(plan), "planned_for": made_for}
     write_config({**config, "memory": memory}, Path(trainer.default_root_dir))
