@@ -4,8 +4,8 @@
         revnet38:64 revnet110:64 revnet56:16 --rounds 7
 
 One step is forward, cross-entropy and backward on random images. The limits go from the least that
-any plan needs to the need of ``store``; ``auto`` is the plan that ``revzoo train`` makes for each. A
-pure mode fits if its counted peak, of all tensors alive in a real step
+any plan needs to the need of ``store``; ``auto`` is the plan that ``revzoo train`` makes for each.
+A pure mode fits if its counted peak, of all tensors alive in a real step
 (``revzoo.profiling.live``), is within the limit. Times are ratios to the fastest pure mode that
 fits, of the same round; every round runs all candidates one after the other. Equal plans are one
 candidate.
