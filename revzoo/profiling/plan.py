@@ -10,7 +10,7 @@ the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice t
 only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we count neither the memory that a kernel frees before it returns nor the allocator's
-waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
+waste. A step that the forward pass calls several times is stored only if all are. Steps inside
 another step's branch get the mode of that step.
 """
 
@@ -34,7 +34,7 @@ from revzoo.core.guard.samples import SAMPLED
 from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, in_table_order, mode_of
 from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
-from revzoo.profiling.chain import Choice, Outcome, chain_of, fastest, leanest
+from revzoo.profiling.chain import Chain, Choice, Outcome, chain_of, fastest, leanest
 from revzoo.profiling.clock import speed
 from revzoo.profiling.count import (
     Trace,
@@ -159,9 +159,14 @@ class Planner:
             # for all counted steps: a copy takes about a third of the time of a counted step
             self._twin = fake_twin(model, device)
             self._images = images_for(self._twin, self.shape)
-            traces = self._traces()
-            chain, calls = chain_of([*traces.values()]), traces["store"].named_calls()
-            if not calls:
+            self.modes = self._modes()
+            store, other = self._step_in("store"), self._step_in(self.modes[-1])
+            if other.base != store.base:
+                # the first pass left tensors in the model, such as features: count a later one
+                store = self._step_in("store")
+            # the others only if store does not fit: a count takes as long as a few steps
+            self._traces = {"store": store, self.modes[-1]: other}
+            if not (calls := store.named_calls()):
                 raise ValueError(
                     f"the forward pass of {type(model).__name__} calls none of its "
                     f"{len(steps_in(model))} steps, so there is nothing to plan: expected a call "
@@ -174,12 +179,9 @@ class Planner:
             self._reserve = _RANDOM_STATES * len(calls) + 2 * SAMPLED * widths
             self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
             self._speed = speed(self._images) if clock else 1.0
-        self.modes = tuple(traces)
-        self.chain = replace(chain, base=chain.base + self.extra)
-        self._counts = {mode: _count_of(trace) for mode, trace in traces.items()}
 
-    def _traces(self) -> dict[str, Trace]:
-        """A training step in each mode that a plan may choose, ``store`` first."""
+    def _modes(self) -> tuple[str, ...]:
+        """The modes that a plan may choose, ``store`` first, an inverting mode last."""
         steps = steps_in(self._twin).values()
         if not steps:
             refuse_own_memory(self._twin, "plan")
@@ -190,12 +192,19 @@ class Planner:
             )
         modes = modes_on(p.device for p in self._twin.parameters())
         modes = [name for name in modes if not mode_of(name).inverts]
-        modes += [self.inverting] * any(step.invertible for step in steps)
-        traces = {mode: self._step_in(mode) for mode in modes}
-        if traces["recompute"].base != traces["store"].base:
-            # the first pass left tensors in the model, such as features: count a later one
-            traces["store"] = self._step_in("store")
-        return traces
+        return (*modes, *[self.inverting] * any(step.invertible for step in steps))
+
+    def _trace(self, mode: str) -> Trace:
+        """A training step with every step in this mode, counted once."""
+        if mode not in self._traces:
+            self._traces[mode] = self._step_in(mode)
+        return self._traces[mode]
+
+    @functools.cached_property
+    def chain(self) -> Chain:
+        """The steps of the model, with their bytes and nanoseconds in each mode."""
+        chain = chain_of([self._trace(mode) for mode in self.modes])
+        return replace(chain, base=chain.base + self.extra)
 
     @functools.cached_property
     def leanest(self) -> Plan:
@@ -216,6 +225,10 @@ class Planner:
         """
         limit = bytes_from(budget)
         room = goal = limit - self._reserve
+        store = self._pure("store")
+        if store.peak <= goal:  # nothing is faster
+            modes = dict.fromkeys(self._called or (), "store")
+            return self._planned(modes, self._trace("store"), store, limit)
         # The chain predicts the peak of mixed modes only roughly, so we count each plan and, if it
         # exceeds the goal, search again with less room.
         for _ in range(_COUNTED):
@@ -252,11 +265,19 @@ class Planner:
 
         The inverting modes recompute steps without an inverse.
         """
-        if mode not in self._counts and mode in INVERTING and self.inverting in self.modes:
+        if mode in self.modes:
+            return self._pure(mode)
+        if mode in INVERTING and self.inverting in self.modes:
             with contextlib.suppress(ValueError):  # it does not fit every step
-                self._counts[mode] = _count_of(self._step_in(mode))
-        if (count := self._counts.get(mode)) is None:
-            return None
+                return self._pure(mode)
+        return None
+
+    def _pure(self, mode: str) -> Outcome:
+        return self._outcome(self._trace(mode))
+
+    def _outcome(self, trace: Trace) -> Outcome:
+        chain = chain_of([trace])  # with the steps that the trace left out
+        count = chain.outcome([link.choices[0] for link in chain.links])
         return Outcome(count.peak + self.extra, int(self._speed * count.cost))
 
     def pures(self) -> dict[str, Outcome]:
@@ -265,12 +286,9 @@ class Planner:
         return {mode: outcome for mode, outcome in outcomes.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
-        """Plans at increasing budgets, from the smallest possible to ``store`` for every step.
-
-        A step that the forward pass calls several times is not stored.
-        """
+        """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
         low = self.least
-        high = max(low, self._counts["store"].peak + self.extra + self._reserve)
+        high = max(low, self._pure("store").peak + self._reserve)
         intervals = max(1, points - 1)
         return [self.plan(low + (high - low) * k // intervals) for k in range(points)]
 
@@ -279,11 +297,13 @@ class Planner:
         pairs = zip(self.chain.links, choices, strict=True)
         modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
         trace = self._step_in(modes)
+        cost = int(self._speed * sum(choice.cost for choice in choices))
+        return self._planned(modes, trace, Outcome(self._outcome(trace).peak, cost), budget)
+
+    def _planned(self, modes: dict[str, str], trace: Trace, count: Outcome, budget: int) -> Plan:
         inverting = self.inverting if self.inverting in self.modes else None
-        seconds = self._speed * sum(choice.cost for choice in choices) / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
-        peak = _count_of(trace).peak + self.extra
-        return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
+        return Plan(modes, count.peak, count.cost / 1e9, budget, inverting, notes, self.extra)
 
     def _step_in(self, modes: str | Mapping[str, str]) -> Trace:
         """Count a training step in these modes."""
@@ -318,11 +338,6 @@ class Planner:
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states, statistics and the guard; use {either(remedies)}"
         )
-
-
-def _count_of(trace: Trace) -> Outcome:
-    chain = chain_of([trace])  # with the steps that the trace left out
-    return chain.outcome([link.choices[0] for link in chain.links])
 
 
 def plan_memory(

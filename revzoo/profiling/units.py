@@ -44,13 +44,13 @@ def in_units(count: float) -> str:
 
 
 def in_one_unit(largest: float) -> Callable[[float], str]:
-    """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
+    """A function like :func:`in_units` for several sizes: in KiB, MiB or, from 4 GiB on, in GiB.
 
-    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``. Beside a
-    size of 1 GiB, sizes have no decimals.
+    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``. In MiB
+    beside a size of 1 GiB, sizes have no decimals.
     """
-    unit, size = _SIZES[1 if largest >= 2**20 else 2]
-    digits = 0 if largest >= 2**30 else 2
+    unit, size = _SIZES[0 if largest >= 2**32 else 1 if largest >= 2**20 else 2]
+    digits = 0 if largest >= 2**30 and unit == "MiB" else 2
     least = 10**-digits
 
     def sized(count: float) -> str:

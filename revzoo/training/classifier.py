@@ -303,7 +303,7 @@ class Classifier(pl.LightningModule):
             loss, logits = self.graph.replay(batch)
         else:
             self.retry.begin(batch, batch_idx)
-            loss, logits = self.loss_and_logits(images, labels)
+            loss, logits = self.retry.forward(lambda: self.loss_and_logits(images, labels))
         if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         # after a drift the metrics already contain this step; a range error restored them
@@ -322,7 +322,7 @@ class Classifier(pl.LightningModule):
         return self.graph is not None and self.graph.replaying
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; compute the step again after a drift or a value beyond the range.
+        """Run the backward pass; compute the step again after a failure that can be mended.
 
         Raises:
             DriftError: activations drift again although no step is inverted any more.

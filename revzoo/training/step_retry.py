@@ -1,4 +1,4 @@
-"""Computes a training step again if its activations drifted or left their range.
+"""Computes a training step again if its activations drifted or left their range, or memory ran out.
 
 A drift beyond its limit makes the gradients of a step wrong, and a resumed run would drift again:
 under bfloat16 autocast, all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
@@ -12,19 +12,25 @@ inputs, and compute the step again from the same state. If a stream leaves the r
 3. After a failure, restore both and run the step again. After a drift the metrics stay, since the
    first forward pass was right. After a range error they are restored, since its loss was NaN;
    ``train/loss_step`` still shows NaN.
-4. Distributed processes agree on the drifted parts, and repeat the step together. Each adapts its
+4. If a GPU is out of memory, ``lower`` sets a leaner plan of memory modes, once in a run of one
+   process. Buffers, random states, gradients and metrics are restored, so the run goes on as if
+   this step had begun with that plan. ``train/loss_step`` shows the first loss.
+5. Distributed processes agree on the drifted parts, and repeat the step together. Each adapts its
    own grids.
 
 Without gradients, sequences run again on their own.
 
-Networks without a part in mode ``invert`` or ``exact`` make no copies.
+Networks without a part in mode ``invert`` or ``exact`` make no copies, unless the plan can be
+lowered.
+
+Known limit: float16's scaled loss keeps the rest of a failed graph until the step ends.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytorch_lightning as pl
 import torch
@@ -42,6 +48,8 @@ from revzoo.training.resume.run_state import RunState, can_drift, set_states, st
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class Attempt(NamedTuple):
     """The state before the forward pass of a training step."""
@@ -57,7 +65,7 @@ class Attempt(NamedTuple):
 class Failure(NamedTuple):
     """The findings of all processes in a backward pass."""
 
-    error: DriftError | RangeError
+    error: DriftError | RangeError | torch.OutOfMemoryError
     drifted: list[str]
     beyond: bool
     """Whether a stream left its range."""
@@ -72,6 +80,8 @@ class StepRetry:
         running: whether a step is being repeated.
         counted: whether the metrics have counted the repeated step already.
         may_widen: whether this step has streams on a grid, whose range may cause a NaN loss.
+        lower: sets a leaner plan of memory modes, given the bytes in use (None on the CPU), and
+            describes it; returns an empty text if there is none. None if the plan stays.
         loss: the loss of a repeated step, on its device; None if the last step was not repeated.
     """
 
@@ -79,7 +89,9 @@ class StepRetry:
         self.module: Any = module
         self.running = self.counted = self.may_widen = False
         self.loss: Tensor | None = None
+        self.lower: Callable[[int | None], str] | None = None
         self._attempt: Attempt | None = None
+        self._in_use: int | None = None  # bytes, when memory ran out
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
@@ -89,14 +101,31 @@ class StepRetry:
         self._attempt = self.loss = None
         steps = all_steps(self.module).values()  # each time: modes may change between two steps
         self.may_widen = any(step.grid is not None for step in steps)
-        if any(mode_of(step.memory).inverts for step in steps):
+        if self.lower is not None or any(mode_of(step.memory).inverts for step in steps):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
-            # after a drift the metrics stay, so only a range error needs the copies
-            metrics = states_of(self.module.training_metrics()) if self.may_widen else {}
+            # after a drift the metrics stay, so only the other failures need the copies
+            counts = self.may_widen or self.lower is not None
+            metrics = states_of(self.module.training_metrics()) if counts else {}
             device = self.module.device
             on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
             random = torch.get_rng_state()
             self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
+
+    def forward(self, run: Callable[[], T]) -> T:
+        """Call ``run()``; if memory runs out, lower the plan and call it again.
+
+        Raises:
+            torch.OutOfMemoryError: the plan cannot be lowered, or was lowered before.
+        """
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            if self._attempt is None or self.lower is None:
+                raise
+            failure = self._out_of_memory(error)
+        self._lower(failure)
+        self._restore(self._attempt)
+        return run()
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Call ``run(loss)``; after a failure, change the steps and repeat the training step.
@@ -104,6 +133,7 @@ class StepRetry:
         Raises:
             DriftError: a step drifted that is not inverted, so its forward is not deterministic.
             RangeError: a stream left its range, and the grid cannot adapt.
+            torch.OutOfMemoryError: the plan cannot be lowered, or was lowered before.
         """
         # taken over, so the copies are freed when the step ends
         attempt, self._attempt = self._attempt, None
@@ -116,13 +146,17 @@ class StepRetry:
         params = list(self.module.parameters())
         # from earlier batches of this optimiser step; a failed pass adds to them
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
-        # each failure removes a cause, so this ends: fewer inverted steps or coarser grids
+        # each failure removes a cause, so this ends: fewer inverted steps, coarser grids, one plan
         while (failure := self._failure(loss, run)) is not None:
-            if failure.beyond:
+            short = failure.error if isinstance(failure.error, torch.OutOfMemoryError) else None
+            if short is not None:
+                loss.detach_()  # Lightning holds the loss, and so the rest of the graph
+                self._lower(short)
+            elif failure.beyond:
                 self._note_range(failure)
             else:
                 self._switch(failure)
-            loss = self._forward(attempt, counted=not failure.beyond)
+            loss = self._forward(attempt, counted=not (short is not None or failure.beyond))
             self.loss = loss.detach()
             for p, gradient in zip(params, gradients, strict=True):
                 # a copy: the next attempt may fail as well
@@ -131,7 +165,7 @@ class StepRetry:
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
         """The failure of all processes; None after a good backward pass."""
         trainer, steps = self.module.trainer, all_steps(self.module)
-        error: DriftError | RangeError | None = None
+        error: DriftError | RangeError | torch.OutOfMemoryError | None = None
         drifted: list[str] = []
         try:
             run(loss)
@@ -140,6 +174,10 @@ class StepRetry:
             drifted = [name for name, step in steps.items() if _drifted(step) or step is drift.step]
         except RangeError as beyond:
             error = beyond.with_traceback(None)
+        except torch.OutOfMemoryError as short:
+            if self.lower is None:
+                raise
+            error = self._out_of_memory(short)
         # a process that repeats the step alone would wait for the others forever;
         # this costs one small collective per step, the next one only after a failure
         if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
@@ -166,6 +204,23 @@ class StepRetry:
             names = ", ".join(state.recomputed)
             state.notes["drift"] = f"activations drifted: memory=recompute for {names}"
 
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
+        """The error without its frames, which hold the tensors of the failed pass."""
+        device = self.module.device
+        self._in_use = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+        return error.with_traceback(None)
+
+    def _lower(self, error: torch.OutOfMemoryError) -> None:
+        """Set a leaner plan of memory modes, or raise ``error``."""
+        lower, self.lower = self.lower, None  # once
+        if lower is None or not (change := lower(self._in_use)):
+            raise error
+        self.may_widen = any(s.grid is not None for s in all_steps(self.module).values())
+        torch.cuda.empty_cache()  # its blocks fit the tensors of the former plan
+        self._report(f"a leaner plan ({change})", "the device is out of memory")
+        for state in callbacks_of(self.module.trainer, RunState):
+            state.notes["memory"] = f"the device was out of memory: a leaner plan ({change})"
+
     def _note_range(self, failure: Failure) -> None:
         if not failure.adapted:
             raise failure.error
@@ -173,28 +228,32 @@ class StepRetry:
         for state in callbacks_of(self.module.trainer, RunState):
             state.notes["range"] = "streams left their range in memory=exact: its grids adapted"
 
-    def _report(self, change: str, error: DriftError | RangeError) -> None:
+    def _report(self, change: str, error: object) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
-            step, reason = trainer.global_step, error.reason or error
+            step, reason = trainer.global_step, getattr(error, "reason", None) or error
             log.warning("computing step %d again, with %s: %s", step, change, reason)
+
+    def _restore(self, attempt: Attempt) -> None:
+        """Restore buffers and random states, and let callbacks measure the step anew."""
+        for buffer, before in zip(self.module.buffers(), attempt.buffers, strict=True):
+            buffer.copy_(before)
+        torch.set_rng_state(attempt.random)
+        if attempt.device_random is not None:
+            torch.cuda.set_rng_state(attempt.device_random, self.module.device)
+        for callback in callbacks_of(self.module.trainer, MeasuresSteps):  # type: ignore[type-abstract]
+            callback.restart()
 
     def _forward(self, attempt: Attempt, *, counted: bool) -> Tensor:
         """Compute the loss of the attempt again, scaled as Lightning scales it."""
         trainer: Any = self.module.trainer
-        for buffer, before in zip(self.module.buffers(), attempt.buffers, strict=True):
-            buffer.copy_(before)
+        self._restore(attempt)
         if not counted:
             set_states(self.module.training_metrics(), attempt.metrics)
-        torch.set_rng_state(attempt.random)
-        if attempt.device_random is not None:
-            torch.cuda.set_rng_state(attempt.device_random, self.module.device)
         if isinstance(trainer.strategy, DDPStrategy):
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
-        for callback in callbacks_of(trainer, MeasuresSteps):  # type: ignore[type-abstract]
-            callback.restart()
         # training_step must neither log again nor count twice
         self.running, self.counted = True, counted
         try:

@@ -324,8 +324,11 @@ def test_a_table_in_one_unit():
         *("2,048.00 MiB", "1.00 MiB", "<0.01 MiB", "0.00 MiB")
     ]
     assert in_one_unit(2**20 - 1)(2**9) == "0.50 KiB"
-    assert [in_one_unit(2**33)(n) for n in (2**33, 2**20, 2**10)] == [
-        *("8,192 MiB", "1 MiB", "<1 MiB")
+    assert [in_one_unit(2**31)(n) for n in (2**31, 2**20, 2**10)] == [
+        *("2,048 MiB", "1 MiB", "<1 MiB")
+    ]
+    assert [in_one_unit(2**33)(n) for n in (2**33, 2**30 + 2**29, 2**20)] == [
+        *("8.00 GiB", "1.50 GiB", "<0.01 GiB")
     ]
 
 

@@ -63,7 +63,7 @@ def test_pure_modes_are_predicted_to_a_few_bytes():
         revzoo.set_memory(model, mode)
         counted = audit(model, SHAPE, modes=[]).peak_bytes
         # the first replay of a norm allocates its scratch statistics, which later ones reuse
-        few = 2**13 if mode == "exact" else 0
+        few = 0 if mode == "store" else 2**13
         assert counted == pytest.approx(planner.pure(mode).peak, abs=few)
 
 
@@ -379,20 +379,30 @@ def test_chains_with_layers_between_them():
         assert counted == pytest.approx(plan.peak_bytes, rel=0.01)
 
 
+def test_a_budget_for_storing_counts_no_other_plan(monkeypatch):
+    planner = Planner(model_of(), SHAPE, clock=False)
+    monkeypatch.setattr(planner, "_step_in", None)
+    plan = planner.plan("1GiB")
+    assert {*plan.values()} == {"store"}
+    assert [*plan] == [*shared_planner().leanest]
+    assert plan.peak_bytes == planner.pure("store").peak
+
+
 def test_a_step_that_is_called_twice_has_one_mode():
     torch.manual_seed(0)
     first, second = (revzoo.ReversibleBlock(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
     net = revzoo.ReversibleSequence([first, second, first])
-    for plan in Planner(net, (64, 16), clock=False).frontier(2):
+    leanest, fastest = Planner(net, (64, 16), clock=False).frontier(2)
+    for plan, mode in ((leanest, "exact"), (fastest, "store")):
         revzoo.set_memory(net, plan)
         assert audit(net, (64, 16), modes=[], real=True).peak_bytes <= plan.budget
-        assert plan["steps.0.steps.0"] == "exact"
+        assert plan["steps.0.steps.0"] == mode
 
 
 def test_the_frontier_of_a_chain_in_which_every_step_runs_twice():
     block = revzoo.ReversibleBlock(nn.Linear(8, 8), nn.Linear(8, 8))
     plans = Planner(revzoo.ReversibleSequence([block, block]), (64, 16), clock=False).frontier(3)
-    assert [set(plan.values()) for plan in plans] == [{"exact"}] * 3
+    assert [set(plan.values()) for plan in plans] == [{"exact"}, {"exact"}, {"store"}]
 
 
 class PlainTensors(nn.Module):

@@ -1,7 +1,8 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
 --fit searches for the largest batch, image or depth that fits. It tries several, starting from
---batch-size, --image-size or the model's depth. A run makes its own plan.
+--batch-size, --image-size or the model's depth; above 8, a batch is a multiple of 8. A run makes
+its own plan.
 
     revzoo plan revnet104 --budget 4GiB --batch-size 64 --image-size 224
     revzoo plan revnet110 --budget 1GiB --fit batch
@@ -214,6 +215,9 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     sys.stderr.write(f"{folded(start, indent=2)}\n")
 
     def need(value: int) -> int | None:
+        # a batch that is a multiple of 8 suits the kernels
+        if args.fit == "batch" and value > 8 and value % 8:
+            return None
         if value not in needs:  # a call takes seconds
             with status_of(f"{args.name}, {args.fit} {fit.shown(value)}"):
                 needs[value] = _least(args, *fit.variant(value))

@@ -3,7 +3,8 @@
 The plan fits the run's batch and precision; ``auto`` also asks the device what is free. The run's
 configuration records the plan and the conditions that it was made for. A resumed run uses the plan
 again unless the conditions have changed, or the plan no longer fits. A plan that the user wrote has
-no such record and is never replaced.
+no such record and is never replaced. If a GPU runs out of memory in ``auto``, the run continues
+with a leaner plan, once (:mod:`revzoo.training.step_retry`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 
+from revzoo.cli.run.folder import write_config
 from revzoo.cli.schema import MEMORY
-from revzoo.core.invertible import steps_in
 from revzoo.core.modes import in_table_order
 from revzoo.core.set_memory import set_memory
 from revzoo.data import ImageData
@@ -33,7 +36,7 @@ from revzoo.profiling.plan import (
 )
 from revzoo.profiling.twins import copied
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units
-from revzoo.training.callbacks.progress_bar import clock
+from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
@@ -100,7 +103,43 @@ def with_plan(
         )
     set_memory(module.model, plan)
     record = {"planned_for": made_for} if made_for else {}
-    return {**config, "memory": {**kept, "plan": dict(plan), **record}}
+    for bar in callbacks_of(trainer, Progress):
+        bar.planned = made_for.get("peak_bytes") if made_for else None
+        bar.limit = None if limit is None else bytes_from(limit)
+    config = {**config, "memory": {**kept, "plan": dict(plan), **record}}
+    # processes would wait for one that repeats its step
+    if mode.fills_device and made_for and trainer.world_size == 1:
+        module.retry.lower = partial(_lower, config, conditions, module, trainer)
+    return config
+
+
+def _lower(
+    config: Mapping[str, Any],
+    conditions: Mapping[str, Any],
+    module: Classifier,
+    trainer: pl.Trainer,
+    in_use: int | None,
+) -> str:
+    """Set a plan for 0.8 of the bytes in use, or the leanest, and record it for a resumed run.
+
+    Returns:
+        Its modes and bytes; an empty text if the present plan is as lean.
+    """
+    memory = config["memory"]
+    before = memory["planned_for"].get("peak_bytes", 0)
+    with trainer.precision_plugin.forward_context():
+        planner = _planner(conditions, module, trainer)
+        plan, _ = planner.within(int(0.8 * min(before, in_use or before)))
+    if plan.peak_bytes >= before:
+        return ""
+    set_memory(module.model, plan)
+    for bar in callbacks_of(trainer, Progress):
+        bar.planned = plan.peak_bytes
+    made_for = {**conditions, "peak_bytes": plan.peak_bytes}
+    memory = {**memory, "plan": dict(plan), "planned_for": made_for}
+    write_config({**config, "memory": memory}, Path(trainer.default_root_dir))
+    sizes = f"{in_units(plan.peak_bytes)} instead of {in_units(before)}"
+    return f"{count_modes([*plan.values()])}; {sizes}"
 
 
 def _conditions(
@@ -155,21 +194,25 @@ def _new_plan(
     """Make a plan and log it."""
     start = time.perf_counter()
     with trainer.precision_plugin.forward_context():  # autocast halves most activations
-        planner = Planner(
-            module.model,
-            conditions["input"],
-            inverting=conditions.get("inverting"),
-            # measured times would differ from process to process, and the plans with them
-            clock=False,
-            extra=conditions["extra_bytes"],
-            device=trainer.strategy.root_device,
-        )
+        planner = _planner(conditions, module, trainer)
         plan = mode.plan(planner, limit)
     if is_first_process():
         seconds = time.perf_counter() - start
         summary = _summary(plan, planner, free, conditions["budget"])
         log.info("memory=%s: %s; planned in %s", mode.name, summary, clock(seconds))
     return plan
+
+
+def _planner(conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trainer) -> Planner:
+    return Planner(
+        module.model,
+        conditions["input"],
+        inverting=conditions.get("inverting"),
+        # measured times would differ from process to process, and the plans with them
+        clock=False,
+        extra=conditions["extra_bytes"],
+        device=trainer.strategy.root_device,
+    )
 
 
 def _summary(plan: Plan, planner: Planner, free: int | None, given: Any) -> str:
@@ -213,7 +256,5 @@ def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     kept += weights * len(callbacks_of(trainer, WeightAveraging))
     if isinstance(trainer.strategy, DDPStrategy):
         kept += gradients  # the buckets that processes exchange
-    if any(step.invertible for step in steps_in(module.model).values()):
-        # copies with which StepRetry repeats a step that drifted
-        kept += buffers + gradients * accumulates
-    return kept
+    # copies with which StepRetry repeats a step
+    return kept + buffers + gradients * accumulates

@@ -6,7 +6,9 @@ per epoch.
 
 Why not Lightning's bars: they need 120 columns or more, and draw into log files too. Figures are
 means over the epoch so far, from the first process. The time left is for the whole run, validation
-included.
+included. If the run plans its memory and the terminal is wide, the bar begins with the most that
+tensors took on the GPU, the plan's peak and its limit: ``memory 17.1 MiB, planned 17.3 MiB, limit
+15.7 GiB``. On a CPU, where libraries take more than tensors, it shows the last two.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from pytorch_lightning.callbacks import ProgressBar
 from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
+from revzoo.profiling.units import in_units
 from revzoo.training.callbacks.base import TimesEpochs
 from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
 from revzoo.training.metrics import so_far
+from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +44,13 @@ class Progress(TimesEpochs, ProgressBar):
     Args:
         refresh_rate: batches between two drawings; at most five drawings a second.
         log_seconds: seconds between two log lines, if standard output is not a terminal.
+
+    Attributes:
+        planned, limit: bytes that the plan of a training step takes and may take; None without.
     """
+
+    planned: int | None = None
+    limit: int | None = None
 
     def __init__(self, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> None:
         super().__init__()
@@ -85,7 +95,7 @@ class Progress(TimesEpochs, ProgressBar):
                 f"epoch {epoch_of(trainer)}",
                 batches_of_epoch(trainer),
                 self.total_train_batches,
-                [per_second(rate), *figures, *self._left(trainer)],
+                [*self._memory(pl_module), per_second(rate), *figures, *self._left(trainer)],
             )
 
     def on_validation_batch_end(
@@ -145,6 +155,14 @@ class Progress(TimesEpochs, ProgressBar):
 
     # Lightning passes arguments to these hooks, which they ignore
     on_train_end = on_test_end = teardown = on_exception = _close
+
+    def _memory(self, module: LightningModule) -> list[str]:
+        """The peak of the device, the plan's and its limit, if the run has a plan."""
+        if self.planned is None:
+            return []
+        in_use = peak_bytes(module.device) if module.device.type == "cuda" else None
+        sizes = {"memory": in_use, "planned": self.planned, "limit": self.limit}
+        return [", ".join(f"{k} {in_units(n)}" for k, n in sizes.items() if n is not None)]
 
     def _left(self, trainer: Trainer) -> list[str]:
         """The time until the run ends, if it can be estimated."""

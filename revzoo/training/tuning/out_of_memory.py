@@ -57,7 +57,8 @@ def memory_errors(
         used = f"out of memory at a peak of {in_units(peak)}" if peak else "out of memory"
         # Lightning leaves the module as it was when the error came
         if module.training:
-            advice = memory_advice(module, data)
+            on_gpu = module.device.type == "cuda"
+            advice = memory_advice(module, data, peak if on_gpu else None)
             raise NoMemoryError(f"step {trainer.global_step}: {used}{advice}") from error
         size = data.eval_batch_size
         raise NoMemoryError(
@@ -65,8 +66,11 @@ def memory_errors(
         ) from error
 
 
-def memory_advice(module: Classifier, data: ImageData) -> str:
-    """The activations of a training step in each memory mode, and a remedy."""
+def memory_advice(module: Classifier, data: ImageData, had: int | None = None) -> str:
+    """The activations of a training step in each memory mode, and a remedy.
+
+    ``had``: the bytes that the step could take before memory ran out, if they are known.
+    """
     smaller = f"lower data.batch_size ({data.batch_size})"
     shape = (data.batch_size, module.hparams["model"]["in_chans"], *[data.image_size] * 2)
     # counting fails if the model is broken or too little memory is left
@@ -74,6 +78,13 @@ def memory_advice(module: Classifier, data: ImageData) -> str:
         from revzoo.profiling.audit import audit  # only this error needs it
 
         audits = audit(module.model, shape).audits
+        least = min(audits.values(), key=lambda a: a.activation_bytes)
+        # leaves a fifth free, as memory=auto does
+        room = 0.8 * (had or 0) - (least.peak_bytes - least.activation_bytes)
+        fits = int(data.batch_size * room / least.activation_bytes)
+        fits -= fits % 8 if fits > 8 else 0
+        if 0 < fits < data.batch_size:
+            smaller += f", to about {fits} in {least.mode}"
         # the present mode is the first
         present, *others = [f"{in_units(a.activation_bytes)} in {m}" for m, a in audits.items()]
         return (

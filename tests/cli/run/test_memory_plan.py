@@ -3,6 +3,7 @@
 import gc
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,78 @@ def test_a_resumed_auto_plans_again_if_its_plan_no_longer_fits(
     assert lines(caplog, "plans again, since the run has a different free memory")
     assert modes_of(trained[1]) == {"store"}
     assert modes_of(trained[2]) == {"store", "recompute"}
+
+
+@pytest.fixture
+def runs_out(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the optimiser steps ``at`` run out of memory, once each, in a part of the step."""
+
+    def fail(where: str, at: list[int]) -> list[int]:
+        step, failed, inputs = Classifier.loss_and_logits, [], []
+
+        def raises(*args: Any) -> None:
+            failed.append(at.pop(0))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        def fails(self: Classifier, images: Any, labels: Any) -> Any:
+            # the repeated step has the memory of the failed one
+            assert all(earlier() is None for earlier in inputs)
+            begins = not at or self.trainer.global_step != at[0]
+            head = self.model.get_submodule("fc")
+            hook = head.register_forward_pre_hook(
+                lambda _, args: inputs.append(weakref.ref(args[0]))
+            )
+            loss, logits = step(self, images, labels)
+            hook.remove()
+            if begins:
+                inputs.clear()
+            elif where == "forward":
+                raises()
+            else:  # the stem's gradient is the last one
+                tensor = logits if where == "loss" else next(self.model.parameters())
+                handle = tensor.register_hook(lambda _: (handle.remove(), raises()))
+            return loss, logits
+
+        monkeypatch.setattr(Classifier, "loss_and_logits", fails)
+        return failed
+
+    return fail
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "stem"])
+def test_out_of_memory_lowers_the_plan_once(
+    where: str,
+    compose: Any,
+    tmp_path: Path,
+    trained: list[Classifier],
+    caplog: pytest.LogCaptureFixture,
+    runs_out: Any,
+) -> None:
+    """The run ended. It now equals one with the lower plan from the start, bit for bit."""
+    few = (*FEW, "+model.dropout=0.1", "trainer.limit_train_batches=4", f"{ACCUMULATE}=2")
+    failed = runs_out(where, [1])
+    found = train(compose(*few), run_dir=tmp_path / "lowered")
+    assert failed == [1]
+    (line,) = lines(caplog, "computing step 1 again, with a leaner plan (")
+    assert re.search(r"; [\d.]+ MiB instead of [\d.]+ MiB\): the device is out of memory", line)
+    assert "a leaner plan" in (tmp_path / "lowered" / "summary.json").read_text()
+    memory = yaml.safe_load((tmp_path / "lowered" / "config.yaml").read_text())["memory"]
+    assert modes_of(trained[0]) == {*memory["plan"].values()} == {"store", "recompute"}
+    caplog.clear()
+    # as a resumed run reads it: the plan stays
+    expected = train({**compose(*few), "memory": memory}, run_dir=tmp_path / "expected")
+    assert not lines(caplog, "plans again")
+    assert found == expected
+    for name, value in trained[1].state_dict().items():
+        assert torch.equal(trained[0].state_dict()[name], value), name
+
+
+def test_a_second_time_out_of_memory_ends_the_run(
+    compose: Any, tmp_path: Path, runs_out: Any
+) -> None:
+    runs_out("forward", [0, 1])
+    with pytest.raises(SystemExit, match=r"step 1: out of memory .* lower data\.batch_size"):
+        train(compose(*FEW, "trainer.limit_train_batches=4"), run_dir=tmp_path)
 
 
 def test_the_inverting_mode_of_a_plan_can_be_chosen(

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,19 @@ def test_a_log_file_gets_lines_and_no_bar(
     assert not any(re.match(r"epoch ./2, batch 4/4", line) for line in lines)
     assert any(re.fullmatch(r"epoch 1/2 validation, batch 1/\d", line) for line in lines), lines
     assert capsys.readouterr().out == ""
+
+
+def test_the_memory_of_a_plan_is_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bar = Progress(log_seconds=1e-9)
+    bar.planned, bar.limit = 2**24, 2**33
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        fit(tmp_path, bar)
+    assert "batch 1/4, planned 16 MiB, limit 8 GiB, " in caplog.text
+    monkeypatch.setattr(progress_bar, "peak_bytes", lambda device: 2**23)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    assert bar._memory(on_gpu) == ["memory 8 MiB, planned 16 MiB, limit 8 GiB"]
 
 
 def test_log_lines_are_log_seconds_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -22,9 +22,9 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ("debug=smoke", "trainer=cpu")
 
 
-def advice(**spec: Any) -> str:
+def advice(had: int | None = None, **spec: Any) -> str:
     data: Any = SimpleNamespace(batch_size=64, image_size=32)
-    return memory_advice(Classifier({**SPEC, "units": [1, 1, 1], **spec}), data)
+    return memory_advice(Classifier({**SPEC, "units": [1, 1, 1], **spec}), data, had)
 
 
 def test_the_advice_lists_the_modes() -> None:
@@ -35,6 +35,12 @@ def test_the_advice_lists_the_modes() -> None:
     assert {"exact", "invert", "recompute"} <= need.keys()
     assert text.endswith("or lower data.batch_size (64)")
     assert need["invert"] < need["store"] / 2
+
+
+@pytest.mark.parametrize(("had", "fits"), [(24, 24), (12, 8), (6, 5), (1, None), (900, None)])
+def test_the_advice_names_a_batch_that_fits(had: int, fits: int | None) -> None:
+    ending = "" if fits is None else f", to about {fits} in invert"
+    assert advice(had=had * 2**20).endswith(f"or lower data.batch_size (64){ending}")
 
 
 def test_a_planned_run_is_listed_first() -> None:
