@@ -310,7 +310,36 @@ def limit(args: argparse.Namespace) -> Iterator[str]:
         yield f"| {args.model} | {args.batch} | {kind} | {found} |"
 
 
-PARTS = {f.__name__: f for f in (accuracy, finetune, steps, measured, limit, limited)}
+CONVERTED = (
+    *("torchvision:resnet18", "torchvision:resnet50", "torchvision:regnet_y_1_6gf"),
+    *("torchvision:mobilenet_v3_large", "torchvision:efficientnet_b0", "torchvision:convnext_tiny"),
+    *("torchvision:swin_t", "torchvision:vit_b_16", "timm:vit_small_patch16_224"),
+    *("timm:deit_small_patch16_224", "timm:hiera_tiny_224"),
+)
+
+
+def conversions(args: argparse.Namespace) -> Iterator[str]:
+    """What training keeps for an image of 224x224, by kind of conversion; how outputs change."""
+    yield "| network | plain | `input_shape` | and `checkpoint` | a checkpoint each | changed, % |"
+    yield "|---|---|---|---|---|---|"
+    shape = (1, 3, 224, 224)
+    for name in CONVERTED:
+        torch.manual_seed(0)
+        net = revzoo.create_model(name, memory="store").eval()
+        x = torch.randn(shape)
+        sizes, changed = [], 0.0
+        with torch.no_grad():
+            plain = net(x)
+            for checkpoint in (False, True):
+                revzoo.make_reversible(net, input_shape=shape, checkpoint=checkpoint)
+                found = revzoo.conversion(net, shape)
+                sizes.append(f"{found.now / MIB:.3g}")
+                changed = max(changed, float((net(x) - plain).norm() / plain.norm()))
+        cells = (name, f"{found.before / MIB:.3g}", *sizes, f"{found.checkpointed / MIB:.3g}")
+        yield f"| {' | '.join(cells)} | {changed:.2%} |"
+
+
+PARTS = {f.__name__: f for f in (accuracy, finetune, steps, measured, limit, limited, conversions)}
 
 
 def main() -> None:
