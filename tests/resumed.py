@@ -7,7 +7,7 @@ from pathlib import Path
 
 from revzoo.cli.check import check_machine
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.folder import resumed_config
+from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, resumed_config
 from revzoo.cli.terminal import user_errors
 
 
@@ -19,5 +19,6 @@ def resume(
         config = resumed_config(
             run_dir.absolute(), overrides, allow_precision_change=allow_precision_change
         )
-        check_machine(config)
+        with errors_naming(run_dir.absolute() / CONFIG_FILE):
+            check_machine(config)
         return train_module.resume(run_dir, config, overrides)

@@ -33,8 +33,8 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
     _check_has(x, dim)
     if x.is_nested:  # the backward pass of torch.split would end in a segmentation fault
         raise ValueError("got a nested tensor to split in two streams: pass two streams instead")
-    unit, rest = divmod(x.shape[dim], sum(parts))
-    if rest:
+    unit = x.shape[dim] // sum(parts)  # not divmod(), which torch.jit.trace does not take
+    if x.shape[dim] % sum(parts):
         number = "an even number" if parts == HALVES else f"a multiple of {sum(parts)}"
         raise ValueError(
             f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim={dim}: "

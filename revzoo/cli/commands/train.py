@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.check import check_machine
-    from revzoo.cli.run.folder import resumed_config
+    from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, resumed_config
 
     new_runs = ["multirun", "cfg", "resolve", "package", "config_dir", "config_name", "config_path"]
     if excess := [name for name in new_runs if getattr(args, name)]:
@@ -102,7 +102,7 @@ def _resume(args: argparse.Namespace) -> None:
         )
     run_dir, allow = args.resume.absolute(), args.allow_precision_change
     config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
-    with status_of("loading torch and Lightning"):
+    with status_of("loading torch and Lightning"), errors_naming(run_dir / CONFIG_FILE):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import resume
 

@@ -117,10 +117,6 @@ def test_models_that_cannot_be_created_are_refused(
     for read in READERS:
         with pytest.raises(CheckpointError, match=message):
             read(path)
-    name, channels = hyper.get("name", "revnet38"), hyper.get("in_chans", 1)
-    if not isinstance(name, str | None) or channels in ("x", 0, [1], 1.5):
-        with pytest.raises(WeightsError, match=r"a\.ckpt is of a model with name=.*in_chans="):
-            from_zoo(path)
 
 
 def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
