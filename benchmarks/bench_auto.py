@@ -36,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     print(environment(), end="")
     print(f"- float32, n = {args.rounds} rounds; quartiles in brackets\n")
-    print("| model | limit, MiB | auto, steps | counted, MiB | fastest pure mode | auto / it |")
+    print("| model | limit, MiB | auto, steps | counted, MiB | fastest pure mode | auto / pure |")
     print("|---|---|---|---|---|---|")
     for text in args.models:
         name, _, batch = text.partition(":")

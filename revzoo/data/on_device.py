@@ -45,7 +45,13 @@ class DeviceImages(TensorImages):
         self.device = device
 
     def batches(self, indices: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """The batches of a pass, on the device; ``indices`` of the images in each of them."""
+        """The batches of a pass, on the device.
+
+        Images are bytes ``(B, C, H, W)``, labels integers ``(B,)``.
+
+        Args:
+            indices: of the images in each batch.
+        """
         sizes, order = [len(batch) for batch in indices], torch.tensor([*chain(*indices)])
         both = (self._rows, self.labels)
         rows, labels = (torch.split(t[order].to(self.device), sizes) for t in both)
@@ -78,7 +84,7 @@ def placed(
 
 
 def draws_of_epoch(augment: Augment, count: int, size: int, seeds: Sequence[int]) -> Tensor:
-    """The crops and flips of an epoch: (batches, 3, draws), see ``Augment.draw``.
+    """The crops and flips of an epoch, ``(batches, 3, draws)``; see ``Augment.draw``.
 
     Args:
         augment: whose draws.
@@ -91,7 +97,7 @@ def draws_of_epoch(augment: Augment, count: int, size: int, seeds: Sequence[int]
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU; None for other devices, which do not report it."""
+    """Free memory of a GPU in bytes; None for other devices, which do not report it."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 

@@ -1,10 +1,10 @@
 """Steps on the levels of a feature pyramid: streams of different shapes, the finest first.
 
     LevelCoupling   x_i += F(x_j)              additive, between any two streams
-    SplitLevels     each level to its halves, streams for the couplings of a residual block
-    NewLevel        one more level, of zeros
-    MergePyramid    all levels in one tensor, by space to depth
-    ChannelCopies   more channels for the first level
+    SplitLevels     splits each level in halves, the streams of a residual block's couplings
+    NewLevel        appends a level of zeros
+    MergePyramid    puts all levels in one tensor, by space to depth
+    ChannelCopies   repeats the image's channels, to fill the first level
 
 All are exact: sums and moves of values. ``torch.nn`` has maps of one tensor only.
 
@@ -60,7 +60,12 @@ class LevelCoupling(AdditiveCoupling):
 
 
 class ChannelCopies(Invertible):
-    """``(B, c, H, W) -> (B, channels, H, W)``: the channels again and again; injective."""
+    """``(B, of, H, W) -> (B, channels, H, W)``: repeats the channels in order; injective.
+
+    Args:
+        channels: of the output, at least ``of``.
+        of: channels of the input.
+    """
 
     streams = 1
     exact = True
@@ -79,7 +84,13 @@ class ChannelCopies(Invertible):
 
 
 class SplitLevels(Invertible):
-    """The halves of each level: ``(x_0, x_1, ...) -> (a_0, b_0, a_1, b_1, ...)``."""
+    """The halves of each level: ``(x_0, x_1, ...) -> (a_0, b_0, a_1, b_1, ...)``.
+
+    A level ``(B, C, H, W)`` becomes two streams ``(B, C / 2, H, W)``.
+
+    Args:
+        levels: number of levels.
+    """
 
     exact = True
     guarded = False  # the couplings beside it are
@@ -100,7 +111,12 @@ class SplitLevels(Invertible):
 
 
 class NewLevel(Invertible):
-    """Appends a level of zeros ``(B, channels, H / 2, W / 2)``; the inverse drops it."""
+    """Appends a level of zeros ``(B, channels, H / 2, W / 2)``; the inverse drops it.
+
+    Args:
+        channels: of the new level.
+        levels: number of levels before; the last is ``(B, C, H, W)``.
+    """
 
     exact = True
     guarded = False
@@ -125,7 +141,13 @@ class NewLevel(Invertible):
 
 
 class MergePyramid(Invertible):
-    """All levels in one tensor of the coarsest size: finer levels are squeezed (space to depth)."""
+    """All levels in one tensor of the coarsest size: finer levels are squeezed (space to depth).
+
+    Level i of L, ``(B, c_i, H 2^(L-1-i), W 2^(L-1-i))``, gives ``c_i 4^(L-1-i)`` channels.
+
+    Args:
+        channels: c_i of each level, the finest first.
+    """
 
     exact = True
     outputs = 1

@@ -33,7 +33,7 @@ SMALLEST = 1e-3
 
 _MANTISSA = 24  # bits of a float32
 _MOST_SHIFT = 31  # so that the products of words of 64 bits fit, in two parts
-_BEYOND = 2.0**40
+_BEYOND = 2.0**40  # p of a scale that is NaN or infinite
 _PLANES = 10  # bits of c for the smallest scale
 _CHUNK = {"cpu": 2**16}  # values that are multiplied together; they stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22
@@ -65,7 +65,13 @@ def multiply(words: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
 
 
 def divide(product: Tensor, scale: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """The words that :func:`multiply` got, from their ``product`` and from what it ``saved``."""
+    """The words ``(B, C, H, W)`` that :func:`multiply` got.
+
+    Args:
+        product: its result.
+        scale: the same, ``(1, C, 1, 1)``.
+        saved: the tensors that it saved: for each bit, its channels and its packed plane.
+    """
     ratio = _Ratio.of(scale)
     dropped = torch.zeros_like(product, dtype=torch.int16)
     for bit, (channels, packed) in enumerate(zip(saved[::2], saved[1::2], strict=True)):

@@ -15,9 +15,9 @@ Level i of the pyramid has 1/4, 1/8, 1/16 or 1/32 of the image's sides. A stage 
 
 The first stages each add a level, which starts at zero, before ``down``; the others keep all. In
 the release, ``down`` and ``up`` are a *reversible residual silo*: every D reads x_i as it was
-before ``down``. So we take the sources from the coarsest for D and from the finest for U: a source
-is then read before it changes. So one kind of coupling (:class:`LevelCoupling`), with one replay
-rule, serves all parts; the backward pass replays one branch at a time.
+before ``down``. We take the sources from the coarsest for D and from the finest for U, so each is
+read before it changes. All parts are therefore couplings of one kind (:class:`LevelCoupling`), and
+the backward pass replays one branch at a time.
 
 All branches are MobileNet blocks (arXiv 1801.04381, 1905.02244)::
 
@@ -239,7 +239,8 @@ class MBConv(Lean):
 class HeadLevel(Step):
     """``(z, x, ...) -> (last(neck(x) + down(z)), ...)``, ``(x, ...) -> (neck(x), ...)`` at first.
 
-    ``x`` is the next level, ``z`` what the finer ones gave; ``last`` acts on the coarsest.
+    ``x`` is the next level, ``z`` the result of the finer ones. Only the coarsest level has a
+    ``last`` that is not the identity.
     """
 
     def __init__(self, neck: MBConv, *, down: MBConv | None, last: nn.Module, streams: int) -> None:
@@ -372,7 +373,7 @@ class RevBiFPN(ConvolutionalClassifier):
                 del last[name]
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
-        """Of the release."""
+        """Pairs: a module in the release's file, and the one here."""
         levels = self.variant.levels
         for index in range(len(self.stages)):
             before, after = min(index + 1, levels), min(index + 2, levels)

@@ -1,4 +1,4 @@
-"""RevCol: reversible columns, networks of ConvNeXt blocks whose columns hand on all their levels.
+"""RevCol: columns of ConvNeXt blocks, each of which passes all its levels to the next one.
 
     column 0         c[l] = F[0, l](c[l-1])                                            c[-1] = stem
     column i         c[l] <- gamma[i, l] c[l] + F[i, l](c[l-1], c[l+1])
@@ -6,20 +6,20 @@
 
 Y. Cai, Y. Zhou, Q. Han, J. Sun, X. Kong, J. Li, X. Zhang, "Reversible Column Networks", ICLR 2023,
 arXiv 2212.11696. Layers, epsilons and initial values follow its PyTorch release
-(megvii-research/RevCol, Apache-2.0). A level
-has half the resolution of the one below. It adds the level below, made smaller by a convolution,
-and the level above of the column before, made larger, and applies a few blocks of A. Liu et al.,
-"A ConvNet for the 2020s", arXiv 2201.03545. ``gamma`` has one value for each channel, 0.5 at first.
+(megvii-research/RevCol, Apache-2.0). A level has half the resolution of the one below. It adds the
+level below, downsampled by a convolution, and the level above of the previous column, upsampled,
+and applies a few blocks of Z. Liu et al., "A ConvNet for the 2020s", arXiv 2201.03545. ``gamma``
+has one value for each channel, 0.5 at first.
 
     image -> stem -> columns -> last level of the last column -> pool -> LN -> [dropout] -> linear
 
 The streams are the stem's output, which each column reads, and the levels. One step replaces one
 level, so a replay records the blocks of one level. Column 0 adds streams; to undo it, drop them.
 
-The release also classifies and decodes the image after every quarter of the columns, for its loss
-in training. That is not here. Where ``|gamma|`` is below 1e-3, the release changes the parameter,
-also in evaluation mode; a gamma of 0 stays 0 and divides by zero. We compute with 1e-3 there and
-leave the parameter, whose gradient passes.
+In training, the release also classifies and decodes the image after every quarter of the columns,
+and adds these losses; this file omits them. Where ``|gamma|`` is below 1e-3, the release changes
+the parameter, also in evaluation mode; a gamma of 0 stays 0 and divides by zero. We compute with
+1e-3 there and leave the parameter, whose gradient passes.
 
 In mode ``invert`` a column divides by gamma, so rounding errors grow from column to column: the
 guard raises where gammas are small, or columns many (8 at first). The release avoids that by
@@ -147,8 +147,8 @@ class ConvNeXtBlock(nn.Module):
         return x + self.drop_path(y.permute(0, 3, 1, 2))
 
 
-class Enlarge(nn.Module):
-    """``(B, C, H, W)`` -> ``(B, width, 2 H, 2 W)``: linear, LN, each pixel four times."""
+class UpsampleLevel(nn.Module):
+    """``(B, C, H, W) -> (B, width, 2 H, 2 W)``: linear, LN, nearest-neighbour upsampling."""
 
     def __init__(self, channels: int, *, width: int) -> None:
         super().__init__()
@@ -176,9 +176,9 @@ class LevelBranch(nn.Module):
         if level:
             conv = nn.Conv2d(widths[level - 1], width, 2, stride=2)
             self.down = nn.Sequential(conv, ChannelNorm(width))
-        self.up: Enlarge | None = None
+        self.up: UpsampleLevel | None = None
         if not first and level + 1 < len(widths):
-            self.up = Enlarge(widths[level + 1], width=width)
+            self.up = UpsampleLevel(widths[level + 1], width=width)
         self.blocks = nn.Sequential(
             *(
                 ConvNeXtBlock(width, kernel_size=variant.kernel_size, drop_path=rate)
@@ -405,7 +405,7 @@ class RevCol(ConvolutionalClassifier):
             yield (state[at],)
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
-        """Of the release, whose tensors have the same shapes.
+        """Pairs: a module or tensor in the release's file, and the one here, of the same shape.
 
         Networks trained with losses after earlier columns, on ImageNet-1k or 22k, have their
         classifier in ``cls_blocks.3``, those fine-tuned from 22k in ``cls``.
@@ -458,6 +458,7 @@ def _column(variant: RevColVariant, *, first: bool, drop_path_rate: float) -> It
 
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Conv2d, nn.Linear)):
-        nn.init.trunc_normal_(module.weight, std=STD)  # cut off at 2, as in the release: never
+        # as in the release; it cuts off at -2 and 2, which is 100 standard deviations
+        nn.init.trunc_normal_(module.weight, std=STD)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

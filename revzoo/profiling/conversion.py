@@ -82,7 +82,7 @@ class Conversion:
 def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:
     """Count what training ``model`` keeps, plain and as :func:`revzoo.make_reversible` left it.
 
-    Neither runs nor changes the model.
+    Counts on fake tensors: the model neither runs nor changes.
 
     Args:
         model: plain or reversible.
@@ -102,30 +102,29 @@ def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:
 
     def counted(twin: nn.Module) -> tuple[Audit, dict[str, str]]:
         stages = stages_of([path for path, _ in twin.named_modules() if path])
-        found = Audit("", trace_step(twin, images_for(twin, shape)), {"": "", **stages}, 0)
-        roles = {row.path: row.role for row in reversible_blocks(twin)}
-        return found, roles
+        audit = Audit("", trace_step(twin, images_for(twin, shape)), {"": "", **stages}, 0)
+        return audit, {row.path: row.role for row in reversible_blocks(twin)}
 
     with undisturbed(model):
         now, roles = counted(fake_twin(model))
         plain, _ = counted(make_reversible(fake_twin(model), None))
-        every = make_reversible(fake_twin(model), 4)
-        for step in every.modules():
+        recomputed_twin = make_reversible(fake_twin(model), 4)
+        for step in recomputed_twin.modules():
             if isinstance(step, SideBits):
-                step.last = True
-        checkpointed, paths = counted(every)
+                step.last = True  # no run continues, so each block is recomputed
+        checkpointed, paths = counted(recomputed_twin)
     lists: dict[str, list[str]] = {}
     for path in paths:
         lists.setdefault(path.rpartition(".")[0], []).append(path)
     rows = []
     for path, blocks in lists.items():
-        found = [roles.get(block) for block in blocks]
-        joined = [i for i, role in enumerate(found) if role in ("joins", "ends")]
+        block_roles = [roles.get(block) for block in blocks]
+        joined = [i for i, role in enumerate(block_roles) if role in ("joins", "ends")]
         inverted = {*joined, *(i - 1 for i in joined)}
-        recomputed = sum(role is not None for role in found) - len(inverted)
+        recomputed = sum(role is not None for role in block_roles) - len(inverted)
         before, after = (_inside(audit, blocks) / shape[0] for audit in (plain, now))
         rows.append(ConversionRow(path, len(blocks), len(inverted), recomputed, before, after))
-    sizes = (found.kept_bytes / shape[0] for found in (plain, now, checkpointed))
+    sizes = (audit.kept_bytes / shape[0] for audit in (plain, now, checkpointed))
     return Conversion(tuple(rows), *sizes)
 
 

@@ -74,7 +74,7 @@ class Failure(NamedTuple):
 
 
 class StepRetry:
-    """Repeats the training steps of ``module`` that drifted or left their range.
+    """Repeats the training steps of ``module`` that drifted, left their range or ran out of memory.
 
     Attributes:
         running: whether a step is being repeated.

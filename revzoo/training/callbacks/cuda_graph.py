@@ -11,10 +11,10 @@ NOTE [ Which steps run in the graph ]
     2. The rest is fixed in the graph: shapes, frozen parameters, the memory of weights
        (``p.data``), the optimiser's other options, plain attributes of modules (such as dropout's
        ``p`` and memory modes), grids. We compare it before each step. If it has changed, the step
-       runs without the graph; once it is the same in two steps, we capture anew. So the smaller
-       last batch of an epoch needs no rule, and BatchNorm's warm-up no other one.
+       runs without the graph; once it is the same in two steps, we capture anew. So neither the
+       smaller last batch of an epoch nor BatchNorm's warm-up needs a rule of its own.
     3. A graph cannot read the guard's figures. So every :data:`CHECK_EVERY`-th step runs without
-       it, and repeats itself as always after a drift or a range error. If a stream leaves its range
+       it, and is repeated as always after a drift or a range error. If a stream leaves its range
        between two such steps, the loss is NaN, and the run ends with the error of
        :mod:`revzoo.training.callbacks.every_run`.
     4. Callbacks that act between the forward pass and the new weights would see the new weights.
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 CHECK_EVERY = 100  # steps between two with the guard
 PATIENCE = 10  # steps without a graph until a line says why
-# hooks of a step, and the callbacks whose hooks do not change it
+# hooks inside a step, and the callbacks whose hooks do not change it
 INNER = (
     "on_before_zero_grad",
     "on_before_backward",
@@ -66,6 +66,7 @@ INNER = (
     "on_before_optimizer_step",
 )
 HARMLESS = (FiniteLoss, DriftLogger)
+# methods that the graph stands for: a subclass with its own trains without it
 REPLACED = ("training_step", "backward", "optimizer_step", "optimizer_zero_grad")
 # options of optimisers whose kernels read rates and counts on the device
 ON_DEVICE = {"cuda": ("fused", "capturable")}
@@ -90,7 +91,7 @@ class CudaGraph(RestoresAfterFit):
 
     Attributes:
         replaying: whether the graph runs the current step.
-        captures: how often it was captured, in the last fit.
+        captures: number of captures in the last fit.
     """
 
     replaying = False
@@ -118,7 +119,7 @@ class CudaGraph(RestoresAfterFit):
             log.info("training runs without a CUDA graph: %s", reason)
             return
         self._trainer, self._module, self.captures = trainer, pl_module, 0
-        # they stay the same during a fit, and to walk through all modules takes time
+        # collected once: they stay the same during a fit, and walking through all modules is slow
         self._tables = [vars(m) for m in pl_module.modules()]
         self._attributes = [
             (table, name)
@@ -151,7 +152,10 @@ class CudaGraph(RestoresAfterFit):
         self.replaying = self._replay is not None and self._last == self._fixed
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run the step; returns the loss () and logits, which the next step overwrites."""
+        """Run the step; returns the loss ``()`` and logits ``(B, classes)``.
+
+        The next step overwrites the logits.
+        """
         for rate, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
         for static, t in zip(self._static, batch, strict=True):
