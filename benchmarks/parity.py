@@ -35,7 +35,7 @@ ZERO = 1e-7  # a tensor's largest gradient over the largest of all
 
 
 class Pair(NamedTuple):
-    """The publisher's network, how to call it, its tensors by our names, and those of no use."""
+    """The publisher's network, its logits, our names of its tensors, and its unused tensors."""
 
     theirs: nn.Module
     logits: Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_callable
 from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.core.fixedpoint.words import Fixed, fixed_of, keeps_words
+from revzoo.core.fixedpoint.words import Fixed, words_in
 from revzoo.core.invertible import Invertible, State, name_of
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import add
@@ -149,18 +149,15 @@ class AdditiveCoupling(Coupling):
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, x1)
-        if (fixed := self._words(x1)) is not None:
+        if (fixed := words_in(self, x1)) is not None:
             return add(x1, value, fixed, self)
         return x1 + self.fitting(value, x1)
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, y2)
-        if (fixed := self._words(y2)) is not None:
+        if (fixed := words_in(self, y2)) is not None:
             return add(y2, -(value if value.is_floating_point() else value.float()), fixed, self)
         return y2 - self.fitting(value, y2)
-
-    def _words(self, stream: Tensor) -> Fixed | None:
-        return fixed_of(stream) if self.grid is not None and keeps_words() else None
 
     def _check_shape(self, value: Tensor, stream: Tensor | Fixed) -> None:
         if value.shape != stream.shape:

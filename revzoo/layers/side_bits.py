@@ -53,7 +53,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint.scale import Scale, free_to_read
-from revzoo.core.fixedpoint.words import AUTO, Fixed, fixed_of, keeps_words
+from revzoo.core.fixedpoint.words import AUTO, Fixed, fixed_of, words_in
 from revzoo.core.guard.ranges import range_failure
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, name_of
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
@@ -217,7 +217,7 @@ class SideBits(Invertible):
         self, before: Sequence[Tensor], x: Tensor, value: Tensor, known: Fixed | None
     ) -> Tensor:
         b = 2.0**-self.bits
-        fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
+        fixed = words_in(self, x)
         if not before:
             if fixed is not None:
                 return put_on_grid_of(fixed, value, self)

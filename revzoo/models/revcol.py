@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_count, check_probability
-from revzoo.core.fixedpoint.words import Fixed, fixed_of, keeps_words
+from revzoo.core.fixedpoint.words import Fixed, words_in
 from revzoo.core.invertible import Invertible, State, Step, as_state
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import add, put_on_grid_of
@@ -212,7 +212,7 @@ class FirstLevel(Invertible):
     def forward(self, *state: Tensor, **context: Any) -> State:
         x = state[-1]
         value: Tensor = self.branch(x)
-        if (fixed := _words(self, x)) is not None:
+        if (fixed := words_in(self, x)) is not None:
             return (*state, put_on_grid_of(fixed, value, self))
         return (*state, value.to(x.dtype))
 
@@ -251,7 +251,7 @@ class Level(Invertible):
         value, c = self._value(state), state[self.at]
         gamma = self._gamma()
         scaled = gamma * c
-        if (fixed := _words(self, c)) is None:
+        if (fixed := words_in(self, c)) is None:
             return self._with(state, scaled + value.to(c.dtype))
         return self._with(state, add(scaled, value, self._times(fixed, gamma, scaled), self))
 
@@ -266,7 +266,7 @@ class Level(Invertible):
         value, gamma, y = self._value(leaves), self._gamma(), outputs[self.at]
         before: Tensor | Fixed
         with torch.no_grad():
-            if (fixed := _words(self, y)) is None:
+            if (fixed := words_in(self, y)) is None:
                 before = (y - value.to(y.dtype)) / gamma
             else:
                 scaled = fixed.minus(value, fixed.down)
@@ -299,10 +299,6 @@ class Level(Invertible):
         if not shrinks:  # the product may leave the range
             product.measure(scaled.new_zeros(()), math.inf, scaled, scaled, self)
         return product
-
-
-def _words(step: Step, stream: Tensor) -> Fixed | None:
-    return fixed_of(stream) if step.grid is not None and keeps_words() else None
 
 
 class RevColStem(Step):

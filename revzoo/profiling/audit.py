@@ -321,11 +321,6 @@ def audit(
     def twin() -> nn.Module:
         return in_training(copied(model)) if real else fake_twin(model)
 
-    def counted(mode: str, twin: nn.Module) -> Audit:
-        stages = stages_of([path for path, _ in twin.named_modules() if path])
-        trace = trace_step(twin, images_for(twin, shape))
-        return Audit(mode, trace, {"": OUTSIDE, **stages}, added)
-
     audits = []
     plain = None
     with undisturbed(model):
@@ -339,12 +334,9 @@ def audit(
                     if modes is None:
                         continue  # the mode does not fit all steps, and nobody asked for it
                     raise
-            audits.append(counted(mode, changed))
+            audits.append(audit_of(changed, shape, mode, added))
         if reversible_blocks(model):
-            changed = make_reversible(twin(), None)
-            # steps inside the blocks store their activations, too
-            assign_memory([m for m in changed.modules() if isinstance(m, Step)], "store")
-            plain = counted("plain", changed)
+            plain = audit_of(made_plain(twin()), shape, "plain", added)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     # no mode fits a model without steps, so its report compares none
@@ -352,6 +344,20 @@ def audit(
     on_host = [m for m in MODES if MODES[m].on_host and m not in wanted] if compared else []
     notes = uncounted_in(model)
     return Report(name, shape, audits, plain=plain, uncounted=notes, on_host=on_host)
+
+
+def audit_of(twin: nn.Module, shape: tuple[int, ...], mode: str, extra: int = 0) -> Audit:
+    """Count a training step of ``twin``, which it changes."""
+    stages = stages_of([path for path, _ in twin.named_modules() if path])
+    trace = trace_step(twin, images_for(twin, shape))
+    return Audit(mode, trace, {"": OUTSIDE, **stages}, extra)
+
+
+def made_plain(twin: nn.Module) -> nn.Module:
+    """``twin`` without :func:`revzoo.make_reversible`; steps inside its blocks store, too."""
+    make_reversible(twin, None)
+    assign_memory([m for m in twin.modules() if isinstance(m, Step)], "store")
+    return twin
 
 
 def present_mode(model: nn.Module) -> str:

@@ -10,10 +10,9 @@ from torch import nn
 
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.layers.side_bits import SideBits
-from revzoo.profiling.audit import Audit
-from revzoo.profiling.count import trace_step, undisturbed
-from revzoo.profiling.stages import stages_of
-from revzoo.profiling.twins import fake_twin, images_for
+from revzoo.profiling.audit import Audit, audit_of, made_plain
+from revzoo.profiling.count import undisturbed
+from revzoo.profiling.twins import fake_twin
 
 MIB = 2**20
 
@@ -101,13 +100,12 @@ def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:
     shape = tuple(input_shape)
 
     def counted(twin: nn.Module) -> tuple[Audit, dict[str, str]]:
-        stages = stages_of([path for path, _ in twin.named_modules() if path])
-        audit = Audit("", trace_step(twin, images_for(twin, shape)), {"": "", **stages}, 0)
+        audit = audit_of(twin, shape, "")
         return audit, {row.path: row.role for row in reversible_blocks(twin)}
 
     with undisturbed(model):
         now, roles = counted(fake_twin(model))
-        plain, _ = counted(make_reversible(fake_twin(model), None))
+        plain, _ = counted(made_plain(fake_twin(model)))
         recomputed_twin = make_reversible(fake_twin(model), 4)
         for step in recomputed_twin.modules():
             if isinstance(step, SideBits):

@@ -236,6 +236,11 @@ def fixed_of(t: Tensor) -> Fixed | None:
     return None if words_by_view is None else words_by_view.get(_view_key(t))
 
 
+def words_in(step: Step, t: Tensor) -> Fixed | None:
+    """The words of ``t`` if ``step`` computes on a grid here, and ``t`` has any."""
+    return fixed_of(t) if step.grid is not None and keeps_words() else None
+
+
 def set_words(t: Tensor, fixed: Fixed) -> None:
     """Make ``fixed`` the words of ``t``."""
     # on the storage, which aliases share; torch keeps one Python object for it as long as it lives

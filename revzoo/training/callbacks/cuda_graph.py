@@ -53,6 +53,7 @@ from revzoo.training.lightning_compat import (
     without_trainer,
 )
 from revzoo.training.optim.muon import Muon
+from revzoo.training.process_memory import free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -323,9 +324,9 @@ def _too_little_memory(device: torch.device) -> str:
     """Why a graph does not fit beside the steps that run without it; empty if it does."""
     if device.type != "cuda":
         return ""
-    used = torch.cuda.memory_allocated(device)
-    step = torch.cuda.max_memory_allocated(device) - used  # of the last epoch's steps
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+    # of the last epoch's steps
+    step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    free = free_bytes(device) or 0
     if free >= 2 * step:
         return ""
     return f"a step takes {step / 2**20:.0f} MiB, a second one needs more than is free"
