@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.commands.evaluate import with_key
-from revzoo.cli.config import ConfigFiles, compose
+from revzoo.cli.config import TRAIN, ConfigFiles, compose
 from revzoo.cli.main import parse
+from revzoo.cli.run.multirun import split_jobs
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -80,6 +81,8 @@ def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     unknown = page == OWN or getattr(args, "imports", []) or getattr(args, "resume", None)
     if words[0] in PRIMARY and not unknown:
         overrides = with_key(args.overrides) if words[0] == "eval" else args.overrides
+        if getattr(args, "multirun", False):
+            (overrides, *_), _ = split_jobs(overrides, TRAIN)
         compose(overrides, ConfigFiles(PRIMARY[words[0]]))
 
 

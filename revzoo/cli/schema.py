@@ -116,6 +116,8 @@ DIGITS = section(
     num_workers=Option(int | None, None, "loader processes; null: as the data need", LEAST_0),
     val_fraction=Option(float, 0.1, "of the training images, if there is no val/", "(0, 1)"),
     split_seed=Option(int, 0, "chooses the images held back for validation"),
+    folds=Option(int, 1, "cross-validation: parts of the training images", COUNT),
+    fold=Option(int, 0, "the part to validate with, from 0", LEAST_0),
     augment=AUGMENT,
     on_device=Option(
         str | bool,
@@ -140,6 +142,18 @@ FOLDER = section(
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
     max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),
+)
+TABLE = section(
+    "Images listed in a table.",
+    FOLDER,
+    table=Option(
+        str, MISSING, "CSV or Parquet: a row for each image", remedy="give data.table=FILE"
+    ),
+    root=Option(str | None, None, "where relative paths start; null: the table's folder"),
+    path_column=Option(str, "path", "of the images"),
+    label_column=Option(str, "label", "of the classes"),
+    split_column=Option(str | None, None, "train, val or test; null: all rows are for training"),
+    group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
 
 MODEL = section(
@@ -470,6 +484,7 @@ DATA = {
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
     "revzoo.data.ImageFolder": FOLDER,
+    "revzoo.data.Table": TABLE,
 }
 FITTED = {
     "memory": "the mode of memory=MODE",

@@ -60,6 +60,7 @@ class FileImages(ImageSet):
         skipped: SkippedFiles | None = None,
     ) -> None:
         self.labels, self.classes = torch.tensor(files.labels), classes
+        self.groups = None if files.groups is None else torch.tensor(files.groups)
         self.in_chans, self.image_size = channels, size
         self._paths, self._rows = files.paths, torch.arange(len(files.paths))
         self._crop_pct, self._resize = crop_pct, resize
@@ -143,7 +144,9 @@ class FileImages(ImageSet):
         pixels = torch.from_numpy(images)
         # indexing copies the set, so only if a file was skipped
         pixels = pixels if kept.all() else pixels[kept]
-        return TensorImages(pixels, self.labels[kept], classes=self.classes)
+        loaded = TensorImages(pixels, self.labels[kept], classes=self.classes)
+        loaded.groups = None if self.groups is None else self.groups[kept]
+        return loaded
 
     def begin_epoch(self, seed: int) -> None:
         self._epoch_seed.fill_(seed)

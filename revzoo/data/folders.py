@@ -39,10 +39,15 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class Files:
-    """One split: paths and labels of the same length, sorted by class, then by path."""
+    """One split: paths and labels of the same length.
+
+    Attributes:
+        groups: by image; the images of one group stay in one part of a split.
+    """
 
     paths: list[str]
     labels: list[int]
+    groups: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Tree:
     Attributes:
         classes: names, by label.
         splits: the files of each split.
-        folders: the folder of each split.
+        folders: the folder of each split, if it has one.
         left_out: what is below the root and not read, a sentence each.
     """
 

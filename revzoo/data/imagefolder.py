@@ -23,6 +23,16 @@ _GIB = 2**30
 log = logging.getLogger(__name__)
 
 
+class ReadingOptions(LoadingOptions, total=False):
+    """The options of ``ImageFolder`` besides its folder, which its subclasses pass on."""
+
+    image_size: int | None
+    in_chans: int
+    cache_bytes: int
+    on_error: str
+    max_errors: int
+
+
 class ImageFolder(ImageData):
     """Images in class folders.
 
@@ -90,7 +100,7 @@ class ImageFolder(ImageData):
         tree = self._listing()
         if split not in tree.splits:
             if split == "train":
-                raise no_training(self.root)
+                raise self._no_training()
             return None
         size, crop_pct = self.preparation()
         fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
@@ -128,7 +138,7 @@ class ImageFolder(ImageData):
 
     def _listing(self) -> Tree:
         if self._tree is None:
-            self._tree = scan(self.root)
+            self._tree = self._scan()
             for note in self._tree.left_out:
                 log.warning("%s", note)
             if self.on_error == "skip":
@@ -138,6 +148,9 @@ class ImageFolder(ImageData):
                     for split, files in self._tree.splits.items()
                 }
         return self._tree
+
+    def _scan(self) -> Tree:
+        return scan(self.root)
 
     @property
     def skipped_files(self) -> list[str]:
@@ -151,6 +164,9 @@ class ImageFolder(ImageData):
 
     def digest(self) -> str:
         return fingerprint(self._listing())
+
+    def _no_training(self) -> DataError:
+        return no_training(self.root)
 
     def _no_test(self) -> str:
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"

@@ -31,6 +31,8 @@ class ImageSet(Dataset[Batch]):
     Attributes:
         labels: int64 (N,).
         classes: names, by label.
+        groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
+            if each image is its own.
         in_chans: C.
         image_size: S, in pixels.
         in_memory: True if reading a batch is one indexing operation. Other sets augment training
@@ -39,6 +41,7 @@ class ImageSet(Dataset[Batch]):
 
     labels: Tensor
     classes: list[str]
+    groups: Tensor | None = None
     in_chans: int
     image_size: int
     in_memory: bool

@@ -6,8 +6,8 @@ normalise them there as a batch.
 
 The rules, for every set:
 
-1. The validation split is a folder, or a share of the training images that depends only on
-   ``split_seed``.
+1. The validation split is a folder, or a share or a fold of the training images that depends only
+   on ``split_seed``.
 2. Only ``setup("test")`` and ``setup("predict")`` read the test split.
 3. Only batches of the training loop are augmented.
 4. The order of the images and their augmentation depend on torch's seed, the epoch and the number
@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from revzoo._checks import check_choice, check_count, check_number
+from revzoo._checks import check_choice, check_count, check_number, shortened
 from revzoo.data.augment import Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.on_device import CHOICES, DeviceImages, OnDevice, draws_of_epoch, placed
-from revzoo.data.order import batch_seed, batches_of_epoch, seeded, stratified_split
+from revzoo.data.order import batch_seed, batches_of_epoch, held_back, seeded
 from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
@@ -59,6 +59,8 @@ class LoadingOptions(TypedDict, total=False):
     num_workers: int | None
     val_fraction: float
     split_seed: int
+    folds: int
+    fold: int
     augment: Augment | Mapping[str, Any] | None
     on_device: OnDevice
 
@@ -87,6 +89,8 @@ class ImageData(pl.LightningDataModule, ABC):
         val_fraction: share of the training images held back for validation, if the set has no
             validation split.
         split_seed: decides which images are held back, independent of other seeds.
+        folds: for cross-validation: parts of the training images. 1 for none.
+        fold: the part to validate with, from 0.
         augment: an ``Augment`` or its options.
         on_device: whether a set in memory lives on the training device, which changes nothing but
             the speed. ``"auto"``: on a GPU, if it takes at most a quarter of the free memory; True:
@@ -123,6 +127,8 @@ class ImageData(pl.LightningDataModule, ABC):
         num_workers: int | None = None,
         val_fraction: float = 0.1,
         split_seed: int = 0,
+        folds: int = 1,
+        fold: int = 0,
         augment: Augment | Mapping[str, Any] | None = None,
         on_device: OnDevice = "auto",
     ) -> None:
@@ -131,10 +137,14 @@ class ImageData(pl.LightningDataModule, ABC):
         check_count("eval_batch_size", eval_batch_size)
         check_count("num_workers", num_workers or 0, least=0)
         check_number("val_fraction", val_fraction, high=1, open_low=True, open_high=True)
+        check_count("folds", folds)
+        check_count("fold", fold, least=0)
+        check_number("fold", fold, high=folds, open_high=True)
         check_choice("on_device", on_device, CHOICES)
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.num_workers = num_workers
         self.val_fraction, self.split_seed = val_fraction, split_seed
+        self.folds, self.fold = folds, fold
         self.augment = Augment.of(augment)
         self.poisson, self.on_device = False, on_device
         self._place = ""  # the line about the place of the images
@@ -261,19 +271,43 @@ class ImageData(pl.LightningDataModule, ABC):
         self._describe(source)
         self.normalisation = self._measured = Normalisation.measure(source.sample())
         val = self._read_once("val")
+        if val is not None and self.folds > 1:
+            raise DataError(
+                f"data.folds={self.folds}, but the set has a validation split: fold the training "
+                "images only if there is none, or leave data.folds out"
+            )
         if val is None:
-            rest, held = stratified_split(source.labels, self.val_fraction, self.split_seed)
-            if len(held) == 0:
-                raise DataError(
-                    f"val_fraction={self.val_fraction} of {len(source)} training images in "
-                    f"{len(source.classes)} classes leaves no validation image: raise "
-                    "data.val_fraction"
-                )
+            rest, held = held_back(
+                source.labels,
+                source.groups,
+                self.val_fraction,
+                self.split_seed,
+                folds=self.folds,
+                fold=self.fold,
+            )
+            self._check_parts(source, rest, held)
             val = source.subset(held, training=False)
             source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
         # now, not when a checkpoint is saved: the files may change in between
         self.identity = {"train": len(source), "val": len(val), "digest": self.digest()}
+
+    def _check_parts(self, source: ImageSet, rest: Tensor, held: Tensor) -> None:
+        """Raise a DataError for an empty part, or a class without a training image."""
+        what = f"val_fraction={self.val_fraction}"
+        if self.folds > 1:
+            what = f"fold {self.fold} of folds={self.folds}"
+        of = f"{what} of {len(source)} training images in {len(source.classes)} classes"
+        if len(held) == 0:
+            raise DataError(
+                f"{of} leaves no validation image: raise data.val_fraction, or lower data.folds"
+            )
+        there = set(source.labels[rest].tolist())
+        if lost := [n for i, n in enumerate(source.classes) if i not in there]:
+            raise DataError(
+                f"{of} leaves no image of {shortened(lost)} to train with: their groups are all "
+                "held back. Change data.split_seed, or give them a split of their own"
+            )
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans

@@ -118,6 +118,52 @@ class PoissonSampler(EpochSampler):
         self.epoch += 1
 
 
+def held_back(
+    labels: Tensor, groups: Tensor | None, fraction: float, seed: int, *, folds: int, fold: int
+) -> tuple[Tensor, Tensor]:
+    """The indices to train with and those held back, each with the class frequencies of the whole.
+
+    Args:
+        labels: class indices, int64 (N,).
+        groups: int64 (N,): images of one group stay together. None if each is its own.
+        fraction: share of the images that is held back, if there are no folds.
+        seed: of the split; it never depends on the run's seed or the global generator.
+        folds: number of folds; 1 for a share.
+        fold: the fold to hold back, from 0.
+    """
+    if folds == 1 and groups is None:
+        return stratified_split(labels, fraction, seed)
+    shares = [1 - fraction, fraction] if folds == 1 else [1 / folds] * folds
+    single = torch.arange(len(labels)) if groups is None else groups
+    part = _parts(labels, single, torch.tensor(shares, dtype=torch.double), seed)
+    held = part == (1 if folds == 1 else fold)
+    return torch.nonzero(~held).flatten(), torch.nonzero(held).flatten()
+
+
+def _parts(labels: Tensor, groups: Tensor, shares: Tensor, seed: int) -> Tensor:
+    """The part of each image, int64 (N,): whole groups, with equal frequencies of the classes.
+
+    Large groups first, each to the part whose load it raises least: the squares of the images of
+    each class over the part's share of them, added up. scikit-learn's ``StratifiedGroupKFold``
+    works like this, with equal shares only.
+    """
+    _, groups = torch.unique(groups, return_inverse=True)
+    counts = torch.zeros(int(groups.max()) + 1, int(labels.max()) + 1, dtype=torch.double)
+    counts.index_put_((groups, labels), torch.ones(len(labels), dtype=torch.double), True)
+    counts = torch.cat([counts, counts.sum(1, keepdim=True)], 1)  # and parts of the right size
+    scaled = (counts / counts.sum(0).clamp(min=1)).numpy()
+    share, load = shares.numpy()[:, None], np.zeros((len(shares), scaled.shape[1]))
+    order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(seed))
+    order = order[torch.argsort(counts[order, -1], descending=True, stable=True)]
+    part = torch.empty(len(counts), dtype=torch.long)
+    for group in order.tolist():
+        more = scaled[group] / share
+        chosen = int((share * more * (2 * load + more)).sum(1).argmin())
+        part[group] = chosen
+        load[chosen] += more[chosen]
+    return part[groups]
+
+
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split the indices of a set so that both parts have the class frequencies of the whole.
 

@@ -18,6 +18,7 @@ OPTIONS = sorted(f"{p.parent.name}={p.stem}" for p in CONFIGS.glob("*/*.yaml"))
 NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
+    "data=table": ("data.table=labels.csv",),
     "experiment=imagenet": ("data.root=images",),
     "memory=budget": ("memory.bytes=4GiB",),
     "experiment=imagenet_short": ("data.root=images",),

@@ -15,11 +15,17 @@ _FOLDER = Path(__file__).parents[2] / "configs" / "data"
 _CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "imagenet")
 
 
+def _needed(path: Path) -> dict[str, str]:
+    """Arguments without a default."""
+    given = {"imagefolder": {"root": "nowhere"}, "table": {"table": "labels.csv"}}
+    return given.get(path.stem, {})
+
+
 def _build(path: Path) -> tuple[dict[str, Any], ImageData]:
     with initialize_config_dir(str(_FOLDER.parent), version_base="1.3"):
         config = compose("train", [f"data={path.stem}"]).data
-    if OmegaConf.is_missing(config, "root"):
-        config.root = "nowhere"
+    for name, value in _needed(path).items():
+        config[name] = value
     options = OmegaConf.to_container(config, resolve=True)
     module, _, name = options.pop("_target_").rpartition(".")
     assert module == "revzoo.data"
@@ -28,19 +34,21 @@ def _build(path: Path) -> tuple[dict[str, Any], ImageData]:
 
 def _public(data: ImageData) -> dict[str, Any]:
     names = ("batch_size", "eval_batch_size", "num_workers", "val_fraction", "split_seed")
+    names += ("folds", "fold")
     return {name: getattr(data, name) for name in names} | {
         name: vars(data.augment)[name] for name in ("flip", "chunk")
     }
 
 
 def test_every_set_has_a_configuration() -> None:
-    assert [path.stem for path in _CONFIGS] == ["cifar10", "cifar100", "digits", "imagefolder"]
+    names = ["cifar10", "cifar100", "digits", "imagefolder", "table"]
+    assert [path.stem for path in _CONFIGS] == names
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
 def test_configured_values_are_the_constructors_defaults(path: Path) -> None:
-    options, data = _build(path)
-    bare = type(data)(**({"root": "nowhere"} if "root" in options else {}))
+    _, data = _build(path)
+    bare = type(data)(**_needed(path))
     assert _public(data) == _public(bare)
     size = 8 if path.stem == "digits" else 32
     assert data.augment.padding(size) == bare.augment.padding(size)

@@ -4,7 +4,7 @@ import pytest
 
 import revzoo
 from revzoo.cli.run.build import build_data
-from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder
+from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder, Table
 
 
 class Sevens(Digits):
@@ -20,8 +20,8 @@ def table(monkeypatch):
 
 
 def test_the_package_registers_its_own():
-    kinds = {"CIFAR10": CIFAR10, "CIFAR100": CIFAR100, "Digits": Digits, "ImageFolder": ImageFolder}
-    assert {f"revzoo.data.{name}": kind for name, kind in kinds.items()} == DATA
+    kinds = (CIFAR10, CIFAR100, Digits, ImageFolder, Table)
+    assert {f"revzoo.data.{kind.__name__}": kind for kind in kinds} == DATA
 
 
 def test_a_registered_set_is_built_from_a_configuration(table):

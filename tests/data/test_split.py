@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from revzoo.data.order import stratified_split
+from revzoo.data.order import held_back, stratified_split
 
 
 def _labels() -> torch.Tensor:
@@ -41,3 +42,17 @@ def test_a_class_of_one_image_stays_in_the_first_part() -> None:
     rest, held_back = stratified_split(torch.tensor([0, 1, 2, 2]), 0.9, seed=0)
     assert {0, 1} <= set(rest.tolist())
     assert len(held_back) == 1
+
+
+@pytest.mark.parametrize("groups", [None, torch.arange(1000) // 7], ids=["single", "groups"])
+def test_folds_have_equal_sizes_and_classes(groups: torch.Tensor | None) -> None:
+    labels = (torch.arange(1000) * 7919 % 1000) % 10
+    labels[labels > 4] = 0  # unequal classes
+    held = [held_back(labels, groups, 0.1, 0, folds=4, fold=fold)[1] for fold in range(4)]
+    assert torch.cat(held).sort().values.tolist() == list(range(1000))
+    for part in held:
+        assert abs(len(part) - 250) <= 7
+        assert ((torch.bincount(labels[part]) - torch.bincount(labels) / 4).abs() <= 4).all()
+    again, other = (held_back(labels, groups, 0.1, seed, folds=4, fold=0)[1] for seed in (0, 1))
+    assert torch.equal(again, held[0])
+    assert not torch.equal(other, held[0])

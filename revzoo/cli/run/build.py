@@ -145,7 +145,8 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     TensorBoard shows the columns in alphabetical order.
     """
     data, optim, trainer = config["data"], config["optim"], config["trainer"]
-    root = f" {Path(data['root']).name}" if "root" in data else ""
+    place = data.get("table") or data.get("root")
+    root = f" {Path(place).name}" if place else ""
     name = str(config["model"]["name"]).partition(".")[0]
     bits = config["model"].get("reversible_bits")
     default = default_memory(name, bits) if name in MODELS else "default"

@@ -10,13 +10,15 @@ Lightning repeats its command line in each process of a distributed job.
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import mean, stdev
 from types import FrameType
 from typing import IO, Any, TypeVar
 
@@ -36,7 +38,7 @@ from revzoo.cli.config import (
     quoted,
 )
 from revzoo.cli.invocation import train_words
-from revzoo.cli.run.folder import is_timed, new_folder
+from revzoo.cli.run.folder import SUMMARY_FILE, is_timed, new_folder
 from revzoo.cli.schema import CONFIGS
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of
 
@@ -63,6 +65,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
         log.warning("%s", folded(f"cannot run {message}", indent=2))
     log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
     failed, sweep_dir, words = [*refused], None, [*train_words(), *source_arguments(source)]
+    ended: list[dict[str, Any]] = []  # the summaries
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         if isinstance(run, Exception):
             continue
@@ -79,9 +82,33 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
             sys.exit(stopped.status)
         if status:
             failed.append(f"{run_dir}: the run failed with status {status}")
+        elif (summary := run_dir / SUMMARY_FILE).is_file():
+            ended.append(json.loads(summary.read_text()))
+    if len(ended) > 1 and are_repeats(jobs):
+        log.info("%s", summary_of(ended))
     if failed:
         # a list of all, since the first message has scrolled away
         sys.exit("\n".join(f"revzoo: {message}" for message in failed))
+
+
+def are_repeats(jobs: Sequence[Sequence[str]]) -> bool:
+    """Whether the jobs differ only in chance or in the fold, so that a mean says something."""
+    varied = ("seed=", "data.fold=", "data.split_seed=")
+    return len({tuple(o for o in job if not o.startswith(varied)) for job in jobs}) == 1
+
+
+def summary_of(summaries: Sequence[Mapping[str, Any]]) -> str:
+    """Mean and spread of the figures of each run's best checkpoint, a line each."""
+    runs = [
+        run["best"] | {name: x for name, x in run["metrics"].items() if name.startswith("test/")}
+        for run in summaries
+    ]
+    lines = [f"best checkpoints of {len(runs)} runs: mean and standard deviation"]
+    for name in sorted(set.intersection(*map(set, runs))):
+        values = [figures[name] for figures in runs]
+        spread = f"{min(values):.4f} to {max(values):.4f}"
+        lines.append(f"  {name:<20} {mean(values):.4f} +- {stdev(values):.4f}  ({spread})")
+    return "\n".join(lines)
 
 
 def check_jobs(

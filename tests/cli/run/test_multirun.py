@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,25 @@ def test_a_refused_job_is_named_before_the_others_train(
     (warning,) = warned
     assert warning.startswith("cannot run job 1 (optim.lr=abc): optim.lr=abc: expected a number")
     assert "Launching 1 job, one after the other" in caplog.messages
+
+
+@pytest.mark.parametrize(("option", "said"), [("seed=0,1", True), ("optim.lr=0.1,0.2", False)])
+def test_repeats_end_with_mean_and_spread(
+    option: str,
+    said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run_program(command: list[str]) -> int:
+        folder = tmp_path / command[-1].rstrip("'")[-1]
+        folder.mkdir()
+        figures = {"best": {"val/acc": 0.5 + 0.1 * int(folder.name)}, "metrics": {"test/acc": 0.4}}
+        (folder / "summary.json").write_text(json.dumps(figures))
+        return 0
+
+    monkeypatch.setattr(multirun, "run_program", run_program)
+    with caplog.at_level("INFO"):
+        multirun.multirun([option, f"hydra.sweep.dir={tmp_path}"])
+    assert ("0.5500 +- 0.0707  (0.5000 to 0.6000)" in caplog.messages[-1]) == said
+    assert ("test/acc             0.4000 +- 0.0000" in caplog.messages[-1]) == said

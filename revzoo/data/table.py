@@ -1,0 +1,255 @@
+"""Images listed in a table: a CSV or Parquet file with one row for each image.
+
+Medical and scientific sets come as a folder of images and a table of their labels, often with the
+patient or site of each image. Images of one patient resemble each other: with some of them in the
+training and others in the validation split, a network is tested on what it has seen. So a split by
+groups keeps them together.
+"""
+
+import csv
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Unpack
+
+from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
+from revzoo.data.errors import DataError
+from revzoo.data.folders import NAMES, Files, Tree, split_of
+from revzoo.data.imagefolder import ImageFolder, ReadingOptions
+from revzoo.data.module import Split
+
+KINDS = (".csv", ".tsv", ".parquet")
+_TEXT = {".csv": None, ".tsv": "\t"}  # the separator; None: found in the first lines
+
+
+class Table(ImageFolder):
+    """Images whose paths and labels are in a table.
+
+    The classes are the different labels: numbers in their order, words in alphabetical order.
+
+    Args:
+        table: a file .csv, .tsv or .parquet, with the names of its columns in the first row.
+        root: folder from which relative paths start; None for the folder of the table.
+        path_column: of the images' paths.
+        label_column: of the classes.
+        split_column: with ``train``, ``val`` or ``test`` in each row (``valid``, ``validation``,
+            ``dev`` and others as in :data:`~revzoo.data.folders.NAMES`). None: all rows are for
+            training, and a share or a fold of them for validation.
+        group_column: rows with the same value, such as a patient, stay in one split.
+        **options: see :class:`~revzoo.data.ImageFolder`.
+
+    Raises:
+        DataError: from ``prepare_data``: the table cannot be read or lacks a column, a row has no
+            path or label, a file is missing or listed twice, a split lacks or adds a class, or two
+            splits share a group.
+
+    Example:
+        >>> import csv
+        >>> from PIL import Image
+        >>> from revzoo.data import Table
+        >>> rows = [(f"{i}.png", ("well", "ill")[i % 2], f"patient {i // 4}") for i in range(16)]
+        >>> for name, *_ in rows:
+        ...     Image.new("RGB", (8, 8)).save(name)
+        >>> with open("labels.csv", "w", newline="") as file:
+        ...     csv.writer(file).writerows([("path", "label", "patient"), *rows])
+        >>> data = Table("labels.csv", group_column="patient", val_fraction=0.25)
+        >>> data.setup("fit")
+        >>> data.classes, data.train_count, data.val_count
+        (['ill', 'well'], 12, 4)
+    """
+
+    def __init__(
+        self,
+        table: str | Path,
+        *,
+        root: str | Path | None = None,
+        path_column: str = "path",
+        label_column: str = "label",
+        split_column: str | None = None,
+        group_column: str | None = None,
+        **options: Unpack[ReadingOptions],
+    ) -> None:
+        self.table = Path(table).expanduser()
+        check_choice("table", self.table.suffix.lower(), KINDS)
+        super().__init__(self.table.parent if root is None else root, **options)
+        self.path_column, self.label_column = path_column, label_column
+        self.split_column, self.group_column = split_column, group_column
+
+    @property
+    def notes(self) -> list[str]:
+        columns = {"images": self.path_column, "classes": self.label_column}
+        columns |= {"splits": self.split_column} if self.split_column else {}
+        columns |= {"groups": self.group_column} if self.group_column else {}
+        said = ", ".join(f"{what} from column {name!r}" for what, name in columns.items())
+        return [f"{self.table.name}: {said}", *super().notes]
+
+    def has(self, split: Split) -> bool:
+        return split in self._listing().splits
+
+    def digest(self) -> str:
+        """A hash of the table's rows to train and to validate with."""
+        listing, start = self._listing(), len(str(self.root))
+        digest = hashlib.sha256()
+        for split in ("train", "val"):
+            if files := listing.splits.get(split):
+                rows = zip(files.paths, files.labels, files.groups or files.labels, strict=True)
+                digest.update(repr([(split, p[start:], *rest) for p, *rest in rows]).encode())
+        return digest.hexdigest()
+
+    def _scan(self) -> Tree:
+        rows = _read(self.table)
+        self._check_columns(rows[0])
+        classes = _in_order({row[self.label_column] for row in rows})
+        number = {name: label for label, name in enumerate(classes)}
+        splits: dict[Split, Files] = {}
+        for split, chosen in self._by_split(rows).items():
+            groups = [row[self.group_column] for row in chosen] if self.group_column else []
+            order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
+            splits[split] = Files(
+                [str(self.root / row[self.path_column]) for row in chosen],
+                [number[row[self.label_column]] for row in chosen],
+                [order[name] for name in groups] or None,
+            )
+        self._check_classes(splits, classes)
+        self._check_files(splits)
+        return Tree(classes, splits, {}, [])
+
+    def _check_columns(self, row: Mapping[str, str]) -> None:
+        """Raise a DataError if the table lacks a column that an option names."""
+        for option in ("path_column", "label_column", "split_column", "group_column"):
+            name = getattr(self, option)
+            if name is not None and name not in row:
+                raise DataError(
+                    f"{self.table} has no column {name!r}{did_you_mean(name, row)}; its columns: "
+                    f"{shortened(map(repr, row), 20)}. Set data.{option}"
+                )
+
+    def _by_split(self, rows: list[dict[str, str]]) -> dict[Split, list[dict[str, str]]]:
+        needed = (self.path_column, self.label_column, self.split_column, self.group_column)
+        found: dict[Split, list[dict[str, str]]] = {}
+        for line, row in enumerate(rows, 2):  # the first line has the names
+            if empty := [name for name in needed if name and not row[name]]:
+                raise DataError(
+                    f"line {line} of {self.table} has nothing in column {empty[0]!r}: fill it in, "
+                    "or remove the line"
+                )
+            split: Split | None = split_of(row[self.split_column]) if self.split_column else "train"
+            if split is None:
+                raise DataError(
+                    f"line {line} of {self.table} has {row[self.split_column or '']!r} in column "
+                    f"{self.split_column!r}: expected one of {', '.join(NAMES)}"
+                )
+            found.setdefault(split, []).append(row)
+        self._check_disjoint(found, self.path_column, "image")
+        if self.group_column:
+            self._check_disjoint(found, self.group_column, "group")
+        path, count = Counter(row[self.path_column] for row in rows).most_common(1)[0]
+        if count > 1:
+            raise DataError(
+                f"{self.table} lists {path} {count} times: expected one row for each image"
+            )
+        return {split: found[split] for split in NAMES if split in found}
+
+    def _check_disjoint(
+        self, found: Mapping[Split, list[dict[str, str]]], column: str, what: str
+    ) -> None:
+        """Raise a DataError if two splits share a value of a column."""
+        seen: dict[str, Split] = {}
+        for split, rows in found.items():
+            for name in {row[column] for row in rows}:
+                if (other := seen.setdefault(name, split)) != split:
+                    raise DataError(
+                        f"{what} {name!r} of {self.table} is in two splits, {other} and {split}: "
+                        "what a network has trained on cannot test it. Put it in one of them"
+                    )
+
+    def _check_classes(self, splits: Mapping[Split, Files], classes: list[str]) -> None:
+        if len(classes) == 1:
+            raise DataError(
+                f"{self.table} has only one class, {classes[0]!r}, in column "
+                f"{self.label_column!r}: expected at least two"
+            )
+        trained = splits.get("train")
+        unseen = {*range(len(classes))} - {*trained.labels} if trained else set()
+        if unseen:
+            raise DataError(
+                f"no training image of {shortened(classes[label] for label in sorted(unseen))} in "
+                f"{self.table}: put some in the training split, or remove the other rows"
+            )
+
+    def _check_files(self, splits: Mapping[Split, Files]) -> None:
+        paths = [path for files in splits.values() for path in files.paths]
+        if missing := [path for path in paths if not Path(path).is_file()]:
+            raise DataError(
+                f"{number_of(len(missing), 'file')} of {len(paths)} in {self.table} do not exist: "
+                f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
+                "data.root, or correct the table"
+            )
+
+    def _no_training(self) -> DataError:
+        return DataError(
+            f"{self.table} has no training images in column {self.split_column!r}: expected rows "
+            "with 'train'"
+        )
+
+    def _no_test(self) -> str:
+        if self.split_column is None:
+            return f"{self.table} has no split column: set data.split_column"
+        return f"{self.table} has no row with 'test' in column {self.split_column!r}"
+
+
+def _in_order(labels: set[str]) -> list[str]:
+    try:
+        return sorted(labels, key=float)  # classes 0 to 10, not 0, 1, 10, 2
+    except ValueError:
+        return sorted(labels)
+
+
+def _read(table: Path) -> list[dict[str, str]]:
+    """The rows, as text without spaces around it."""
+    if not table.is_file():
+        raise DataError(f"table {table.absolute()} does not exist: set data.table")
+    suffix = table.suffix.lower()
+    try:
+        rows = _read_text(table, _TEXT[suffix]) if suffix in _TEXT else _read_parquet(table)
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(
+            f"cannot read the table {table.absolute()} ({error}): expected {', '.join(KINDS)}, "
+            "with the names of the columns in the first row and text in UTF-8"
+        ) from error
+    if not rows:
+        raise DataError(f"the table {table.absolute()} has no rows: expected one for each image")
+    return rows
+
+
+def _read_text(table: Path, separator: str | None) -> list[dict[str, str]]:
+    with table.open(encoding="utf-8-sig", newline="") as file:  # Excel begins with a mark
+        if separator is None:
+            first = file.readline()
+            separator = max(",;\t", key=first.count)  # Excel writes semicolons in some countries
+            file.seek(0)
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        names = [name.strip() for name in next(reader, [])]
+        if len({*names}) < len(names):
+            raise ValueError("two columns have one name")
+        rows = []
+        for values in reader:
+            if len(values) == len(names):
+                rows.append(dict(zip(names, map(str.strip, values), strict=True)))
+            elif values:
+                raise ValueError(
+                    f"line {reader.line_num} has {len(values)} values for {len(names)} columns"
+                )
+        return rows
+
+
+def _read_parquet(table: Path) -> list[dict[str, str]]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(package_needed(f"{table.name} needs", "pyarrow")) from None
+    return [
+        {name: "" if value is None else str(value).strip() for name, value in row.items()}
+        for row in parquet.read_table(table).to_pylist()
+    ]

@@ -1,0 +1,154 @@
+"""Images listed in a table."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from revzoo.data import DataError, Table
+
+Rows = list[tuple[str, ...]]
+_NAMES = ("path", "label", "split", "patient")
+
+
+def _row(number: int, split: str = "train") -> tuple[str, ...]:
+    """Four images of a patient, of two classes."""
+    return f"{number}.png", "10" if number % 2 else "9", split, f"{split} {number // 4}"
+
+
+def _table(folder: Path, rows: Rows, *, suffix: str = ".csv", separator: str = ",") -> Path:
+    for number, row in enumerate(rows):
+        if row[0].endswith(".png"):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / row[0])
+    path = folder / f"labels{suffix}"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file, delimiter=separator).writerows([_NAMES, *rows])
+    return path
+
+
+def _ready(table: Path, **options: Any) -> Table:
+    data = Table(table, **{"batch_size": 1, "num_workers": 0, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def _numbers(loader: Any) -> set[int]:
+    """The numbers of the images, from their colour."""
+    return {int(image[0, 4, 4]) for images, _ in loader for image in images}
+
+
+@pytest.mark.parametrize(("suffix", "separator"), [(".csv", ","), (".csv", ";"), (".tsv", "\t")])
+def test_reads_tables_of_text(tmp_path: Path, suffix: str, separator: str) -> None:
+    rows = [_row(i) for i in range(40)]
+    data = _ready(_table(tmp_path, rows, suffix=suffix, separator=separator))
+    assert data.classes == ["9", "10"]  # numbers in their order
+    assert (data.train_count, data.val_count) == (36, 4)
+    for images, labels in data.train_dataloader():
+        assert int(images[0, 0, 4, 4]) % 2 == int(labels[0])
+
+
+def test_reads_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [_row(i) for i in range(40)]
+    _table(tmp_path, rows)
+    columns = dict(zip(_NAMES, zip(*rows, strict=True), strict=True))
+    parquet.write_table(pyarrow.table(columns), tmp_path / "labels.parquet")
+    assert _ready(tmp_path / "labels.parquet").train_count == 36
+
+
+def test_split_column_says_the_split(tmp_path: Path) -> None:
+    rows = [*map(_row, range(8)), *(_row(i, "valid") for i in (8, 9)), _row(10, "Test")]
+    data = _ready(_table(tmp_path, rows), split_column="split")
+    data.setup("test")
+    assert _numbers(data.train_dataloader()) == set(range(8))
+    assert _numbers(data.val_dataloader()) == {8, 9}
+    assert _numbers(data.test_dataloader()) == {10}
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_groups_stay_together(tmp_path: Path, cache_bytes: int) -> None:
+    table = _table(tmp_path, [_row(i) for i in range(40)])
+    options = {"cache_bytes": cache_bytes, "image_size": 8, "group_column": "patient"}
+    seen = []
+    for fold in range(5):
+        data = _ready(table, folds=5, fold=fold, **options)
+        train, val = _numbers(data.train_dataloader()), _numbers(data.val_dataloader())
+        assert len(val) == 8
+        assert not {i // 4 for i in train} & {i // 4 for i in val}
+        seen += val
+    assert sorted(seen) == list(range(40))
+    data = _ready(table, val_fraction=0.2, **options)
+    held = {i // 4 for i in _numbers(data.val_dataloader())}
+    assert len(held) == 2
+    assert data.val_count == 8
+
+
+def test_skipped_images_keep_groups_in_line(tmp_path: Path) -> None:
+    table = _table(tmp_path, [_row(i) for i in range(40)])
+    (tmp_path / "5.png").write_bytes(b"")
+    data = _ready(table, group_column="patient", on_error="skip", val_fraction=0.2)
+    train, val = _numbers(data.train_dataloader()), _numbers(data.val_dataloader())
+    assert len(train | val) == 39
+    assert not {i // 4 for i in train} & {i // 4 for i in val}
+
+
+def test_resuming_needs_the_same_rows(tmp_path: Path) -> None:
+    rows = [_row(i) for i in range(40)]
+    state = _ready(_table(tmp_path, rows)).state_dict()
+    changed = Table(_table(tmp_path, [*rows[:-2], ("38.png", "10", "train", "x"), rows[-1]]))
+    changed.load_state_dict(state)
+    with pytest.raises(DataError, match="other names, sizes or labels"):
+        changed.setup("fit")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([_row(0), ("1.png", "", "", "")], {}, "line 3 of .* has nothing in column 'label'"),
+        ([_row(0), ("1.jpg", "10", "", "")], {}, "1 file of 2 in .* do not exist.*set data.root"),
+        ([_row(0), _row(1), _row(0)], {}, "lists 0.png 2 times"),
+        ([_row(0), _row(2)], {}, "only one class, '9'"),
+        ([], {}, "has no rows"),
+        ([_row(0)], {"label_column": "labels"}, "no column 'labels'; did you mean 'label'"),
+        ([_row(0, "cat")], {"split_column": "split"}, "line 2 .*'cat'.*expected one of train, val"),
+        ([_row(0), _row(1, "val")], {"split_column": "split"}, "no training image of 10"),
+        (
+            [_row(0), _row(1), ("2.png", "9", "test", "train 0")],
+            {"split_column": "split", "group_column": "patient"},
+            "group 'train 0' of .* is in two splits, train and test",
+        ),
+        (
+            [_row(0), _row(1), ("0.png", "9", "test", "x")],
+            {"split_column": "split"},
+            "image '0.png' of .* is in two splits",
+        ),
+        ([_row(0), _row(1), ("2.png", "9")], {}, "line 4 has 2 values for 4 columns"),
+        ([_row(i) for i in range(8)], {"group_column": "label", "folds": 2}, "leaves no image of"),
+    ],
+)
+def test_bad_tables_are_refused(
+    tmp_path: Path, rows: Rows, options: dict[str, Any], message: str
+) -> None:
+    table = _table(tmp_path, rows)
+    with pytest.raises(DataError, match=message):
+        _ready(table, **options)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"table=.xlsx: expected one of .csv, .tsv, .parquet"):
+        Table("labels.xlsx")
+    with pytest.raises(DataError, match=r"does not exist: set data\.table"):
+        Table(tmp_path / "labels.csv").prepare_data()
+    (tmp_path / "labels.csv").write_bytes(b"path,label\n\xff,1\n")
+    with pytest.raises(DataError, match="cannot read the table"):
+        Table(tmp_path / "labels.csv").prepare_data()
+
+
+def test_folds_need_training_images_without_a_validation_split(tmp_path: Path) -> None:
+    rows = [*map(_row, range(8)), *(_row(i, "val") for i in (8, 9))]
+    with pytest.raises(DataError, match=r"data.folds=2, but the set has a validation split"):
+        _ready(_table(tmp_path, rows), split_column="split", folds=2)
