@@ -74,6 +74,7 @@ class FileImages(ImageSet):
                 if augment.padding(size)
                 else self._evaluated,
                 v2.RandomHorizontalFlip(0.5 * augment.flip),
+                *augment.single,
             ]
         )
 

@@ -384,8 +384,9 @@ class ImageData(pl.LightningDataModule, ABC):
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
         if training and (train is None or train.in_memory):
-            images = self.augment(images)
-        return self.normalisation(images)
+            images = self.augment.each(self.augment(images), self.pixel_max)
+        images = self.normalisation(images)
+        return self.augment.erase(images) if training else images
 
     def shown(self, images: Tensor) -> Tensor:
         """Normalised images (B, C, S, S) as pixels in [0, 1], for pictures."""
@@ -423,6 +424,7 @@ class ImageData(pl.LightningDataModule, ABC):
         trainer, own = self.trainer, type(self).transform is not ImageData.transform
         assert trainer is not None
         resident = isinstance(self._sets.get("train"), DeviceImages)
+        own = own or bool(self.augment.single or self.augment.erasing)  # these draw as they run
         if not resident or self.poisson or own or not self.augment.changes(self.image_size):
             return None
         seed, batches = self._order_seed or 0, int(trainer.num_training_batches)

@@ -1,8 +1,11 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from revzoo.data import Augment
+from revzoo.data.augment import POLICIES
 
 
 def _ramps(count: int, size: int = 8) -> Tensor:
@@ -79,3 +82,39 @@ def test_options_are_checked() -> None:
         Augment(crop_scale=0)
     with pytest.raises(ValueError, match=r"chunk=0: expected a whole number >= 1"):
         Augment(chunk=0)
+
+
+EACH = [{"policy": name} for name in POLICIES] + [{"rotation": 30}, {"color": 0.4}, {"blur": 1}]
+
+
+@pytest.mark.parametrize("options", EACH, ids=str)
+@pytest.mark.parametrize(("channels", "pixel_max"), [(3, 255), (1, 16)])
+def test_a_policy_changes_each_image_by_itself(
+    options: dict[str, Any], channels: int, pixel_max: int
+) -> None:
+    image = torch.randint(pixel_max + 1, (1, channels, 16, 16), dtype=torch.uint8)
+    torch.manual_seed(0)
+    out = Augment(**options).each(image.repeat(32, 1, 1, 1), pixel_max)
+    assert (out.dtype, out.shape) == (torch.uint8, (32, channels, 16, 16))
+    assert out.max() <= pixel_max
+    assert _distinct(out) > 10
+
+
+def test_erased_boxes_have_the_mean_colour() -> None:
+    torch.manual_seed(0)
+    images = torch.ones(200, 3, 16, 16)
+    out = Augment(erasing=0.5).erase(images)
+    erased = (out == 0).flatten(1).any(1)
+    assert 70 < erased.sum() < 130
+    assert torch.equal(out[~erased], images[~erased])
+
+
+@pytest.mark.parametrize("option", ["rotation", "color", "blur", "erasing"])
+def test_each_option_has_a_range(option: str) -> None:
+    with pytest.raises(ValueError, match=f"augment.{option}=-1: expected a number"):
+        Augment(**{option: -1})
+
+
+def test_a_policy_is_one_of_torchvisions() -> None:
+    with pytest.raises(ValueError, match=r"policy=randaug: expected one of randaugment, .*mean"):
+        Augment(policy="randaug")

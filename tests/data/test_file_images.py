@@ -68,6 +68,15 @@ def test_crops_show_at_least_the_wanted_part_of_an_image(tmp_path: Path) -> None
     assert narrowest(0.08) < 100
 
 
+def test_a_policy_changes_training_images_alone(root: Path) -> None:
+    options = {"crop_padding": 0, "flip": False}
+    plain, rotated = Augment(**options), Augment(**options, rotation=90)
+    images = _set(root, plain, training=True)[0][0]
+    torch.manual_seed(0)
+    assert not torch.equal(_set(root, rotated, training=True)[0][0], images)
+    assert torch.equal(_set(root, rotated, training=False)[0][0], images)
+
+
 def test_a_subset_for_evaluation_is_not_augmented(root: Path) -> None:
     subset = _set(root, training=True).subset(torch.tensor([7, 2]), training=False)
     expected = _set(root, training=False)

@@ -50,6 +50,7 @@ def batches(
         {},
         {"data": {"augment": {"mixup": 0.4, "cutmix": 1.0}}},
         {"data": {"augment": {"chunk": 8, "crop_padding": 3}}},
+        {"data": {"augment": {"policy": "randaugment", "erasing": 0.5, "mixup": 0.4}}},
         {"data": {"augment": {"crop_padding": 0, "flip": False, "mixup": 1.0}}},
         {"limit_train_batches": 3, "limit_val_batches": 1, "data": {"eval_batch_size": 50}},
         {"overfit_batches": 2},
