@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from revzoo.cli.check import check_machine
+from revzoo.cli.config import check_machine
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, resumed_config
 from revzoo.cli.terminal import user_errors

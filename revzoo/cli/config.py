@@ -1,9 +1,10 @@
-"""Composes a configuration with Hydra from files and the overrides of a command line; checks it.
+"""Composes a configuration with Hydra from files and overrides; checks it against the schema.
 
 Hydra would refuse an unknown key without naming the nearest. So every override may add its key
-(``++``), and the schema refuses what does not exist, on the command line as in a file. This imports
-neither torch nor Lightning, so a typo gets a quick answer. What depends on the machine, the model
-or the data is checked where these are built (:mod:`revzoo.cli.run.build`).
+(``++``), and the schema refuses what does not exist, on the command line as in a file. Composing
+imports neither torch nor Lightning, so a typo gets a quick answer; the checks of the machine import
+torch. What depends on the model or the data is checked where these are built
+(:mod:`revzoo.cli.run.build`).
 
 NOTE [ Hydra's section ]
 ``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
@@ -19,7 +20,7 @@ environment variables and files to write. Hydra merges that section from every f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,24 +36,48 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    IntervalSweep,
-    Override,
-    Quote,
-    QuotedString,
-)
+from hydra.core.override_parser.types import IntervalSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import (
+    check_choice,
+    cores,
+    did_you_mean,
+    expected_type,
+    is_number,
+    nearest,
+    number_of,
+    shortened,
+)
 from revzoo._files import file_name
 from revzoo._libraries import library_hint
-from revzoo.cli.check import check, our_spelling, unknown
-from revzoo.cli.schema import CONFIGS, EVALUATION, RUN, SCHEDULES
+from revzoo.cli.schema import (
+    CALLBACKS,
+    CONFIGS,
+    EVALUATION,
+    FITTED,
+    MISSING,
+    MONITORED,
+    OPTIMIZERS,
+    PLANS,
+    RUN,
+    SCHEDULES,
+    SPELLINGS,
+    Chosen,
+    Config,
+    Option,
+    Section,
+    chosen,
+    having,
+    names_in,
+    registered,
+)
 from revzoo.cli.terminal import ConfigError, one_line
+from revzoo.profiling.units import bytes_from
 
 SCHEDULE = "optim.schedule"
 # The keys of Hydra that users may set, on the command line or in files.
@@ -60,6 +85,11 @@ FREE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _REFERENCE = re.compile(
     r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
+OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
+REASONS = {
+    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets, RevViTs, "
+    "RevBiFPNs and RevCols are reversible without it",
+}
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
 
@@ -119,10 +149,7 @@ def compose(
 
 def without_hydra(whole: DictConfig) -> DictConfig:
     """A copy without Hydra's section."""
-    cfg = whole.copy()
-    with flag_override(cfg, ["struct", "readonly"], [False, False]):
-        del cfg["hydra"]
-    return cfg
+    return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"])
 
 
 @contextmanager
@@ -187,9 +214,9 @@ def _composed(name: str, overrides: Sequence[str]) -> DictConfig:
         raise
     except (HydraException, OmegaConfBaseException) as error:
         # +experiment=NAME, which is right where the primary file does not list the group
-        if double := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
-            group = double[1]
-            raise ConfigError(f"{group} has two values: write {group}=NAME without +") from None
+        if group := re.match(r"Multiple values for ([\w/]+)\.", str(error)):
+            text = f"{group[1]} has two values: write {group[1]}=NAME without +"
+            raise ConfigError(text) from None
         if gone := re.match(r"Could not delete from config\. '(.+)' does not exist", str(error)):
             raise unknown(gone[1], None, {}) from None
         package = re.search("@(experiment|debug)[.]", str(error))  # of a file without this line
@@ -241,16 +268,11 @@ def load_yaml(path: Path) -> Any:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
     except Exception as error:  # the constructors of YAML's types raise any error
-        raise ConfigError(f"{path} is not YAML ({_fault(error)})") from None
-
-
-def _fault(error: Exception) -> str:
-    """The fault in a file, with its line and column, counted from 1."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return one_line(error)
-    mark = error.problem_mark
-    hint = ": a tab; YAML indents with spaces" if r"'\t'" in str(error.problem) else ""
-    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
+        fault = one_line(error)
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+            hint = ": a tab; YAML indents with spaces" if r"'\t'" in str(error.problem) else ""
+            fault = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}{hint}"
+        raise ConfigError(f"{path} is not YAML ({fault})") from None
 
 
 # --- overrides ---
@@ -276,7 +298,7 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
         text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
         if text and "=" not in text:
             raise ConfigError(f"{text}: expected KEY=VALUE{_meant_by(text, loader)}") from None
-        raise ConfigError(_parse_error(text, _reason(error))) from None
+        raise ConfigError(_parse_error(text, error)) from None
     for override in parsed:
         # dir=$DIR: an empty path would mean the working directory
         if override.value() == "" and str(override.input_line).endswith("="):
@@ -322,16 +344,13 @@ def quoted_if_needed(value: object) -> str:
     return text if plain and not is_word else quoted(text)
 
 
-def _reason(error: HydraException) -> str:
-    """The reason why Hydra's parser refuses an override."""
+def _parse_error(text: str, error: HydraException) -> str:
+    """The message for ``text``, which Hydra's parser refuses, with a remedy."""
     first, _, rest = str(error).partition("\n")
     # for choice(), interval() and so on, the first line only repeats the override
     reason = rest.partition("\n")[0] if first.startswith("Error parsing override") else first
-    return "a character has no meaning here" if reason.startswith("Lexer") else reason
-
-
-def _parse_error(text: str, reason: str) -> str:
-    """The message for ``text``, which is not an override, with a remedy; ``reason`` is Hydra's."""
+    if reason.startswith("Lexer"):
+        reason = "a character has no meaning here"
     for opening, closing in ("{}", "[]", "()"):
         if text.count(opening) > text.count(closing):
             return (
@@ -352,26 +371,20 @@ def _checked(override: Override, loader: ConfigLoader) -> str:
     """An override as Hydra takes it: a key may be new, which the schema checks later."""
     text, group = str(override.input_line), override.key_or_group
     groups = loader.list_groups("")
-    if override.is_sweep_override():
-        raise ConfigError(_several_values(override, groups))
+    if override.is_sweep_override():  # Hydra's own message leaves the remedy out
+        if isinstance(override.value(), IntervalSweep):
+            raise ConfigError(f"{text}: expected one value; revzoo sweep searches intervals")
+        remedy = "for a run of each add -m to revzoo train"
+        if group not in groups and getattr(override.value(), "simple_form", False):
+            key, _, value = text.partition("=")
+            remedy += f"; for one list write {key}=[{value}]"
+        raise ConfigError(f"{text}: several values; {remedy}")
     if override.is_hydra_override() or override.is_delete():
         return text
     if group not in groups:
         return f"++{text.lstrip('+')}"
     _check_option(override, loader)
     return text
-
-
-def _several_values(override: Override, groups: Sequence[str]) -> str:
-    """Hydra's own message leaves the remedy out."""
-    typed, several = str(override.input_line), override.value()
-    if isinstance(several, IntervalSweep):
-        return f"{typed}: expected one value; revzoo sweep searches intervals"
-    remedy = "for a run of each add -m to revzoo train"
-    if override.key_or_group not in groups and getattr(several, "simple_form", False):
-        key, _, value = typed.partition("=")
-        remedy += f"; for one list write {key}=[{value}]"
-    return f"{typed}: several values; {remedy}"
 
 
 def _check_option(override: Override, loader: ConfigLoader) -> None:
@@ -394,3 +407,290 @@ def _check_option(override: Override, loader: ConfigLoader) -> None:
     listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
     plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
     raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
+
+
+# --- the schema ---
+
+
+def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None:
+    """Check the names and values of all options; those that must be given only if ``complete``."""
+
+    def check_section(path: str, values: Config, known: Section) -> None:
+        for key in values:
+            if key not in known.options:
+                raise unknown(f"{path}{key}", values[key], config, root)
+        for key, option in known.options.items():
+            name, value = f"{path}{key}", values.get(key, option.default)
+            if value == MISSING and complete:
+                missing = "is needed" if key in values else "is missing from the configuration"
+                raise ConfigError(f"{name} {missing}{': ' * bool(option.remedy)}{option.remedy}")
+            if key not in values or value == MISSING:
+                continue
+            part = known.parts.get(key)
+            if part is not None and not isinstance(value, Mapping | None):
+                form = f"options in braces and quotes, '{name}={{OPTION: VALUE}}'; {{}} uses the "
+                form += "defaults, null leaves it out"
+                if isinstance(part, Chosen):
+                    form = f"options; the name is {name}.{part.by}={value}"
+                raise ConfigError(f"{name}={typed(value)}: expected {form}")
+            check_value(name, value, option)
+            if part is not None and value is not None:
+                check_section(f"{name}.", value, chosen(name, part, value))
+
+    check_section("", config, root)
+    if root is RUN:
+        _check_rules(config)
+
+
+def check_value(name: str, value: Any, option: Option) -> None:
+    """Check the type and the range of a value."""
+    remedy = f"; {option.remedy}" if option.remedy else ""
+    if option.choices and value is not None and value not in option.choices:
+        null = "" if expected_type(None, option.type) else ", null"
+        listed = ", ".join(map(str, option.choices)) + null
+        hint = did_you_mean(value, option.choices)
+        raise ConfigError(f"{name}={typed(value)}: expected one of {listed}{hint}")
+    if expected := expected_type(value, option.type):
+        raise ConfigError(f"{name}={typed(value)}: expected {expected}{remedy}")
+    if not option.range or not is_number(value) or value in option.also:
+        return
+    low, high = map(float, option.range[1:-1].split(","))
+    above = low < value if option.range[0] == "(" else low <= value
+    below = value < high if option.range[-1] == ")" else value <= high
+    if not (above and below):
+        kind = "a number" if "float" in str(option.type) else "a whole number"
+        others = "".join(f", or {other}" for other in option.also)
+        raise ConfigError(f"{name}={value}: expected {kind} {option.within}{others}{remedy}")
+
+
+def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> ConfigError:
+    """The error for an option that does not exist, with the one that the user probably means."""
+    while isinstance(value, Mapping) and len(value) == 1:  # logger.wandb.project=mine
+        ((key, value),) = value.items()
+        name = f"{name}.{key}"
+    path, _, leaf = name.rpartition(".")
+    if path == "model" and leaf in FITTED:
+        return ConfigError(f"{name} cannot be set: it is {FITTED[leaf]}")
+    hint = f"; to continue a run: --resume {typed(value)}" if name == "resume" else ""
+    # Hydra puts the keys of such a file below its group
+    if name.partition(".")[0] in ("experiment", "debug"):
+        hint = "; the first line of its file must be '# @package _global_'"
+    sections = ["hydra", "debug", *root.options]
+    # the other options of the trainer are Lightning's
+    for spelling in (name, leaf) if path != "trainer" else (name,):
+        hint = hint or our_spelling(spelling, typed(value), sections)
+    part: Any = root
+    for key in path.split("."):
+        part = part.parts.get(key) if isinstance(part, Section) else None
+    if isinstance(part, Chosen) and (choices := having(path, part, leaf)):
+        has = "have" if "," in choices else "has"
+        hint = hint or f"; {choices} {has} it{REASONS.get(leaf, '')}"
+    hint = hint or _meant(path, leaf, list(names_in(root, config)))
+    return ConfigError(f"{name}={typed(value)}: there is no option {name!r}{hint}")
+
+
+def _meant(path: str, leaf: str, known: Sequence[str]) -> str:
+    """The nearest option of the section; a bare last part (``lr``) finds its place."""
+    by_leaf: dict[str, str] = {}  # the first of each
+    for other in known:
+        by_leaf.setdefault(other.rpartition(".")[2], other)
+    siblings = [other for other in known if path and other.rpartition(".")[0] == path]
+    longer = [other for other in siblings if other.endswith(f"_{leaf}")]
+    near = longer or nearest(f"{path}.{leaf}", siblings, cutoff=0.8)
+    near = near or ([by_leaf[leaf]] if leaf in by_leaf else [])
+    if siblings and not near:
+        return f" (there is {shortened((o.rpartition('.')[2] for o in siblings), 12)})"
+    near = near or nearest(f"{path}.{leaf}".lstrip("."), known, cutoff=0.6)
+    # a bare, misspelt last part: `lrr`
+    near = near or [by_leaf[found] for found in nearest(leaf, by_leaf, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def typed(value: Any) -> str:
+    """A value as users type it."""
+    words = {"None": "null", "True": "true", "False": "false", "": "''"}
+    return words.get(str(value), f"{value!s:.80}")
+
+
+def our_spelling(key: str, value: str, sections: Container[str]) -> str:
+    """``"; use optim.lr=0.1"`` for ``learning_rate=0.1``; empty if the table has no row.
+
+    The ``sections`` are those of the command: an evaluation has no ``optim``.
+    """
+    text = SPELLINGS.get(f"{key}={value}", SPELLINGS.get(key))
+    if text is None:
+        return ""
+    text = text.replace("@", value)
+    text = SPELLINGS.get(text, text)  # trainer.precision=16: precision=16 is foreign, too
+    section = re.split("[.=]", text.lstrip("'+"))[0]
+    return f"; use {text}" if section in sections or " " in section else ""
+
+
+# --- rules of several options ---
+
+
+def _check_rules(config: Config) -> None:
+    trainer, precision, memory = config["trainer"], config["precision"], config["memory"]
+    # without max_epochs, Lightning's default of 1000 ends the run
+    ends = trainer.get("max_epochs") != -1 or trainer.get("max_steps", -1) != -1
+    if not ends and trainer.get("max_time") is None:
+        raise ConfigError(
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
+        )
+    name = config["optim"].get("name")
+    check_choice("optim.name", name, dict.fromkeys([*OPTIMIZERS, *registered("optim")]))
+    if precision.get("tf32") and precision.get("trainer") != "32-true":
+        raise ConfigError(
+            f"precision.tf32=true changes float32 only, but precision.trainer="
+            f"{precision.get('trainer')}: use precision=tf32 only"
+        )
+    mode, budget, inverting = (memory.get(key) for key in ("mode", "bytes", "inverting"))
+    if mode == "budget" and budget is None:
+        raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+    if budget is not None and mode not in ("auto", "budget"):
+        raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if budget not in (None, MISSING):
+        bytes_from(budget, name="memory.bytes")
+    if (part := memory.get("fraction")) is not None and mode != "auto":
+        raise ConfigError(f"memory.fraction={part} is of the free memory: add memory=auto")
+    if inverting is not None and mode not in PLANS:
+        raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+    tuner = config.get("tuner") or {}
+    if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
+        raise ConfigError(
+            f"tuner={tuner.get('kind')} searches on one device: give trainer.devices=1 "
+            "trainer.strategy=auto, then train on several with its suggestion (batch sizes are per "
+            "process)"
+        )
+    if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
+        raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+    _check_callbacks(config)
+
+
+def _check_callbacks(config: Config) -> None:
+    used = {name: options for name, options in config["callbacks"].items() if options is not None}
+    model, trainer = config["model"], config["trainer"]
+    if "finetuning" in used and not (model.get("pretrained") or model.get("checkpoint_path")):
+        raise ConfigError(
+            "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
+            "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
+        )
+    if "compiled_branches" in used and (others := [name for name in OF_SAMPLES if name in used]):
+        raise ConfigError(
+            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes per-sample "
+            "gradients at each layer: a compiled part does not call its layers. Set one of the two "
+            "to null"
+        )
+    if "private" in used and config["optim"].get("class_weights") == "balanced":
+        raise ConfigError(
+            "callbacks.private with optim.class_weights=balanced: one image would change the "
+            "weights of all others. Give a list of numbers, which do not come from the data"
+        )
+    for name, options in used.items():
+        if name not in CALLBACKS or "monitor" not in CALLBACKS[name].options:
+            continue
+        figure, mode = options.get("monitor", "val/acc"), options.get("mode")
+        no_validation = trainer.get("limit_val_batches") == 0
+        if name == "early_stopping" and figure.startswith("val/") and no_validation:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={figure}, but with trainer.limit_val_batches=0 the run "
+                f"does not validate: set callbacks.{name}.monitor=train/loss, or "
+                f"callbacks.{name}=null"
+            )
+        if mode not in (None, better := MONITORED[figure]):
+            raise ConfigError(
+                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
+                f"callbacks.{name}.mode={better}"
+            )
+
+
+# --- this machine ---
+
+
+def check_machine(config: Config) -> None:
+    """Check the device, the precision and the number of processes of a checked configuration."""
+    trainer, precision = config["trainer"], config["precision"]
+    device, devices = device_kind(trainer["accelerator"]), str(trainer["devices"])
+    # Lightning's errors do not name the option
+    if device == "cpu" and not re.fullmatch(r"auto|[1-9]\d*", devices):
+        raise ConfigError(
+            f"trainer.devices={devices}: expected a number of processes, or auto; this run is on "
+            "the CPU"
+        )
+    if not re.fullmatch(r"auto|-1|[1-9]\d*|\d+(,\d*)+|\[\d+(, \d+)*\]", devices):
+        raise ConfigError(
+            f"trainer.devices={devices}: expected a number of GPUs, a list of their numbers such "
+            "as [0,1], or auto"
+        )
+    # on a CPU, Lightning starts any number of processes
+    if device == "cpu" and devices.isdecimal() and int(devices) > 4 * cores():
+        raise ConfigError(
+            f"trainer.devices={devices} processes for {number_of(cores(), 'core')}: "
+            f"expected at most {4 * cores()}"
+        )
+    if device == "cpu" and precision["trainer"] == "16-mixed":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=fp32")
+    if device == "mps" and precision["trainer"] == "64-true":
+        raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
+    if device != "cuda" and trainer.get("cuda_graph") is True:
+        raise ConfigError(
+            f"trainer.cuda_graph=true needs an NVIDIA GPU, this run is on {device}: use "
+            "trainer.cuda_graph=auto, which captures steps where there is one"
+        )
+    if device != "cuda" and precision["tf32"]:
+        raise ConfigError(
+            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "
+            "precision=fp32"
+        )
+
+
+def check_root(data: Config) -> None:
+    """Check that the folder of an image folder exists."""
+    if data["_target_"] == "revzoo.data.ImageFolder":
+        root = Path(data["root"]).expanduser().absolute()
+        if not root.is_dir():
+            raise ConfigError(
+                f"image folder {root} does not exist: set data.root=DIR, the folder above "
+                "train/CLASS/*.jpg"
+            )
+
+
+def device_kind(accelerator: str) -> str:
+    """The type of a run's device: ``cpu``, ``cuda`` or ``mps``."""
+    import torch
+
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+    for kind in fitting.get(accelerator, (accelerator,)):
+        if available[kind]:
+            return kind
+    raise ConfigError(
+        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
+        "trainer.accelerator=cpu or auto"
+    )
+
+
+def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
+    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
+
+    ``several`` is for a command that starts several runs: ``-m``, ``revzoo sweep``.
+    """
+    from revzoo.training.distributed import started_together
+
+    count = started_together()
+    if count == 1:
+        return
+    if several:
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, and each would start all runs: start "
+            "several runs without torchrun and srun"
+        )
+    if not any(override.startswith("hydra.run.dir=") for override in overrides):
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, which need one folder: add "
+            "hydra.run.dir=outputs/NAME, with a new name"
+        )

@@ -10,7 +10,6 @@ import argparse
 import io
 import os
 import re
-import select
 import signal
 import sys
 import textwrap
@@ -19,13 +18,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from itertools import groupby
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
-from revzoo.cli.plugins import add_import_option, load_plugins
 from revzoo.cli.terminal import folded, user_errors
 
 INTERRUPTED = "revzoo: interrupted\n"
@@ -93,8 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with user_errors(), closed_output():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
-            if hasattr(args, "imports"):
-                load_plugins(args.imports)
+            if (modules := getattr(args, "imports", None)) is not None:
+                # metadata only: the registries would import torch
+                plugins = entry_points(group="revzoo.plugins")
+                if modules or plugins:
+                    from revzoo.cli.plugins import load_plugins
+
+                    load_plugins(modules, plugins)
             command.run(args)
     except KeyboardInterrupt:  # outside of a run, which handles it
         sys.stderr.write(INTERRUPTED)
@@ -108,10 +112,6 @@ def closed_output() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        output = select.poll()
-        output.register(sys.stdout.fileno(), 0)
-        if not any(event & select.POLLERR for _, event in output.poll(0)):
-            raise  # another pipe
         # Python flushes again as it exits, and would print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)  # as in a shell
@@ -146,8 +146,17 @@ def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
         allow_abbrev=False,
     )
     command.add_arguments(parser)
+    if {"-h", "--help"} & {*arguments} and hasattr(command, "epilog"):
+        parser.epilog = command.epilog()
     if row.builds:
-        add_import_option(parser)
+        parser.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import a module that registers models, data, callbacks, optimisers; repeatable",
+        )
     if "" in arguments:  # an empty path would mean the working directory
         parser.error("one of the arguments is empty (is a variable of the shell empty?)")
     words, known = arguments[1:], parser._option_string_actions  # there is no public list
@@ -161,13 +170,11 @@ def parse(arguments: list[str]) -> tuple[ModuleType, argparse.Namespace]:
         words = list(_as_overrides(words, known))
     # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
     args, unknown = parser.parse_known_intermixed_args(words)
-    # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
-    if hasattr(args, "overrides") and any(word.startswith("-") for word in unknown):
-        args.overrides += [word for word in unknown if not word.startswith("-")]
-        unknown = [word for word in unknown if word.startswith("-")]
     if unknown:
         overridable = hasattr(args, "overrides")
         hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3" if overridable else ""
+        # after an unknown option, argparse may take no KEY=VALUE: they are not to blame
+        unknown = [word for word in unknown if word.startswith("-")] or unknown
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
 

@@ -8,42 +8,24 @@ the command line or an installation can import code.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from revzoo.cli.schema import CONFIGS, DIGITS, of_plugin
-from revzoo.cli.terminal import ConfigError, one_line, status_of
-
-GROUP = "revzoo.plugins"
-imported: list[str] = []  # the modules of --import in this process
+from revzoo.cli.terminal import ConfigError, imported, one_line, status_of
 
 
-def add_import_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--import``."""
-    parser.add_argument(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="import a module that registers models, data, callbacks, optimisers; repeatable",
-    )
-
-
-def load_plugins(modules: Sequence[str]) -> None:
+def load_plugins(modules: Sequence[str], plugins: Iterable[EntryPoint]) -> None:
     """Import the entry points and ``modules``, and add their names to the configuration."""
-    # metadata only: nothing is imported if no package has such an entry point
-    plugins = entry_points(group=GROUP)
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as with python -m
     # a module that does not exist gets a quick answer
-    if (modules or plugins) and all(map(_exists, modules)):
+    if all(map(_exists, modules)):
         # before the plugins: they may print, and the status must be gone then
         with status_of("loading torch and Lightning"):
             import_module("revzoo.training.api")
@@ -54,9 +36,7 @@ def load_plugins(modules: Sequence[str]) -> None:
         _load(lambda module=module: import_module(module), f"--import {module}")
         if module not in imported:
             imported.append(module)
-    # otherwise do not load the registries, which import torch
-    if modules or plugins:
-        add_config_nodes()
+    add_config_nodes()
 
 
 def _exists(module: str) -> bool:
@@ -71,11 +51,6 @@ def _load(load: Any, name: str) -> None:
         hint = f"; did you mean {name.removesuffix('.py')}?" if name.endswith(".py") else ""
         reason = f"{type(error).__name__}: {one_line(error)}{hint}"
         raise ConfigError(f"{name} failed: {reason}") from error
-
-
-def import_arguments() -> list[str]:
-    """The modules of ``--import`` as arguments, for further processes."""
-    return [part for module in imported for part in ("--import", module)]
 
 
 def add_config_nodes() -> None:

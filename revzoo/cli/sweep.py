@@ -21,20 +21,20 @@ from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
-from revzoo._checks import (
-    check_choice,
-    check_count,
-    did_you_mean,
-    nearest,
-    package_needed,
-)
+from revzoo._checks import check_choice, check_count, did_you_mean, nearest, package_needed
 from revzoo._files import replacing_table
-from revzoo.cli.check import check_machine
-from revzoo.cli.config import TRAIN, ConfigFiles, compose, parse, quoted
-from revzoo.cli.invocation import command_line, train_words
+from revzoo.cli.config import TRAIN, ConfigFiles, check_machine, compose, parse, quoted
 from revzoo.cli.run.folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, locked, write_yaml
 from revzoo.cli.run.multirun import run_program
-from revzoo.cli.terminal import ConfigError, folded, folded_command, one_line, status_of
+from revzoo.cli.terminal import (
+    ConfigError,
+    command_line,
+    folded,
+    folded_command,
+    one_line,
+    status_of,
+    train_words,
+)
 
 log = logging.getLogger(__name__)
 
@@ -182,20 +182,20 @@ class Search:
         if prune is not None and not pruned:
             # values since the last poll: the median of later trials needs them
             self.report(trial, run_dir)
-        states, reason, value = load_optuna().trial.TrialState, None, None
+        reason, value = None, None
         # we stopped a pruned run ourselves, so its status is no failure
-        state = states.PRUNED if pruned else states.COMPLETE
+        state = "pruned" if pruned else "complete"
         try:
             value = None if pruned else self.figure_of(run_dir, status)
         except (OSError, ValueError) as raised:
-            state, reason, error = states.FAIL, raised, str(raised)
+            state, reason, error = "fail", raised, str(raised)
             trial.set_user_attr("error", error)
-        self.study.tell(trial, value, state=state)
+        self.study.tell(trial, value, state=load_optuna().trial.TrialState[state.upper()])
         self.write_results()
         # a figure that earlier trials have had may come again
         if isinstance(reason, NoFigureError) and self.best() is None:
             raise reason
-        figure = f"{self.metric} {value:.6g}" if value is not None else state.name.lower()
+        figure = state if value is None else f"{self.metric} {value:.6g}"
         chosen = " ".join(f"{key}={value}" for key, value in trial.params.items())
         because = f" ({error})" if error else ""
         log.info("%s", folded(f"trial {trial.number}: {figure}{because}  {chosen}", indent=2))
@@ -260,18 +260,10 @@ class Search:
                 row = [t.number, t.state.name.lower(), figure, *chosen, seconds]
                 writer.writerow([*row, t.user_attrs.get("error", "")])
         if (best := self.best()) is not None:
-            description = {
-                "trial": best.number,
-                "metric": self.metric,
-                "value": best.value,
-                "parameters": dict(best.params),
-                "command": self.command_of(best),
-            }
-            write_yaml(description, self.folder / "best.yaml")
-
-    def command_of(self, trial: Any) -> str:
-        """The command line that trains with a trial's values."""
-        return command_line("train", *self.config_arguments, *self.overrides(trial))
+            result = {"trial": best.number, "metric": self.metric, "value": best.value}
+            command = command_line("train", *self.config_arguments, *self.overrides(best))
+            result |= {"parameters": dict(best.params), "command": command}
+            write_yaml(result, self.folder / "best.yaml")
 
     def log_best(self) -> None:
         """Log the best trial's figure, and the command that trains with its values."""
@@ -280,7 +272,8 @@ class Search:
             return
         run_dir = self.folder / f"{best.number:04d}"
         log.info("best: trial %d, %s %.6g, in %s", best.number, self.metric, best.value, run_dir)
-        log.info("%s", folded_command(self.command_of(best), indent=2))
+        command = command_line("train", *self.config_arguments, *self.overrides(best))
+        log.info("%s", folded_command(command, indent=2))
 
 
 def load_optuna() -> Any:
@@ -342,10 +335,8 @@ def check_space(
     values = {key: getattr(d, "choices", None) or (d.low, d.high) for key, d in space.items()}
     first = {key: outermost[0] for key, outermost in values.items()}
     trials = [{**first, key: value} for key, ends in values.items() for value in ends]
-    composed = [
-        compose([*fixed, *(f"{key}={value}" for key, value in trial.items())], source).config
-        for trial in trials
-    ]
+    words = [[f"{key}={value}" for key, value in trial.items()] for trial in trials]
+    composed = [compose([*fixed, *chosen], source).config for chosen in words]
     # import torch after checking the keys
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.build import check_parts

@@ -1,4 +1,4 @@
-"""What commands print: folded lines, the status of a computation, written files, and errors.
+"""What commands print: folded lines, status, written files, errors, and commands to type.
 
 A terminal breaks long lines inside words, so they are folded at spaces. Without a terminal, as in a
 pipe or a file, lines stay whole for programs that read them; COLUMNS=80 in the environment folds
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -25,6 +26,10 @@ from revzoo._checks import UserError
 USER_ERRORS = (ValueError, OSError, UserError)
 # control characters, except the ends of lines and tabs, and those that reverse the order of letters
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+SCRIPT = "train.py"  # in a checkout; the same as ``revzoo train``
+imported: list[str] = []  # the modules of --import in this process
 
 
 class ConfigError(ValueError):
@@ -51,8 +56,7 @@ def one_record(text: str) -> str:
 
 def folded(text: str, *, indent: int, end: str = "") -> str:
     """``text``, whose further lines begin with ``indent`` spaces; ``end`` ends all but the last."""
-    width = columns()
-    if not width:
+    if not (width := columns()):
         return text
     lines: list[str] = []
     for line in text.splitlines():
@@ -146,13 +150,93 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
 
 def message_line(error: Exception) -> str:
     """An error as programs print it, folded to the terminal, without the end of the line."""
-    return folded(printable(f"revzoo: {_text_of(error)}"), indent=8)
-
-
-def _text_of(error: Exception) -> str:
-    """The message for programs; of an error of the system, without its number."""
+    text = str(error)
     if isinstance(error, UserError) and error.in_programs:
-        return error.in_programs
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        text = error.in_programs
+    elif isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"  # without its number
+    return folded(printable(f"revzoo: {text}"), indent=8)
+
+
+# --- commands ---
+
+
+def command_line(command: str, *arguments: object) -> str:
+    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``.
+
+    It repeats this process's ``--import``.
+    """
+    script, python = _script(), _as_typed("python", sys.executable)
+    if script == SCRIPT and command == "train":
+        words = [python, sys.argv[0]]
+    elif script == "revzoo":
+        words = [_as_typed("revzoo", sys.argv[0]), command]
+    elif script is not None and shutil.which("revzoo"):  # in a notebook, or a script of the user
+        words = ["revzoo", command]
+    else:
+        words = [python, "-m", "revzoo", command]
+    return shlex.join([*words, *import_arguments(), *map(str, arguments)])
+
+
+def import_arguments() -> list[str]:
+    """The modules of ``--import`` as arguments, for further processes."""
+    return [part for module in imported for part in ("--import", module)]
+
+
+def override_argument(text: str) -> str:
+    """An override of the command line, ``KEY=VALUE``; a value with letters outside ASCII in quotes.
+
+    Hydra's grammar knows such letters only in quotes; lists and functions stay as they are.
+    """
+    key, equals, value = text.partition("=")
+    is_plain = value.isascii() or re.search(r"""['"\\$,(){}\[\]]""", value)
+    return text if is_plain else f"{key}{equals}'{value}'"
+
+
+def tensorboard_line(folder: object) -> str:
+    """The text of the command that shows ``folder`` in this environment's TensorBoard."""
+    program = Path(sys.executable).parent / "tensorboard"
+    return shlex.join([_as_typed("tensorboard", str(program)), "--logdir", str(folder)])
+
+
+def _as_typed(name: str, path: str) -> str:
+    """``name`` if the shell finds the program at ``path`` under it; otherwise ``path``, kept short.
+
+    Without an activated environment, ``name`` may be missing or another environment's program.
+    """
+    # absolute, not resolved: a virtual environment's python is a link
+    in_path, program = shutil.which(name), Path(path).absolute()
+    if not program.name.startswith(name) or (in_path and Path(in_path).parent == program.parent):
+        return name
+    return str(short_path(program))
+
+
+def train_words() -> list[str]:
+    """The first words of a command line that trains, as this process was started.
+
+    They repeat this process's ``--import``.
+    """
+    script, path = _script(), str(Path(sys.argv[0]).absolute())  # the command may change folders
+    if script == SCRIPT:
+        words = [sys.executable, path]
+    elif script == "revzoo":
+        words = [sys.executable, path, "train"]
+    else:
+        words = [sys.executable, "-m", "revzoo", "train"]
+    return [*words, *import_arguments()]
+
+
+def _script() -> str | None:
+    """The name of the script that runs; None after ``python -m revzoo``.
+
+    There ``sys.argv[0]`` is the path of a module, which may be ``.../commands/train.py``.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script
+    by_module = spec is not None and spec.name.startswith("revzoo")
+    return None if by_module else Path(sys.argv[0]).name
+
+
+def short_path(path: str | Path) -> Path:
+    """The path relative to the working directory if it is below it; otherwise absolute."""
+    path, here = Path(path).absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from small_weights import write_entry
 
-from revzoo.cli.check import OF_SAMPLES, check, check_machine, device_kind
+from revzoo.cli.config import OF_SAMPLES, check, check_machine, device_kind
 from revzoo.cli.run.build import check_parts
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import DATA, ImageData

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.check import check_machine
+from revzoo.cli.config import check_machine
 from revzoo.cli.run.build import check_parts, model_spec
 from revzoo.cli.schema import RUN
 from revzoo.models import create_model, list_models

@@ -16,7 +16,7 @@ import pytest
 from small_weights import change, small, write_entry
 
 import revzoo
-from revzoo.cli import invocation
+from revzoo.cli import terminal
 from revzoo.cli.main import COMMANDS, COUNTERPARTS, _interrupt, closed_output, main
 
 ROOT = Path(__file__).parents[2]
@@ -340,7 +340,7 @@ def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("sys.argv", [argv])
         monkeypatch.setattr("sys.executable", "/env/bin/python")
         monkeypatch.setattr("shutil.which", lambda name, found=found: found and f"{found}/{name}")
-        assert tuple(invocation.command_line(name) for name in ("train", "eval")) == texts
+        assert tuple(terminal.command_line(name) for name in ("train", "eval")) == texts
     monkeypatch.undo()
 
 

@@ -124,11 +124,11 @@ def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "broken_module.py").write_text("import nothing_of_this_name")
     with pytest.raises(ConfigError, match="--import broken_module failed: ModuleNotFoundError"):
-        plugins.load_plugins(["broken_module"])
+        plugins.load_plugins(["broken_module"], [])
     with pytest.raises(ConfigError, match="--import not_there failed"):
-        plugins.load_plugins(["not_there"])
+        plugins.load_plugins(["not_there"], [])
     with pytest.raises(ConfigError, match=r"did you mean --import not_there\?"):
-        plugins.load_plugins(["not_there.py"])
+        plugins.load_plugins(["not_there.py"], [])
 
 
 def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:

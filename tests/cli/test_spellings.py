@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from revzoo.cli.check import SPELLINGS, our_spelling
-from revzoo.cli.config import compose
+from revzoo.cli.config import SPELLINGS, compose, our_spelling
 from revzoo.cli.main import main
 from revzoo.cli.terminal import ConfigError
 

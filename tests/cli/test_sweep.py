@@ -16,10 +16,10 @@ import yaml
 
 from revzoo.cli import sweep
 from revzoo.cli.config import quoted_if_needed
-from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
 from revzoo.cli.run import multirun as jobs
 from revzoo.cli.run.folder import locked
+from revzoo.cli.terminal import command_line
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

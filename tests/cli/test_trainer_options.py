@@ -11,7 +11,7 @@ import torch
 from resumed import resume
 from small_task import TinyNet, loader
 
-from revzoo.cli.check import check_machine
+from revzoo.cli.config import check_machine
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.build import build_trainer, check_parts
 from revzoo.cli.run.train import train
@@ -39,12 +39,14 @@ PLAIN = {
 }
 
 
-def test_a_cuda_graph(compose: Any, tmp_path: Path) -> None:
+def test_a_cuda_graph(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on a CPU, and not if it is switched off."""
     for value, count in (("true", 1), ("auto", 1), ("false", 0)):
         config = compose("trainer=cpu", f"trainer.cuda_graph={value}")
-        callbacks: Any = build_trainer(config, run_dir=tmp_path).callbacks  # type: ignore[attr-defined]
-        assert sum(isinstance(c, CudaGraph) for c in callbacks) == count
+        for device, expected in (("cpu", 0), ("cuda", count)):
+            monkeypatch.setattr("revzoo.cli.run.build.device_kind", lambda _: device)  # noqa: B023
+            callbacks: Any = build_trainer(config, run_dir=tmp_path).callbacks  # type: ignore[attr-defined]
+            assert sum(isinstance(c, CudaGraph) for c in callbacks) == expected
         if value == "true":
             remedy = "this run is on cpu: use trainer.cuda_graph=auto"
             with pytest.raises(ConfigError, match=f"needs an NVIDIA GPU, {remedy}"):

@@ -26,8 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.invocation import override_argument
-from revzoo.cli.terminal import ConfigError, FoldedFormat, status_of
+from revzoo.cli.terminal import ConfigError, FoldedFormat, override_argument, status_of
 from revzoo.weights.source import resolve_source
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
         config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
         root: the folder of the run's data, if it is not where the run recorded it.
     """
-    from revzoo.cli.check import check_machine
+    from revzoo.cli.config import check_machine
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
@@ -168,7 +167,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
 
 def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, Any]:
     """The data section, checked: of the command, else of the run that made the checkpoint."""
-    from revzoo.cli.check import check
+    from revzoo.cli.config import check
     from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, moved, run_of
     from revzoo.cli.schema import EVALUATION
 

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo._files import file_name
-from revzoo.cli.commands._models import (
-    add_option,
-    add_saved_bits_option,
-    check_name,
-    check_side,
-)
+from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_name, check_side
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.terminal import folded, status_of
 from revzoo.profiling.units import in_units

@@ -16,8 +16,7 @@ from typing import Any
 
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_option
-from revzoo.cli.invocation import command_line
-from revzoo.cli.terminal import folded_command, status_of
+from revzoo.cli.terminal import command_line, folded_command, status_of
 from revzoo.weights.source import CHECKPOINTS, resolve_source
 
 

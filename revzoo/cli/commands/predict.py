@@ -25,11 +25,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count, number_of
 from revzoo._files import check_writable, write_atomically
-from revzoo.cli.commands._models import (
-    add_option,
-    add_saved_bits_option,
-    check_side,
-)
+from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_side
 from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
 from revzoo.weights.source import resolve_source
 

@@ -35,7 +35,7 @@ from datetime import datetime
 from pathlib import Path
 
 from revzoo._checks import number_of
-from revzoo.cli.invocation import command_line, override_argument
+from revzoo.cli.terminal import command_line, override_argument
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Search."""
-    from revzoo.cli.check import check_started_together
-    from revzoo.cli.config import quoted_if_needed
+    from revzoo.cli.config import check_started_together, quoted_if_needed
     from revzoo.cli.run.folder import locked
     from revzoo.cli.sweep import Search, check_space, split_options
 

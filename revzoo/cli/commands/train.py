@@ -31,9 +31,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.cli.commands.options import groups
-from revzoo.cli.invocation import override_argument
-from revzoo.cli.terminal import ConfigError, status_of
+from revzoo.cli.terminal import ConfigError, override_argument, status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
@@ -53,9 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config-dir", "-cd", type=Path, metavar="DIR", help="a further folder of options")
     add("--config-name", "-cn", metavar="NAME", help="the primary file (default train)")
     add("--config-path", "-cp", metavar="DIR", help="the folder of the primary file and the groups")
+
+
+def epilog() -> str:
+    """The groups of options, for the help."""
+    from revzoo.cli.commands.options import groups
+
     # argparse wraps its own text, not an epilog
-    lines = groups(margin=2)
-    parser.epilog = "groups:\n" + "\n".join(lines)
+    return "\n".join(["groups:", *groups(margin=2)])
 
 
 def run(args: argparse.Namespace) -> None:
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     if args.resume is not None:
         _resume(args)
         return
-    from revzoo.cli.config import ConfigFiles, compose, without_hydra
+    from revzoo.cli.config import ConfigFiles, check_machine, check_root, compose, without_hydra
     from revzoo.cli.schema import CONFIGS
 
     folder = CONFIGS if args.config_path is None else Path(args.config_path)
@@ -80,8 +83,6 @@ def run(args: argparse.Namespace) -> None:
         parts = {"all": whole, "hydra": whole.hydra, "job": without_hydra(whole)}
         _print(parts[args.cfg], args)
         return
-    from revzoo.cli.check import check_machine, check_root
-
     check_root(config["data"])
     with status_of("loading torch and Lightning"):
         check_machine(config)  # before Lightning is imported
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.check import check_machine
+    from revzoo.cli.config import check_machine
     from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, resumed_config
 
     new_runs = ["multirun", "cfg", "resolve", "package", "config_dir", "config_name", "config_path"]

@@ -20,16 +20,15 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.commands._models import try_image
+from revzoo.cli.config import device_kind
 from revzoo.cli.run.folder import METRICS_FILE
-from revzoo.cli.schema import MODES
+from revzoo.cli.schema import MODES, model_names
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
 from revzoo.training.callbacks.base import ChecksModel
-from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
@@ -71,15 +70,20 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 def build_module(
     config: Mapping[str, Any], *, num_classes: int, in_chans: int, side: int
 ) -> Classifier:
-    """The Lightning module for images of this kind, tried on one black image."""
+    """The Lightning module, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
-    if "img_size" in config["model"]:  # not all networks of a library take it
-        remedies.append(f"model.img_size={side}")
-    remedy = f"; try {' or '.join(remedies)}" if remedies else ""
-    try_image(module.model, side, in_chans, remedy=remedy)
+    if config["model"]["name"] in model_names():
+        module.model.check_size(side, side)
+    else:
+        from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
+
+        remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
+        if "img_size" in config["model"]:  # not all networks of a library take it
+            remedies.append(f"model.img_size={side}")
+        remedy = f"; try {' or '.join(remedies)}" if remedies else ""
+        try_image(module.model, side, in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
@@ -186,8 +190,11 @@ def build_trainer(
         # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
-    if options.pop("cuda_graph", "auto"):  # last: it compares what the others have changed
-        callbacks.append(CudaGraph())
+    graph, accelerator = options.pop("cuda_graph", "auto"), options.get("accelerator", "auto")
+    if graph and device_kind(accelerator) == "cuda":
+        from revzoo.training.callbacks.cuda_graph import CudaGraph
+
+        callbacks.append(CudaGraph())  # last: it compares what the others have changed
     # given only by name, Lightning's profilers just log their table
     if (profiler := options.pop("profiler", None)) is not None:
         # hooks that record the names of modules would make steps recompute

@@ -18,14 +18,19 @@ from torch import nn
 
 from revzoo._checks import number_of
 from revzoo.cli.config import quoted_if_needed
-from revzoo.cli.invocation import command_line, short_path, tensorboard_line
-from revzoo.cli.terminal import folded, folded_command, one_record
+from revzoo.cli.terminal import (
+    command_line,
+    folded,
+    folded_command,
+    one_record,
+    short_path,
+    tensorboard_line,
+)
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
-from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.network import ImageNetwork
 from revzoo.models.wrapped import weights_name
-from revzoo.training.callbacks.checkpoints import best_figures
+from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
 from revzoo.training.callbacks.progress_bar import clock, epoch_of
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import epochs_of_run
@@ -126,26 +131,40 @@ def log_opening(
     count = sum(p.numel() for p in module.model.parameters())
     weights = short_path(resumed) if resumed else _weights(config["model"], module.model)
     start = f", from {weights}" if weights else ""
-    bits = config["model"].get("reversible_bits")
-    blocks = len(reversible_blocks(module.model))
-    reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
+    reversible = ""
+    if bits := config["model"].get("reversible_bits"):
+        from revzoo.layers.make_reversible import reversible_blocks  # few models are converted
+
+        blocks = len(reversible_blocks(module.model))
+        reversible = f", {blocks} blocks reversible with {bits} bits"
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
+    memory, device = module.memory_mode, trainer.strategy.root_device
+    # a plan says more than a mode such as auto
+    if plan := config["memory"].get("plan"):
+        from revzoo.profiling.plan import count_modes  # few modes need the profiler
+
+        memory = f"{config['memory']['mode']} ({count_modes(list(plan.values()))})"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
+    precision = config["precision"]
+    numbers = "TensorFloat-32" if precision["tf32"] else PRECISION_NAMES[precision["trainer"]]
+    threads = number_of(torch.get_num_threads(), "thread")
     lines = [
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         *(("", note) for note in (*data.notes, *_notes(config, trainer, data))),
-        ("memory", _modes(config, module)),
-        ("device", ", ".join(_device(config, trainer))),
+        ("memory", memory),
+        ("device", f"{name}, {numbers}, {threads}"),
         ("train", f"{length}, {_step(trainer, data)}, {rate}, seed {config['seed']}"),
         ("folder", str(short_path(run_dir))),
     ]
-    for name, text in lines:
-        log.info("%-8s %s", name, text)
-    if trainer.strategy.root_device.type == "cpu" and _emulates_bfloat16(config["precision"]):
+    for key, text in lines:
+        log.info("%-8s %s", key, text)
+    if device.type == "cpu" and _emulates_bfloat16(config["precision"]):
         log.warning(
             "this CPU has no bfloat16 and emulates it, several times slower than float32: use "
             "precision=fp32"
@@ -207,26 +226,6 @@ def _length(trainer: pl.Trainer, max_time: object) -> str:
     return " or ".join(texts) or f"{max_time} of time"
 
 
-def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
-    device = trainer.strategy.root_device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    yield f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
-    precision = config["precision"]
-    yield "TensorFloat-32" if precision["tf32"] else PRECISION_NAMES[precision["trainer"]]
-    yield number_of(torch.get_num_threads(), "thread")
-
-
-def _modes(config: Mapping[str, Any], module: Classifier) -> str:
-    """The memory mode; for a plan, the number of steps in each mode."""
-    # the plan says more than a mode such as auto
-    plan = list((config["memory"].get("plan") or {}).values())
-    if not plan:
-        return module.memory_mode
-    from revzoo.profiling.plan import count_modes  # few modes need the profiler
-
-    return f"{config['memory']['mode']} ({count_modes(plan)})"
-
-
 def place_of(data: Mapping[str, Any]) -> str:
     """Where the section ``data`` has its files, for the terminal; empty if nowhere."""
     root = data.get("root")
@@ -238,22 +237,20 @@ def place_of(data: Mapping[str, Any]) -> str:
 def log_result(
     trainer: pl.Trainer,
     figures: Mapping[str, float],
+    data: ImageData,
+    run_dir: Path,
     *,
     seconds: float,
-    run_dir: Path,
-    best: Path | None,
-    data: ImageData,
 ) -> None:
     """Log the figures, and the commands that a user wants next.
 
-    ``best`` is the best checkpoint; None if the figures belong to the last weights. The balanced
-    accuracy appears only if a class has more than twice the training images of another.
+    The balanced accuracy appears only if a class has more than twice the training images of
+    another.
     """
-    epochs, steps = (
-        number_of(epochs_of_run(trainer), "epoch"),
-        number_of(trainer.global_step, "step"),
-    )
+    epochs = number_of(epochs_of_run(trainer), "epoch")
+    steps = number_of(trainer.global_step, "step")
     log.info("%-8s %s, %s in %s", "trained", epochs, steps, clock(seconds))
+    best = best_checkpoint_path(trainer)  # None: the figures belong to the last weights
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
     counts = torch.bincount(data.train_labels, minlength=data.num_classes)
@@ -267,7 +264,18 @@ def log_result(
         texts = [f"{n} {value:.4f}" for n, value in zip(names, of_split.values(), strict=True)]
         if texts:
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
-    for name, command in _commands(trainer, run_dir, best, has_test=data.has("test")):
+    commands: dict[str, str] = {}
+    if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
+        commands["curves"] = tensorboard_line(short_path(run_dir))
+    last = run_dir / CHECKPOINTS / LAST
+    if best or last.exists():
+        # the folder stands for its best checkpoint
+        run = short_path(run_dir if best else last)
+        commands["predict"] = f"{command_line('predict', run)} IMAGES"
+        # revzoo eval takes the test split by default
+        split = [] if data.has("test") else ["split=val"]
+        commands["evaluate"] = command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)
+    for name, command in commands.items():
         log.info("%-8s %s", name, command, extra={"command": True})
 
 
@@ -292,17 +300,3 @@ def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
         weights,
         key,
     )
-
-
-def _commands(
-    trainer: pl.Trainer, run_dir: Path, best: Path | None, *, has_test: bool
-) -> Iterator[tuple[str, str]]:
-    if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
-        yield "curves", tensorboard_line(short_path(run_dir))
-    last = run_dir / CHECKPOINTS / LAST
-    if best or last.exists():
-        # the folder stands for its best checkpoint
-        run = short_path(run_dir if best else last)
-        yield "predict", f"{command_line('predict', run)} IMAGES"
-        split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
-        yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)

@@ -17,6 +17,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
@@ -27,13 +28,18 @@ from typing import IO, Any
 from hydra.core.override_parser.types import QuotedString
 from omegaconf import DictConfig, OmegaConf
 
-from revzoo._files import json_bytes, write_atomically
+from revzoo._files import write_atomically
 from revzoo._version import __version__
-from revzoo.cli.check import check
-from revzoo.cli.config import compose, parse, quoted_if_needed, read_yaml
-from revzoo.cli.invocation import command_line, short_path
-from revzoo.cli.plugins import imported
-from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
+from revzoo.cli.config import check, compose, parse, quoted_if_needed, read_yaml
+from revzoo.cli.terminal import (
+    USER_ERRORS,
+    ConfigError,
+    command_line,
+    imported,
+    message_line,
+    one_line,
+    short_path,
+)
 from revzoo.weights.source import CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
@@ -54,18 +60,6 @@ _held: set[IO[str]] = set()  # files whose locks this process holds
 
 
 # --- a new folder ---
-
-
-def check_unused(run_dir: Path) -> None:
-    """Check that the folder of a new run does not contain a run."""
-    from revzoo.training.distributed import is_first_process
-
-    # the others would see the file that process 0 has just written
-    if is_first_process() and (run_dir / CONFIG_FILE).exists():
-        raise ConfigError(
-            f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose another "
-            "hydra.run.dir"
-        )
 
 
 def is_timed(section: DictConfig) -> bool:
@@ -123,32 +117,28 @@ def locked(folder: Path) -> Iterator[None]:
         if is_first_process():
             # "a+" creates the file and does not empty it: it names a holder
             file = stack.enter_context((folder / LOCK_FILE).open("a+"))
-            with user_errors():
-                _lock(file, folder)
+            try:
+                # flock, not lockf: POSIX locks end when any file of the process is closed
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                # empty if the holder is just writing its name
+                holder = file.read().strip()
+                pid = holder.split()[1] if holder else "PID"
+                error = ConfigError(
+                    f"{folder} is in use by {holder or 'another process'}: wait until it ends, "
+                    f"stop it (kill {pid}), or use another folder; no file was changed"
+                )
+                sys.exit(message_line(error))
+            except OSError as error:
+                # some network file systems have no locks; a run should not fail for this
+                log.warning("cannot lock %s (%s): start no second program there", folder, error)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
             _held.add(file)
             stack.callback(_held.discard, file)
         yield
-
-
-def _lock(file: IO[str], folder: Path) -> None:
-    try:
-        # flock, not lockf: POSIX locks end when any file of the process is closed
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        # empty if the holder is just writing its name
-        holder = file.read().strip()
-        pid = holder.split()[1] if holder else "PID"
-        raise ConfigError(
-            f"{folder} is in use by {holder or 'another process'}: wait until it ends, stop it "
-            f"(kill {pid}), or use another folder; no file was changed"
-        ) from None
-    except OSError as error:
-        # some network file systems have no locks; a run should not fail for this
-        log.warning("cannot lock %s (%s): do not start a second program there", folder, error)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
 
 
 def _forget_locks() -> None:
@@ -171,7 +161,6 @@ def write_yaml(values: Mapping[str, Any], path: Path) -> None:
 
 def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write the resolved configuration as ``config.yaml``."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     write_yaml(config, run_dir / CONFIG_FILE)
 
 
@@ -204,9 +193,8 @@ def git_state() -> dict[str, Any] | None:
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
         # a time limit: the checkout may be on a slow network disk
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
+        return subprocess.run(command, check=True, **options).stdout
 
     try:
         commit = git("rev-parse", "HEAD")
@@ -216,12 +204,6 @@ def git_state() -> dict[str, Any] | None:
         return None
     # git prints two letters and a space before each path
     return {"commit": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
-
-
-def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
-    # sorted: two summaries can be compared line by line
-    write_atomically(run_dir / SUMMARY_FILE, json_bytes(summary, sort_keys=True))
 
 
 def seconds_before(run_dir: Path) -> float:

@@ -27,20 +27,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from revzoo._checks import number_of
-from revzoo.cli.check import check_machine, check_started_together
 from revzoo.cli.config import (
     TRAIN,
     Composed,
     ConfigFiles,
+    check_machine,
+    check_started_together,
     compose,
     hydra_of,
     parse,
     quoted,
 )
-from revzoo.cli.invocation import train_words
 from revzoo.cli.run.folder import SUMMARY_FILE, is_timed, new_folder
 from revzoo.cli.schema import CONFIGS
-from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of, train_words
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

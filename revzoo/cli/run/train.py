@@ -25,8 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
-from revzoo.cli.check import check_started_together
-from revzoo.cli.config import quoted
+from revzoo._files import json_bytes, write_atomically
+from revzoo.cli.config import check_started_together, quoted
 from revzoo.cli.run import console, folder
 from revzoo.cli.run.build import (
     apply_precision,
@@ -112,14 +112,16 @@ def begin(
         path = folder.new_folder(path)
         # Lightning repeats the command line in further processes, which need the same folder
         sys.argv = [*sys.argv, f"hydra.run.dir={quoted(path)}"]
-    else:
-        folder.check_unused(path)  # before the lock, which makes a file
     run_dir = path.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     # no other program can begin a run in a locked folder
     with folder.locked(run_dir):
-        folder.check_unused(run_dir)
-        # of our keys
+        # the others would see the file that process 0 has just written
+        if is_first_process() and (run_dir / folder.CONFIG_FILE).exists():
+            raise ConfigError(
+                f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose "
+                "another hydra.run.dir"
+            )
         ours = [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
         try:
             with console.logged_to(run_dir / folder.LOG_FILE):
@@ -347,14 +349,21 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     start = time.perf_counter() - folder.seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
+    # a line written past tqdm would break the bar
+    drawn = trainer.progress_bar_callback and sys.stdout.isatty()
+    lines_above: AbstractContextManager[Any] = logging_redirect_tqdm() if drawn else nullcontext()
+    options = {"datamodule": data, "weights_only": True}
     try:
-        with quiet(), redirected_log(trainer), memory_errors(trainer, module, data):
-            trainer.fit(module, datamodule=data, ckpt_path=run.resumed, weights_only=True)
+        with quiet(), lines_above, memory_errors(trainer, module, data):
+            trainer.fit(module, ckpt_path=run.resumed, **options)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
         check_validated(trainer, figures)
         if run.config["test"] and data.has("test") and trainer.state.finished:
-            figures |= test_best(trainer, module, data)
+            best = best_checkpoint_path(trainer)
+            with quiet(), memory_errors(trainer, module, data):
+                (tested,) = trainer.test(module, ckpt_path=best, verbose=False, **options)
+            figures |= {name: float(value) for name, value in tested.items()}
         check_saved(trainer)
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
@@ -368,28 +377,20 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
         if trainer.is_global_zero and (figures or stopped):
             if not stopped:
                 # before the summary, which a full disk refuses
-                best = best_checkpoint_path(trainer)
-                console.log_result(
-                    trainer, figures, seconds=seconds, run_dir=run_dir, best=best, data=data
-                )
-            summary = describe_run(
-                trainer, module, seconds=seconds, figures=figures, stopped=stopped
-            )
-            folder.write_summary(summary, run_dir)
+                console.log_result(trainer, figures, data, run_dir, seconds=seconds)
+            summary = describe_run(run, seconds, figures, stopped)
+            # sorted: two summaries can be compared line by line
+            content = json_bytes(summary, sort_keys=True)
+            write_atomically(run_dir / folder.SUMMARY_FILE, content)
         end_together(trainer, ask=by_signal)
     return figures
 
 
 def describe_run(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    *,
-    seconds: float,
-    figures: Mapping[str, float],
-    stopped: str | None,
+    run: Run, seconds: float, figures: Mapping[str, float], stopped: str | None
 ) -> dict[str, Any]:
     """The figures of a run as plain values; ``stopped`` is the signal or error that ended it."""
-    device = module.device
+    trainer, device = run.trainer, run.module.device
     best = best_checkpoint_path(trainer)
     root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
     return {
@@ -398,7 +399,7 @@ def describe_run(
         "steps": trainer.global_step,
         # a resumed run adds to it, see seconds_before
         "train_seconds": round(seconds, 3),
-        "parameters": sum(p.numel() for p in module.parameters()),
+        "parameters": sum(p.numel() for p in run.module.parameters()),
         # relative, since users move folders
         "checkpoint": os.path.relpath(best, root) if best else None,
         # from its validation; metrics has the last figures
@@ -419,23 +420,6 @@ def figures_of(trainer: pl.Trainer) -> dict[str, float]:
     now = {name: float(v) for name, v in trainer.callback_metrics.items()}
     # the first map wins: a figure of this session replaces the old one
     return dict(ChainMap(now, *before))
-
-
-def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
-    """The figures of the test split, with the best checkpoint's weights."""
-    best = best_checkpoint_path(trainer)
-    with quiet(), memory_errors(trainer, module, data):
-        results = trainer.test(
-            module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
-        )
-    return {name: float(value) for name, value in results[0].items()}
-
-
-def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
-    """Write log lines above the progress bar, if there is one."""
-    # a line written past tqdm would break the bar
-    drawn = trainer.progress_bar_callback and sys.stdout.isatty()
-    return logging_redirect_tqdm() if drawn else nullcontext()
 
 
 def prepare_process(config: Mapping[str, Any]) -> None:

@@ -18,7 +18,6 @@ import torch
 from small_images import image_folder
 
 from revzoo.cli.config import ConfigFiles, compose, quoted_if_needed
-from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import (
     LogFormat,
@@ -31,6 +30,7 @@ from revzoo.cli.run.console import (
     logged_warnings,
 )
 from revzoo.cli.run.train import train
+from revzoo.cli.terminal import short_path
 from revzoo.models import create_model
 from revzoo.training import Classifier
 

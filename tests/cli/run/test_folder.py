@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.config import compose
-from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
 from revzoo.cli.run import train
 from revzoo.cli.run.folder import (
@@ -24,7 +23,7 @@ from revzoo.cli.run.folder import (
     seconds_before,
     write_config,
 )
-from revzoo.cli.terminal import ConfigError
+from revzoo.cli.terminal import ConfigError, command_line
 
 HOLDER = """
 import sys, time

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli import invocation
+from revzoo.cli import terminal
 from revzoo.cli.config import ConfigFiles
 from revzoo.cli.run import multirun
 from revzoo.cli.terminal import ConfigError
@@ -17,7 +17,7 @@ def test_jobs_use_the_configuration_of_the_command_line(
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started: list[list[str]] = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    monkeypatch.setattr(invocation, "import_arguments", lambda: ["--import", "mine"])
+    monkeypatch.setattr(terminal, "import_arguments", lambda: ["--import", "mine"])
     given = [
         "seed=1,2",
         "hydra.sweep.subdir=${hydra.job.num}",
