@@ -55,11 +55,12 @@ def check_module(name: str, value: object) -> None:
 
 def check_callable(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is callable. A module class is refused."""
-    is_class = isinstance(value, type) and hasattr(value, "named_modules")
-    if is_class or not callable(value):
-        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
-        remedy = f": create it first, {value.__name__}(...)" if isinstance(value, type) else ""
-        raise TypeError(f"{name} is {what}, expected a module or a function{remedy}")
+    if isinstance(value, type) and hasattr(value, "named_modules"):
+        remedy = f"create it first, {value.__name__}(...)"
+        text = f"the class {value.__name__}, expected a module or a function: {remedy}"
+        raise TypeError(f"{name} is {text}")
+    if not callable(value):
+        raise TypeError(f"{name} is {value!r:.60}, expected a module or a function")
 
 
 def check_new_name(kind: str, name: object, table: Container[object]) -> None:

@@ -45,17 +45,6 @@ def write_together(files: Mapping[Path, bytes]) -> None:
             stack.enter_context(replacing(path)).write_bytes(data)
 
 
-def check_regular(*paths: Path) -> None:
-    """Refuse paths that exist but are not regular files: opening a FIFO would block forever.
-
-    Raises:
-        ValueError: names the first such path.
-    """
-    for path in paths:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is not a regular file. Remove it")
-
-
 def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
     """Refuse paths that cannot be written, before the work whose result goes there.
 
@@ -69,7 +58,8 @@ def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
     for path in filter(None, paths):
         if path.is_dir():
             raise ValueError(f"{path} is a folder: expected the path of a file")
-        check_regular(path)
+        if path.exists() and not path.is_file():  # opening a FIFO would block forever
+            raise ValueError(f"{path} is not a regular file. Remove it")
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} cannot be written: expected a file that you may change")
         # also if the file exists: a new one replaces it

@@ -10,6 +10,7 @@ import argparse
 import io
 import os
 import re
+import select
 import signal
 import sys
 import textwrap
@@ -112,6 +113,10 @@ def closed_output() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # another pipe
         # Python flushes again as it exits, and would print an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)  # as in a shell

@@ -13,7 +13,7 @@ from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
 from revzoo._libraries import unknown_model
 from revzoo.cli.schema import model_names
-from revzoo.cli.terminal import ConfigError, one_line
+from revzoo.cli.terminal import ConfigError, one_line, status_of
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 from revzoo.weights.table import SHIPPED, WeightsTable
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from revzoo.models.network import ImageNetwork
+    from revzoo.training.checkpoint.restore import Restored
 
 
 SHORT = {"--batch-size": ["--batch"], "--image-size": ["--size", "--image"], "--output": ["--out"]}
@@ -42,11 +43,8 @@ def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
 
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
     """Declare ``--bits``."""
-    parser.add_argument(
-        "--bits",
-        type=int,
-        help="make a ResNet, torchvision:NAME or timm:NAME reversible with this many bits",
-    )
+    text = "make a ResNet, torchvision:NAME or timm:NAME reversible with this many bits"
+    parser.add_argument("--bits", type=int, help=text)
 
 
 def add_saved_bits_option(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +56,15 @@ def add_saved_bits_option(parser: argparse.ArgumentParser) -> None:
         default=SAVED,
         help="of reversible blocks, 1 to 8, or null for the plain network (default: the weights')",
     )
+
+
+def trained(source: str | Path, bits: int | str | None = SAVED) -> Restored:
+    """The model of a checkpoint, or of weights; a run's plugins must be imported."""
+    with status_of("loading torch and Lightning"):
+        from revzoo.cli.run.folder import check_imports, run_of
+        from revzoo.training.checkpoint.restore import restore
+    check_imports(run_of(source))
+    return restore(source, bits=bits)
 
 
 def _saved_bits(text: str) -> int | str | None:
@@ -130,33 +137,33 @@ def check_picture(path: Path | None) -> None:
         )
 
 
-def side_of(option: str, side: int | None, default: int) -> int:
-    """The side of the images, from a command's option."""
-    if side is not None:
-        check_count(option, side)
-    return default if side is None else side
+def check_side(model: ImageNetwork, side: int | None) -> None:
+    """Check that the model takes images of ``--image-size``; None is the size that it is made for.
 
-
-def check_side(model: ImageNetwork, side: int, option: str) -> None:
-    """Check that the model takes images of this size, before a step that may take minutes."""
+    This comes before steps that may take minutes.
+    """
+    if side is None:
+        return
     from revzoo.models.network import ImageSizeError
 
+    check_count("--image-size", side)
     try:
         model.check_size(side, side)
     except ImageSizeError as error:
         # its remedy names an option of training
-        raise ValueError(f"{option}={side}: {error.reason}: use {option} {error.side}") from None
+        text = f"--image-size={side}: {error.reason}: use --image-size {error.side}"
+        raise ValueError(text) from None
     except ValueError as error:  # of a user's network
-        raise ValueError(f"{option}={side}: {error}") from None
+        raise ValueError(f"--image-size={side}: {error}") from None
     if side != model.image_size:
-        try_image(model, side, model.in_chans, remedy=f": try {option} {{size}}")
+        try_image(model, side, model.in_chans, remedy=": try --image-size {size}")
 
 
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
     """The shape of a batch."""
     check_count("--batch-size", args.batch_size)
-    side = side_of("--image-size", args.image_size, model.image_size)
-    check_side(model, side, "--image-size")
+    side = model.image_size if args.image_size is None else args.image_size
+    check_side(model, side)
     return args.batch_size, model.in_chans, side, side
 
 

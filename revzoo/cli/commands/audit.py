@@ -28,9 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model, e.g. revnet38")
     add_batch_options(parser, batch=64)
-    parser.add_argument(
-        "--memory", metavar="MODE", help="only this mode (default: all modes that save memory here)"
-    )
+    text = "only this mode (default: all modes that save memory here)"
+    parser.add_argument("--memory", metavar="MODE", help=text)
     parser.add_argument("--real", action="store_true", help="run real steps")
     parser.add_argument("--csv", type=Path, help="write every kept tensor")
     parser.add_argument("--plot", type=Path, help="draw memory over the step, a PNG")

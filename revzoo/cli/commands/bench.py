@@ -55,11 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("names", nargs="+", metavar="NAME", help="models, or families (revnet)")
     add_batch_options(parser, batch=32)
-    parser.add_argument(
-        "--memory",
-        metavar="MODES",
-        help="separated by commas (store,invert,balanced; exact where invert does not fit)",
-    )
+    text = "separated by commas (store,invert,balanced; exact where invert does not fit)"
+    parser.add_argument("--memory", metavar="MODES", help=text)
     parser.add_argument("--depths", metavar="N,...", help="depths of each family, e.g. 38,110,164")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (5)")
     parser.add_argument("--csv", type=Path, help="write the rows")

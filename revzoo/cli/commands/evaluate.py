@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from revzoo.cli.commands._models import trained
 from revzoo.cli.terminal import ConfigError, FoldedFormat, override_argument, status_of
 from revzoo.weights.source import resolve_source
 
@@ -40,19 +41,14 @@ REASONS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        type=override_argument,
-        metavar="KEY=VALUE",
-        help="such as ckpt=PATH",
-    )
+    options: dict[str, Any] = {"nargs": "*", "type": override_argument, "metavar": "KEY=VALUE"}
+    parser.add_argument("overrides", **options, help="such as ckpt=PATH")
 
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the figures."""
     from revzoo.cli.config import EVAL, compose
-    from revzoo.cli.run.folder import check_imports, run_of, take_root
+    from revzoo.cli.run.folder import take_root
 
     # on standard error: standard output has only the figures
     handler = logging.StreamHandler()
@@ -71,7 +67,6 @@ def run(args: argparse.Namespace) -> None:
         from revzoo.training.quiet_lightning import quiet
 
     with quiet():
-        check_imports(run_of(str(config["ckpt"])))
         figures = evaluate(config, root=None if names_data else root)
     # the figures are means over all processes
     if is_first_process():
@@ -83,9 +78,9 @@ def with_key(overrides: Sequence[str]) -> list[str]:
     from revzoo.cli.config import quoted_if_needed
 
     words = [word for word in overrides if "=" not in word and not word.startswith("~")]
-    named = any(override.startswith("ckpt=") for override in overrides)
-    first = None if named or not words else words[0]
-    return [f"ckpt={quoted_if_needed(o)}" if o is first else o for o in overrides]
+    if not words or any(override.startswith("ckpt=") for override in overrides):
+        return list(overrides)
+    return [f"ckpt={quoted_if_needed(o)}" if o is words[0] else o for o in overrides]
 
 
 def _check_keys(overrides: Iterable[str]) -> None:
@@ -118,7 +113,6 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
-    from revzoo.training.checkpoint.restore import restore
     from revzoo.training.distributed import is_first_process
     from revzoo.training.metrics import in_order
     from revzoo.training.tuning.out_of_memory import memory_errors
@@ -126,7 +120,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     check_machine(config)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
-    restored = restore(config["ckpt"], bits=config["bits"])
+    restored = trained(config["ckpt"], config["bits"])
     data_config = _data_section(config, root)
     apply_precision(config["precision"])
     data = build_data(data_config)
@@ -141,7 +135,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     data.load_state_dict(restored.data_state)
     if is_first_process():
         place = f" in {data_config['root']}" if "root" in data_config else ""
-        split = {"test": "test", "val": "validation"}[config["split"]]
+        split = "test" if testing else "validation"
         log.info("reading the %s images of %s%s", split, type(data).__name__, place)
     data.setup("test" if testing else "validate")
     if data.in_chans != restored.in_chans:
@@ -151,14 +145,10 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
         )
     # this run's precision section, not the checkpoint's: the layout changes speed and rounding
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
-    trainer = make_trainer(
-        **config["trainer"],
-        precision=config["precision"]["trainer"],
-        # an evaluation writes no files
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[Progress()],
-    )
+    # an evaluation writes no files
+    options = {**config["trainer"], "logger": False, "enable_checkpointing": False}
+    precision = config["precision"]["trainer"]
+    trainer = make_trainer(**options, precision=precision, callbacks=[Progress()])
     run = trainer.test if testing else trainer.validate
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
@@ -206,8 +196,8 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
     """
     from revzoo.training.distributed import is_first_process
 
-    trained = run_data(checkpoint)
-    if trained is None:
+    recorded = run_data(checkpoint)
+    if recorded is None:
         if is_first_process():
             log.warning(
                 "%s has no record of its validation split: some of the evaluated images may have "
@@ -216,11 +206,11 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
             )
         return
     # images of another data set were not training images
-    same = _place(data) == _place(trained)
-    differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
+    same = _place(data) == _place(recorded)
+    differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != recorded.get(k)]
     if same and differing:
         expected, got = (
-            " ".join(f"data.{key}={d.get(key)}" for key in differing) for d in (trained, data)
+            " ".join(f"data.{key}={d.get(key)}" for key in differing) for d in (recorded, data)
         )
         raise ConfigError(
             f"{got} would evaluate training images: the run's validation split has {expected}; "
@@ -231,7 +221,4 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
 def _place(data: Mapping[str, Any]) -> tuple[Any, Any]:
     """The kind of a data set and its folder; one folder has many spellings."""
     root = data.get("root")
-    if isinstance(root, str):
-        with suppress(RuntimeError, ValueError):  # no such home; a NUL
-            root = Path(root).expanduser().resolve()
-    return data.get("_target_"), root
+    return data.get("_target_"), root and os.path.realpath(Path(root).expanduser())

@@ -16,9 +16,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo._checks import check_count
 from revzoo._files import file_name
-from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_name, check_side
+from revzoo.cli.commands._models import (
+    add_option,
+    add_saved_bits_option,
+    check_name,
+    check_side,
+    trained,
+)
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.terminal import folded, status_of
 from revzoo.profiling.units import in_units
@@ -43,21 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "default: by the suffix of --output, or pt2"
     parser.add_argument("--format", choices=_FORMATS, help=help_text)
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
-    add_option(
-        parser,
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help="the file to (over)write (default NAME.FORMAT)",
-    )
-    add_option(
-        parser, "--batch-size", type=_batch, help="images per call (default dynamic: any number)"
-    )
+    text = "the file to (over)write (default NAME.FORMAT)"
+    add_option(parser, "--output", type=Path, metavar="PATH", help=text)
+    text = "images per call (default dynamic: any number)"
+    add_option(parser, "--batch-size", type=_batch, help=text)
     add_option(parser, "--image-size", help="side in pixels (default: the weights')")
     parser.add_argument("--opset", type=int, help="ONNX's opset (default: the exporter's)")
-    parser.add_argument(
-        "--tolerance", type=float, help="limit of the difference, relative to the largest logit"
-    )
+    text = "limit of the difference, relative to the largest logit"
+    parser.add_argument("--tolerance", type=float, help=text)
     add_saved_bits_option(parser)
     add_weights_option(parser)
 
@@ -78,8 +76,7 @@ def run(args: argparse.Namespace) -> None:
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     with status_of(f"exporting {args.name}"):
         job = _job(args)
-        if args.image_size is not None:
-            check_side(job.network, args.image_size, "--image-size")
+        check_side(job.network, args.image_size)
         largest = export(job, path, kind=kind, tolerance=tolerance)
     size = in_units(path.stat().st_size)
     line = f"{path}  {size}, difference {largest:.1e} of the largest logit (limit {tolerance:g})"
@@ -90,18 +87,15 @@ def _job(args: argparse.Namespace) -> Export:
     from revzoo.interop.export import Export
     from revzoo.models import create_model
     from revzoo.models.registry import MODELS, change_bits
-    from revzoo.training.checkpoint.restore import restore
 
-    if args.image_size is not None:
-        check_count("--image-size", args.image_size)
     options = {"batch": args.batch_size, "opset": args.opset}
     if args.name not in MODELS and (checkpoint := checkpoint_of(Path(args.name))):
-        restored = restore(checkpoint, bits=args.bits)
+        restored = trained(checkpoint, args.bits)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
     # any name except a bare model's means weights
-    trained = args.pretrained or args.name not in MODELS
-    model = create_model(args.name, pretrained=trained, table=weights_table(args))
+    has_weights = args.pretrained or args.name not in MODELS
+    model = create_model(args.name, pretrained=has_weights, table=weights_table(args))
     change_bits(model, args.bits)
     # random weights have no classes and no normalisation
     if model.entry is None:

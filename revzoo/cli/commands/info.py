@@ -22,7 +22,7 @@ from revzoo.cli.commands._models import (
     bits_of,
     check_name,
     check_side,
-    side_of,
+    trained,
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.cli.schema import model_names
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> None:
     """Print the facts of the weights, then the costs, each as soon as it is counted."""
     check_count("--batch-size", args.batch_size)
     checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
-    model, side = _trained(checkpoint, args) if checkpoint else _created(args)
+    model, side = _restored(checkpoint, args) if checkpoint else _created(args)
     import torch
 
     torch.manual_seed(0)
-    size = side_of("--image-size", args.image_size, side)
-    check_side(model, size, "--image-size")
+    size = side if args.image_size is None else args.image_size
+    check_side(model, size)
     images = torch.randn(args.batch_size, model.in_chans, size, size)
     for key, value in _costs(model, images):
         _print(key, value)
@@ -85,15 +85,10 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     return model, entry.input_size[-1] if entry else model.image_size
 
 
-def _trained(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, int]:
+def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     """Print the facts of a checkpoint; return its model and the side of its images."""
     _print("checkpoint", resolve_source(checkpoint))
-    with status_of("loading torch and Lightning"):
-        from revzoo.cli.run.folder import check_imports, run_of
-        from revzoo.training.checkpoint.restore import restore
-
-        check_imports(run_of(checkpoint))
-        restored = restore(checkpoint, bits=SAVED if args.bits is None else args.bits)
+    restored = trained(checkpoint, SAVED if args.bits is None else args.bits)
     spec = restored.network.spec
     assert spec is not None, "create_model sets it"
     facts = {"architecture": spec.architecture, "options": spec.options, **restored.facts}

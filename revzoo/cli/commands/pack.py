@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
-from revzoo.cli.commands._models import add_option
+from revzoo.cli.commands._models import add_option, trained
 from revzoo.cli.terminal import command_line, folded_command, status_of
 from revzoo.weights.source import CHECKPOINTS, resolve_source
 
@@ -24,23 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("checkpoint", type=Path, help="of revzoo train, or the folder of a run")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
-    add_option(
-        parser,
-        "--output",
-        type=Path,
-        metavar="PATH",
-        default=Path(),
-        help="folder to write to (default .)",
-    )
+    path = {"type": Path, "metavar": "PATH", "default": Path()}
+    add_option(parser, "--output", **path, help="folder to write to (default .)")
     parser.add_argument("--recipe", help="the exact training command (default: of the run)")
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", help="of the figures: set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
     add_option(parser, "--image-size", help="side of the images (default: as in training)")
     parser.add_argument("--url", help="the address of the file, for downloads")
-    parser.add_argument(
-        "--default", action="store_true", help="the weights of the name without a recipe"
-    )
+    text = "the weights of the name without a recipe"
+    parser.add_argument("--default", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,9 +66,8 @@ def publish(
     """
     with status_of("loading torch and Lightning"):
         from revzoo.models.save import json_of, pack
-        from revzoo.training.checkpoint.restore import restore
 
-    restored = restore(checkpoint)
+    restored = trained(checkpoint)
     model = restored.network
     side = size or restored.image_size or model.image_size
     # the user's facts replace the checkpoint's

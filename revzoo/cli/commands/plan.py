@@ -35,11 +35,8 @@ if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
     from revzoo.profiling.plan import Plan, Planner
 
-Shape = tuple[int, int, int, int]
-"""The shape (B, C, H, W) of a batch."""
-
-DEEPEST = 8
-"""The greatest depth that ``--fit depth`` tries, in multiples of the network's own."""
+Shape = tuple[int, int, int, int]  # (B, C, H, W) of a batch
+DEEPEST = 8  # ``--fit depth`` tries at most this many times the network's own depth
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,12 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a model, e.g. revnet38")
     parser.add_argument("--budget", required=True, help="bytes of a training step, such as 4GiB")
     add_batch_options(parser, batch=64)
-    parser.add_argument(
-        "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
-    )
-    parser.add_argument(
-        "--fit", choices=("batch", "image", "depth"), help="find the largest one that fits"
-    )
+    text = "the mode of inverted steps: invert or exact"
+    parser.add_argument("--memory", metavar="MODE", help=text)
+    text = "find the largest one that fits"
+    parser.add_argument("--fit", choices=("batch", "image", "depth"), help=text)
     parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
     parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
 
@@ -132,15 +127,11 @@ class Fit(NamedTuple):
     """The number that ``--fit`` searches for; it sets how much memory a step needs."""
 
     start: int
-    variant: Callable[[int], tuple[Shape, dict[str, Any]]]
-    """The batch and the keywords of ``create_model`` for a value."""
-    option: str = ""
-    """The option that sets the value, if there is one."""
-    power: int = 1
-    """The need for memory is linear in this power of the value."""
+    variant: Callable[[int], tuple[Shape, dict[str, Any]]]  # batch, keywords of ``create_model``
+    option: str = ""  # sets the value, if there is one
+    power: int = 1  # the need for memory is linear in this power of the value
     most: int = 2**20
-    shown: Callable[[int], str] = str
-    """The value in messages."""
+    shown: Callable[[int], str] = str  # the value in messages
 
 
 def fit_of(args: argparse.Namespace, shape: Shape) -> Fit:
@@ -195,7 +186,7 @@ def _least(args: argparse.Namespace, shape: Shape, keywords: Mapping[str, Any]) 
         with torch.device("meta"):
             model = model_for(args, args.name, **keywords)
         # raises for sides that the model does not take
-        check_side(model, shape[2], "--image-size")
+        check_side(model, shape[2])
     except ValueError:
         return None
     # clock=False: only bytes matter, so do not time steps
@@ -226,23 +217,20 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     value = largest(need, budget, start=fit.start, power=fit.power, most=fit.most)
     taken = {v: count for v, count in needs.items() if count is not None}
     if value is None:
-        smallest = min(taken, default=None)
-        tried = (
-            f"the smallest tried, {fit.shown(smallest)}, needs {sized(taken[smallest])}"
-            if smallest is not None
-            else "the model takes none of the values tried"
-        )
+        tried = "the model takes none of the values tried"
+        if taken:
+            smallest = min(taken)
+            tried = f"the smallest tried, {fit.shown(smallest)}, needs {sized(taken[smallest])}"
         raise ValueError(
             f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
     shown, needed = fit.shown(value), f"{sized(taken[value])} without the optimiser's state"
+    sentence = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
     if value == fit.most:
         sentence = f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
-        return folded(sentence, indent=2)
-    sentence = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
     sentence = folded(sentence, indent=2)
-    if not fit.option:
+    if value == fit.most or not fit.option:
         return sentence
     images, _, side, _ = fit.variant(value)[0]
     options = {"batch-size": images, "image-size": side}

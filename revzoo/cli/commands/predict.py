@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count, number_of
 from revzoo._files import check_writable, write_atomically
-from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_side
+from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_side, trained
 from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
 from revzoo.weights.source import resolve_source
 
@@ -59,9 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Classify, and print; a DataError after the rows if some images cannot be read."""
-    for name in ("top", "image_size", "batch_size"):
-        if getattr(args, name) is not None:
-            check_count(f"--{name.replace('_', '-')}", getattr(args, name))
+    check_count("--top", args.top)
+    check_count("--batch-size", args.batch_size)
+    if args.image_size is not None:
+        check_count("--image-size", args.image_size)
     # the form that revzoo eval takes
     source = args.ckpt.removeprefix("ckpt=")
     # argparse cannot tell --csv FILE IMAGES from --csv IMAGES
@@ -79,9 +80,7 @@ def run(args: argparse.Namespace) -> None:
     with status_of("loading torch and Lightning"):
         import torch
 
-        from revzoo.cli.run.folder import check_imports, run_of
         from revzoo.data import DataError
-        from revzoo.training.checkpoint.restore import restore
         from revzoo.training.quiet_lightning import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,10 +102,8 @@ def run(args: argparse.Namespace) -> None:
         sys.stderr.write(f"{message_line(error)}\n")
 
     with quiet():
-        check_imports(run_of(source))
-        restored = restore(source, bits=args.bits)
-        if args.image_size is not None:
-            check_side(restored.network, args.image_size, "--image-size")
+        restored = trained(source, args.bits)
+        check_side(restored.network, args.image_size)
         options = {"batch_size": args.batch_size, "image_size": args.image_size, "device": device}
         # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options, on_error=report))

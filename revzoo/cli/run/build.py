@@ -93,8 +93,7 @@ def check_network(
     config: Mapping[str, Any], callbacks: Sequence[pl.Callback], network: nn.Module
 ) -> None:
     """Check that the network meets the requirements of the callbacks."""
-    used = [name for name, options in config["callbacks"].items() if options is not None]
-    names = {CALLBACKS[name]: name for name in used}
+    names = {CALLBACKS[name]: name for name, o in config["callbacks"].items() if o is not None}
     for callback in callbacks:
         try:
             if isinstance(callback, ChecksModel):
@@ -129,8 +128,7 @@ def build_loggers(
     """
     options = dict(config["logger"])
     kind = options.pop("kind")
-    # logger=none
-    if kind is None:
+    if kind is None:  # logger=none
         return []
     from revzoo.training.loggers import EXTRAS, LOGGERS
 

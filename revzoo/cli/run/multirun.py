@@ -15,12 +15,12 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean, stdev
 from types import FrameType
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
@@ -39,10 +39,8 @@ from revzoo.cli.config import (
     quoted,
 )
 from revzoo.cli.run.folder import SUMMARY_FILE, is_timed, new_folder
-from revzoo.cli.schema import CONFIGS
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, folded, one_line, status_of, train_words
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +62,10 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
     for message in refused:
         log.warning("%s", folded(f"cannot run {message}", indent=2))
     log.info("Launching %s, one after the other", number_of(len(jobs) - len(refused), "job"))
-    failed, sweep_dir, words = [*refused], None, [*train_words(), *source_arguments(source)]
+    names = {"name": "--config-name", "folder": "--config-path", "extra": "--config-dir"}
+    changed = {o: getattr(source, n) for n, o in names.items() if vars(source)[n] != vars(TRAIN)[n]}
+    files = [str(word) for pair in changed.items() for word in pair]
+    failed, sweep_dir, words = [*refused], None, [*train_words(), *files]
     ended: list[dict[str, Any]] = []  # the summaries
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         if isinstance(run, Exception):
@@ -116,34 +117,30 @@ def check_jobs(
 ) -> list[DictConfig | Exception]:
     """The configuration of each job with Hydra's section, or the error that refuses the job."""
 
-    def compose_job(number: int, job: Sequence[str]) -> Composed:
+    def each(items: Iterable[Any], do: Callable[[Any], Any]) -> list[Any]:
+        done: list[Any] = []
+        for item in items:
+            try:
+                done.append(item if isinstance(item, Exception) else do(item))
+            except USER_ERRORS as error:
+                done.append(error)
+        if all(isinstance(item, Exception) for item in done):
+            raise ConfigError("\n".join(dict.fromkeys(map(str, done))))
+        return done
+
+    def compose_job(job: tuple[int, Sequence[str]]) -> Composed:
         # the number is not among the keys that users may set
-        return compose([*job, *shared], source, trusted=[f"hydra.job.num={number}"])
+        return compose([*job[1], *shared], source, trusted=[f"hydra.job.num={job[0]}"])
 
     def check_job(composed: Composed) -> DictConfig:
         check_machine(composed.config)
         check_parts(composed.config)
         return composed.whole
 
-    composed = [_attempt(compose_job, *job) for job in enumerate(jobs)]
-    _check_some(composed)  # a typo is answered before torch is imported
+    composed = each(enumerate(jobs), compose_job)  # a typo is answered before torch is imported
     with status_of("loading torch and Lightning"):
         from revzoo.cli.run.build import check_parts
-    runs = [job if isinstance(job, Exception) else _attempt(check_job, job) for job in composed]
-    _check_some(runs)
-    return runs
-
-
-def _attempt(function: Callable[..., T], *args: Any) -> T | Exception:
-    try:
-        return function(*args)
-    except USER_ERRORS as error:
-        return error
-
-
-def _check_some(jobs: Sequence[object]) -> None:
-    if all(isinstance(job, Exception) for job in jobs):
-        raise ConfigError("\n".join(dict.fromkeys(map(str, jobs))))
+    return each(composed, check_job)
 
 
 def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list[str]], list[str]]:
@@ -161,17 +158,6 @@ def split_jobs(overrides: Sequence[str], source: ConfigFiles) -> tuple[list[list
     except HydraException as error:
         raise ConfigError(f"-m: {one_line(error)}; revzoo sweep searches intervals") from None
     return jobs, shared
-
-
-def source_arguments(source: ConfigFiles) -> list[str]:
-    """The command-line options that select ``source``."""
-    # only differences from the default, so that logged commands stay short
-    options = {
-        "--config-name": source.name if source.name != TRAIN.name else None,
-        "--config-path": source.folder if source.folder != CONFIGS else None,
-        "--config-dir": source.extra,
-    }
-    return [str(part) for option, value in options.items() if value for part in (option, value)]
 
 
 def run_program(
