@@ -149,7 +149,7 @@ def compose(
 
 def without_hydra(whole: DictConfig) -> DictConfig:
     """A copy without Hydra's section."""
-    return OmegaConf.masked_copy(whole, [key for key in whole if key != "hydra"])
+    return OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
 
 
 @contextmanager

@@ -235,8 +235,7 @@ class Search:
             last = next((line.strip() for line in reversed(lines) if line.strip()), "")
             raise ValueError(f"status {status}: {last}")
         figures = dict(json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"])
-        if self.metric not in figures:
-            # the test split may not choose; 'acc' finds val/acc before train/acc
+        if self.metric not in figures:  # 'acc' finds val/acc before train/acc, but not test/acc
             names = sorted((n for n in figures if not n.startswith("test/")), reverse=True)
             same = [name for name in names if name.endswith(f"/{self.metric}")]
             hint = did_you_mean(self.metric, same or names, cutoff=0.0 if same else 0.5)

@@ -171,22 +171,19 @@ def predict(
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
     """Yield the files among ``paths``, and the images below the folders, sorted by name."""
-    from revzoo.data import DataError
     from revzoo.data.folders import images_below, left_out, no_images
 
     for path in map(Path, paths):
         if path.is_file():
             yield path
-        elif path.is_dir():
-            unread: Counter[str] = Counter()
-            images = [Path(name) for name in images_below(path, unread)]
-            if not images:
-                raise no_images(path)
-            for note in left_out(path, unread):
-                log.warning("%s", note)
-            yield from images
-        else:
-            raise DataError(f"there is no image or folder {path}")
+            continue
+        unread: Counter[str] = Counter()
+        images = [Path(name) for name in images_below(path, unread)]
+        if not images:
+            raise no_images(path)
+        for note in left_out(path, unread):
+            log.warning("%s", note)
+        yield from images
 
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:

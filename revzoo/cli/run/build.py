@@ -74,8 +74,9 @@ def build_module(
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    network: Any = module.model
     if config["model"]["name"] in model_names():
-        module.model.check_size(side, side)
+        network.check_size(side, side)
     else:
         from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
 
@@ -83,7 +84,7 @@ def build_module(
         if "img_size" in config["model"]:  # not all networks of a library take it
             remedies.append(f"model.img_size={side}")
         remedy = f"; try {' or '.join(remedies)}" if remedies else ""
-        try_image(module.model, side, in_chans, remedy=remedy)
+        try_image(network, side, in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()

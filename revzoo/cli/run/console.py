@@ -31,7 +31,7 @@ from revzoo.data.loaders import left_out
 from revzoo.models.network import ImageNetwork
 from revzoo.models.wrapped import weights_name
 from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
-from revzoo.training.callbacks.progress_bar import clock, epoch_of
+from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import epochs_of_run
 from revzoo.training.metrics import in_order
@@ -273,16 +273,10 @@ def log_result(
         run = short_path(run_dir if best else last)
         commands["predict"] = f"{command_line('predict', run)} IMAGES"
         # revzoo eval takes the test split by default
-        split = [] if data.has("test") else ["split=val"]
-        commands["evaluate"] = command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)
+        words = [] if data.has("test") else ["split=val"]
+        commands["evaluate"] = command_line("eval", f"ckpt={quoted_if_needed(run)}", *words)
     for name, command in commands.items():
         log.info("%-8s %s", name, command, extra={"command": True})
-
-
-def log_resumed(trainer: pl.Trainer, checkpoint: Path) -> None:
-    """Log where a resumed run continues."""
-    at = f"at epoch {epoch_of(trainer)}, after step {trainer.global_step:,}"
-    log.info("%-8s %s, from %s", "resumed", at, short_path(checkpoint))
 
 
 def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:

@@ -38,7 +38,7 @@ from revzoo.cli.run.build import (
     model_spec,
 )
 from revzoo.cli.schema import MODES
-from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, user_errors
+from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, short_path, user_errors
 from revzoo.core.guard.drift import DriftError
 from revzoo.core.guard.ranges import RangeError
 from revzoo.data import DataError, ImageData
@@ -53,6 +53,7 @@ from revzoo.training.callbacks.checkpoints import (
     check_saved,
     check_validated,
 )
+from revzoo.training.callbacks.progress_bar import epoch_of
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import (
     CheckpointError,
@@ -304,7 +305,15 @@ def build(
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     data.place(trainer.strategy.root_device)  # now: a plan asks for the memory that is free
     if resume is not None:  # before the model, which is built for these data
-        _check_same_data(resume.data, data, run_dir)
+        check_same_classes(resume.data["classes"], data.classes)
+        if (channels := resume.data.get("in_chans", data.in_chans)) != data.in_chans:
+            raise DataError(
+                f"the run was trained on images of {channels} channels, these have "
+                f"{data.in_chans}: set data.in_chans={channels}"
+            )
+        command = folder.new_run_command([], run_dir)
+        remedy = f"start a new run from its weights: {command}"
+        check_same_images(resume.data, data.identity, remedy)
     module = module or build_network(data.shape)
     module.balance(data)
     if config["memory"]["mode"] not in (None, *MODES):
@@ -323,23 +332,13 @@ def announce(run: Run, run_dir: Path, overrides: Sequence[str]) -> None:
 
         def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             folder.write_config(run.config, run_dir)
-            console.log_resumed(trainer, checkpoint)
+            at = f"at epoch {epoch_of(trainer)}, after step {trainer.global_step:,}"
+            log.info("%-8s %s, from %s", "resumed", at, short_path(checkpoint))
 
         recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         all_callbacks(run.trainer).append(recorder)
     folder.record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
     console.log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=checkpoint)
-
-
-def _check_same_data(trained_on: Mapping[str, Any], data: ImageData, run_dir: Path) -> None:
-    check_same_classes(trained_on["classes"], data.classes)
-    if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
-        raise DataError(
-            f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
-            f"set data.in_chans={channels}"
-        )
-    command = folder.new_run_command([], run_dir)
-    check_same_images(trained_on, data.identity, f"start a new run from its weights: {command}")
 
 
 def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
@@ -352,7 +351,7 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     # a line written past tqdm would break the bar
     drawn = trainer.progress_bar_callback and sys.stdout.isatty()
     lines_above: AbstractContextManager[Any] = logging_redirect_tqdm() if drawn else nullcontext()
-    options = {"datamodule": data, "weights_only": True}
+    options: dict[str, Any] = {"datamodule": data, "weights_only": True}
     try:
         with quiet(), lines_above, memory_errors(trainer, module, data):
             trainer.fit(module, ckpt_path=run.resumed, **options)

@@ -56,10 +56,10 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
 
 
 def search_lr(
-    module: Any, data: Any, *, trainer: Mapping[str, Any], folder: Path, **options: Any
+    module: Any, data: Any, *, folder: Path, **options: Any
 ) -> tuple[float | None, list[Path]]:
     """The learning rate that a sweep suggests, and the files with its curve."""
-    curve: LRCurve = find_lr(module, data, trainer=trainer, **options)
+    curve: LRCurve = find_lr(module, data, **options)
     span = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}, {len(curve.rates)} steps"
     if curve.suggestion is None:
         log.warning("optim.lr: the loss does not fall at any rate (%s)", span)
@@ -71,10 +71,10 @@ def search_lr(
 
 
 def search_batch_size(
-    module: Any, data: Any, *, trainer: Mapping[str, Any], folder: Path, **options: Any
+    module: Any, data: Any, *, folder: Path, **options: Any
 ) -> tuple[int, list[Path]]:
     """The largest batch that fits, and its file."""
-    result: BatchSize = find_batch_size(module, data, trainer=trainer, **options)
+    result: BatchSize = find_batch_size(module, data, **options)
     message = "data.batch_size: %d fit in memory=%s, limited by %s"
     log.info(message, result.batch_size, module.memory_mode, result.limited_by)
     return result.batch_size, result.write(folder)
