@@ -56,9 +56,11 @@ def test_data() -> None:
     packaged = {n: f for n, f in data.DATA.items() if f.__module__.startswith("revzoo.")}
     assert set(schema.DATA) == set(packaged)
     for name, kind in packaged.items():
+        bases = [base for base in reversed(kind.__mro__) if issubclass(base, ImageData)]
         own = {
             p.name: MISSING if p.default is p.empty else p.default
-            for p in inspect.signature(kind).parameters.values()
+            for base in bases  # a subclass passes the options of its base on
+            for p in inspect.signature(base).parameters.values()
             if p.kind is not p.VAR_KEYWORD
         }
         expected = keywords(ImageData) | own
