@@ -19,7 +19,7 @@ from measure import MIB, environment, growth, interleaved, step_growth
 from torch import nn
 
 import revzoo
-from revzoo.core.guard.drift import set_drift_limit
+from revzoo.core.guard import set_drift_limit
 from revzoo.core.modes import MODES
 from revzoo.training.graphed_step import captured
 

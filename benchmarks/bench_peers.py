@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from revzoo import ReversibleBlock, ReversibleSequence, set_memory
-from revzoo.core.guard.drift import set_drift_limit
+from revzoo.core.guard import set_drift_limit
 
 Pairs = list[tuple[nn.Module, nn.Module]]
 

@@ -142,21 +142,6 @@ def test_no_modules_of_the_core_import_each_other_in_a_circle() -> None:
     TopologicalSorter(core_imports()).prepare()  # raises a CycleError that shows the circle
 
 
-CORE = ("fixedpoint", "guard")
-
-
-@pytest.mark.parametrize("folder", CORE)
-def test_the_folders_of_the_core_import_downward(folder: str) -> None:
-    above = CORE[CORE.index(folder) + 1 :]
-    upward = [
-        (path.name, name)
-        for path in (PACKAGE / "core" / folder).glob("*.py")
-        for name in imports(ast.parse(path.read_text()), ("revzoo", "core", folder))
-        if name.startswith(tuple(f"revzoo.core.{other}" for other in above))
-    ]
-    assert upward == []
-
-
 def test_every_folder_is_a_floor() -> None:
     folders = {floor_of(path) for path in sources()} - {""}
     assert folders <= set(FLOORS)

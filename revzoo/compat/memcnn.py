@@ -32,11 +32,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.checkpoint import checkpoint
+from revzoo.core.checkpoint import InvertibleCheckpoint, checkpoint, run_checkpoint
 from revzoo.core.invertible import State, Step, as_state
-from revzoo.core.invertible_checkpoint import InvertibleCheckpoint, run_checkpoint
 from revzoo.layers import coupling as couplings
-from revzoo.layers.affine import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
+from revzoo.layers.coupling import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.sequence import ReversibleSequence
 
 __all__ = [
@@ -176,7 +175,7 @@ class InvertibleModuleWrapper(nn.Module):
         TypeError: in a call that needs it, if ``fn`` has no ``inverse``.
     """
 
-    # revzoo.core.set_memory: messages of set_memory name these attributes
+    # revzoo.core.modes: messages of set_memory name these attributes
     memory_options = "keep_input, keep_input_inverse and disable"
 
     def __init__(

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.calls import refuse_changed_outputs
 from revzoo.core.conditions import leave, repeating
-from revzoo.core.fixedpoint.words import apply_with_words
-from revzoo.core.guard.ranges import RangeError
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state, streams_of
+from revzoo.core.guard import RangeError
+from revzoo.core.invertible import (
+    Invertible,
+    NotInvertibleError,
+    State,
+    as_state,
+    refuse_changed_outputs,
+    streams_of,
+)
 from revzoo.core.modes import on_grid_of
 from revzoo.core.tensors import versions_of
+from revzoo.core.words import apply_with_words
 
 Module = TypeVar("Module", bound=nn.Module)
 

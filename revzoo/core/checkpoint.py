@@ -8,6 +8,8 @@ Code that we do not know may compute something else the second time, and torch c
 and dtypes. So after such code we run the replay to its end and compare samples of the outputs.
 
 Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms.
+
+A function that has an inverse needs no kept inputs: :func:`invertible_checkpoint`.
 """
 
 from __future__ import annotations
@@ -27,12 +29,10 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint  # also if ours replaces it there
 
 from revzoo._checks import check_callable
-from revzoo.core.ambient import runs_eagerly
-from revzoo.core.arguments import Kept
-from revzoo.core.conditions import Conditions, Members, leave
-from revzoo.core.guard.drift import Guard, Replayed
-from revzoo.core.guard.samples import sample
-from revzoo.core.invertible import State, Step
+from revzoo.core.conditions import Conditions, Kept, Members, leave
+from revzoo.core.guard import Guard, Replayed, sample
+from revzoo.core.invertible import Invertible, State, Step, as_state
+from revzoo.core.tensors import runs_eagerly
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -232,3 +232,74 @@ def _module_of(fn: Any) -> nn.Module | None:
     # block.forward and block do the same work: both use the members that the block holds
     owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
     return owner if isinstance(owner, nn.Module) else None
+
+
+def invertible_checkpoint(
+    fn: Callable[..., Any], inverse: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
+
+    Args:
+        fn: returns a tensor or a tuple of tensors. A replay restores its modules as those of a step
+            (:mod:`revzoo.core.conditions`). Pass tensors by keyword: a tensor of the same chain
+            that ``fn`` holds in another way is never freed if its graph never runs backward.
+        inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are the
+            ``args`` that are not tensors, in order; returns the tensors of ``args``, in order.
+        *args: ``inverse`` reconstructs the tensors among them (not inside containers).
+        **kwargs: passed on; tensors among them are kept and may require gradient.
+
+    Returns:
+        The result of ``fn``. Consecutive calls form one chain, which keeps only its last output.
+
+    Raises:
+        TypeError: ``fn`` or ``inverse`` is not callable.
+        ValueError: no positional argument is a tensor.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> y = revzoo.invertible_checkpoint(lambda x, k: x * k, lambda y, k: y / k, x, 3.0)
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([3., 3.])
+    """
+    check_callable("fn", fn)
+    check_callable("inverse", inverse)
+    return run_checkpoint(InvertibleCheckpoint(fn, inverse, args), args, kwargs)
+
+
+def run_checkpoint(
+    step: InvertibleCheckpoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """The result of the step's function for ``args`` and ``kwargs``, in mode ``invert``."""
+    # `args` are not in the step, which the graph holds: their tensors would never be freed
+    outputs = step(*(a for a in args if isinstance(a, Tensor)), **kwargs)
+    return outputs if isinstance(outputs, Tensor) else as_state(outputs, step)
+
+
+class InvertibleCheckpoint(Invertible):
+    """``fn`` and ``inverse`` as a step of the tensors among ``args``; holds the other arguments."""
+
+    remedy = "call the function without invertible_checkpoint()"
+    drift_remedy = "call the function by checkpoint(), which keeps its inputs, or directly"
+
+    def __init__(
+        self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        super().__init__()
+        self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self.streams = sum(isinstance(a, Tensor) for a in args)
+        if not self.streams:
+            raise ValueError(
+                "invertible_checkpoint got no tensor among its positional arguments: pass the "
+                "tensors that the inverse reconstructs by position, the rest by keyword"
+            )
+        self._fn, self._inverse = fn, inverse
+        self._places = tuple(isinstance(a, Tensor) for a in args)
+        self._others = tuple(a for a in args if not isinstance(a, Tensor))
+
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        tensors, others = iter(state), iter(self._others)
+        return self._fn(*(next(tensors if p else others) for p in self._places), **context)
+
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return self._inverse(*state, *self._others, **context)

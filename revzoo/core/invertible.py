@@ -7,11 +7,16 @@ activations and recompute them from the outputs in the backward pass.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
+from torch.nn.modules import module
+
+from revzoo.core.tensors import versions_of
 
 State = tuple[Tensor, ...]
 _MODES = "revzoo.core.modes"  # imports this module
@@ -83,11 +88,11 @@ class Step(nn.Module):
     floating-point streams."""
 
     growth: Any = None
-    """:class:`~revzoo.core.fixedpoint.scale.Growth` of chains that begin here, after the first."""
+    """:class:`~revzoo.core.kernels.Growth` of chains that begin here, after the first."""
 
     drift_limit: float | None = 1e-3
     """Largest relative error of a reconstruction; None compares nothing. See
-    :mod:`revzoo.core.guard.drift`."""
+    :mod:`revzoo.core.guard`."""
 
     drift: float | None = None
     """Relative error of the last reconstruction."""
@@ -323,3 +328,110 @@ def _kind(outputs: Any) -> str:
     if isinstance(outputs, (tuple, list)):
         return f"({', '.join(type(t).__name__ for t in outputs)})"
     return f"a {type(outputs).__name__}"
+
+
+@contextlib.contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside the context, then restore the mode of each module."""
+    # one by one: parts may be frozen in evaluation mode
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+# torch's errors of convolutions, linear layers and norms
+_WRONG_WIDTH = r"to have \d+ channels|cannot be multiplied|normalized_shape|running_mean should"
+
+
+def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
+    """Add a note to an error of ``step.forward`` or ``step.inverse`` (the ``direction``).
+
+    The note names the step and the streams that it got, unless a step inside has named itself.
+
+    Raises:
+        RuntimeError: a branch was built for all channels, not for those of one stream.
+    """
+    if hasattr(error, "__notes__"):
+        return
+    shapes = " and ".join(str(tuple(t.shape)) for t in state)
+    types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
+    note = (
+        f"In the {direction} of {name_of(step)}, which got streams of shape {shapes} and type "
+        f"{types}, and takes `streams` = {step.streams} of them"
+    )
+    if step.streams != 2 or not re.search(_WRONG_WIDTH, str(error)):
+        error.add_note(note)
+        return
+    reason = RuntimeError(
+        f"a branch of {name_of(step)} does not take its stream, of shape {tuple(state[-1].shape)}: "
+        "a sequence splits a tensor in two, so each branch gets half of the channels. Build it "
+        f"for half of them. torch says: {str(error).splitlines()[0]}"
+    )
+    reason.add_note(note)
+    raise reason from error
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether the layer has hooks of its own.
+
+    Forward hooks may change streams, which no inverse undoes. Backward hooks need a graph of the
+    call, which an inverted step does not have.
+    """
+    forward = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
+
+
+def calls_only_forward(layer: nn.Module) -> bool:
+    """Whether a call of ``layer`` runs the ``forward`` of its class and nothing else."""
+    return type(layer).__call__ is nn.Module.__call__ and runs_forward_alone(layer)
+
+
+def runs_forward_alone(layer: nn.Module) -> bool:
+    """Whether ``nn.Module.__call__`` of ``layer`` runs its class's ``forward`` and no hook."""
+    replaced = layer._compiled_call_impl is not None or "forward" in vars(layer)
+    of_all = module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not (has_hooks(layer) or replaced or of_all)
+
+
+def explain_transforms(error: Exception, step: Step) -> None:
+    """Raise an error with a remedy if ``error`` is torch's for ``torch.func`` under our hooks."""
+    if "support saved tensor hooks" in str(error):
+        raise RuntimeError(
+            f"{name_of(step)} runs a torch.func transform inside its forward, which torch refuses "
+            f"while activations are recomputed or offloaded: {step.remedy}"
+        ) from error
+
+
+def refuse_changed_inputs(step: Step, inputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if the forward pass of ``step`` changed a stream in place."""
+    if versions_of(inputs) != versions:
+        raise changes_input(step, _changed(inputs, versions))
+
+
+def changes_input(step: Step, changed: str) -> RuntimeError:
+    """The error for a step that changes its input in place."""
+    return RuntimeError(
+        f"{name_of(step)} changed its input stream {changed}: expected no change, since a replay "
+        "would start from the changed values. Make the first operation of the branch out of place "
+        "(inplace=False)"
+    )
+
+
+def refuse_changed_outputs(step: Step, outputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if the inverse of ``step`` changed a stream in place."""
+    if versions_of(outputs) != versions:
+        raise RuntimeError(
+            f"the inverse of {name_of(step)} changed its input stream "
+            f"{_changed(outputs, versions)}: the caller may still hold that tensor, as an output "
+            "of the forward pass. Make the operations of the inverse out of place"
+        )
+
+
+def _changed(streams: State, versions: list[int]) -> str:
+    now = versions_of(streams)
+    i = next(i for i, (a, b) in enumerate(zip(now, versions, strict=True)) if a != b)
+    return f"{i} in place (version {versions[i]} became {now[i]})"

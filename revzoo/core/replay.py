@@ -18,16 +18,34 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from revzoo.core.arguments import Kept
-from revzoo.core.calls import (
-    call_on_grid,
+from revzoo.core.conditions import Conditions, Kept, Members, leave
+from revzoo.core.guard import (
+    Guard,
+    Replayed,
+    names_of,
+    note_sums,
+    sample,
+    sample_of,
+    sum_of,
+    words_sum,
+)
+from revzoo.core.invertible import (
+    Invertible,
+    State,
+    as_state,
     changes_input,
+    check_stream_count,
     explain_streams,
+    name_of,
+    plain_call,
     refuse_changed_inputs,
     refuse_changed_outputs,
+    streams_of,
 )
-from revzoo.core.conditions import Conditions, Members, leave
-from revzoo.core.fixedpoint.words import (
+from revzoo.core.saved import saving_for_replay
+from revzoo.core.sums import plus
+from revzoo.core.tensors import detached, unshared, version_of, versions_of, with_strides
+from revzoo.core.words import (
     Fixed,
     Streams,
     apply_to_words,
@@ -35,26 +53,13 @@ from revzoo.core.fixedpoint.words import (
     as_fixed,
     as_floats,
     backing_tensors,
+    call_on_grid,
     discard,
     fixed_of,
     keeps_words,
     read_with_words,
     set_words,
 )
-from revzoo.core.guard.drift import Guard, Replayed, names_of, note_sums, sum_of, words_sum
-from revzoo.core.guard.samples import sample, sample_of
-from revzoo.core.invertible import (
-    Invertible,
-    State,
-    as_state,
-    check_stream_count,
-    name_of,
-    plain_call,
-    streams_of,
-)
-from revzoo.core.saved import saving_for_replay
-from revzoo.core.sums import plus
-from revzoo.core.tensors import detached, unshared, version_of, versions_of, with_strides
 
 Gradients = Sequence[Tensor | None]
 

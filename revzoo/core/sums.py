@@ -2,7 +2,7 @@
 
 Each rounds a float value to the grid, adds it to the words of a stream, and returns the float
 tensor of the sum, with its words: see NOTE [ Words and floats ] in
-:mod:`revzoo.core.fixedpoint.words`. The gradients ignore the rounding. Every gradient that flows
+:mod:`revzoo.core.words`. The gradients ignore the rounding. Every gradient that flows
 through a stream passes the node that computed the stream, so the backward pass reports the ranges
 to the guard there.
 """
@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint.integer_kernels import add_and_read, in_chunks, quantise
-from revzoo.core.fixedpoint.scale import (
+from revzoo.core.guard import note_scale
+from revzoo.core.invertible import Step
+from revzoo.core.kernels import (
     EXTRA_BITS,
     Growth,
     Scale,
+    add_and_read,
     for_samples_of,
     free_to_read,
+    in_chunks,
     magnitudes,
+    quantise,
     sample_count,
 )
-from revzoo.core.fixedpoint.words import (
+from revzoo.core.words import (
     Fixed,
     Grid,
     counting_changes,
@@ -37,8 +41,6 @@ from revzoo.core.fixedpoint.words import (
     read_with_words,
     set_words,
 )
-from revzoo.core.guard.drift import note_scale
-from revzoo.core.invertible import Step
 
 
 class _Begun(threading.local):

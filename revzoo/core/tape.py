@@ -57,11 +57,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from revzoo.core.ambient import capturing_cuda_graph, without_cached_casts
-from revzoo.core.calls import call_on_grid, runs_forward_alone
 from revzoo.core.conditions import Members
-from revzoo.core.fixedpoint.words import Fixed, Streams
-from revzoo.core.guard.drift import Guard, note_scale
+from revzoo.core.guard import Guard, note_scale
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -69,6 +66,7 @@ from revzoo.core.invertible import (
     as_state,
     name_of,
     plain_call,
+    runs_forward_alone,
     streams_of,
 )
 from revzoo.core.replay import (
@@ -80,7 +78,8 @@ from revzoo.core.replay import (
     stash_gradients,
 )
 from revzoo.core.saved import SavedState, graph_is_kept
-from revzoo.core.tensors import versions_of
+from revzoo.core.tensors import capturing_cuda_graph, versions_of, without_cached_casts
+from revzoo.core.words import Fixed, Streams, call_on_grid
 
 LAZY_WARNING = (
     "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from revzoo._checks import is_count, package_needed
 from revzoo._files import replacing
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.save import pack

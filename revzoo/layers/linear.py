@@ -25,7 +25,7 @@ every x. It also accepts a y outside the range of W: an orthogonal matrix keeps 
 inverse then returns the x whose image is closest, like ``torch.linalg.pinv``.
 
 Streams keep their dtype, also under autocast: the inverse could not undo a rounding to bfloat16,
-see :mod:`revzoo.layers.precision`.
+see :mod:`revzoo.layers.streams`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import State, bare, name_of
-from revzoo.layers.precision import without_autocast
 from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.streams import Joint
+from revzoo.layers.streams import Joint, without_autocast
 
 MatrixKind = Literal["plu", "orthogonal"]
 

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from revzoo.core.calls import call_on_grid, has_hooks, inverse_on_grid
 from revzoo.core.invertible import (
     Invertible,
     Settings,
     State,
     Step,
     as_state,
+    has_hooks,
     name_of,
     plain_call,
 )
 from revzoo.core.modes import mode_of
 from revzoo.core.replay import Recorder
+from revzoo.core.words import call_on_grid, inverse_on_grid
 from revzoo.layers.streams import log_det_dtype
 
 

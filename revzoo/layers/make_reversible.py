@@ -18,9 +18,8 @@ from torch.fx import GraphModule
 from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_callable, check_module, did_you_mean, is_count
-from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.fixedpoint.scale import fraction_bits
-from revzoo.core.invertible import Step, kind_of, label_steps, name_of
+from revzoo.core.invertible import Step, evaluation_mode, kind_of, label_steps, name_of
+from revzoo.core.kernels import fraction_bits
 from revzoo.core.tensors import has_values
 from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
 

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_number, counts_of
-from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.saved import keeping_shape_of
+from revzoo.core.words import apply_with_words
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.streams import Streamwise
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.coupling import AdditiveCoupling
-from revzoo.layers.split import Merge, halves
+from revzoo.layers.streams import Merge, halves
 
 _MERGE = Merge()
 

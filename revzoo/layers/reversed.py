@@ -25,8 +25,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.split import HALVES
-from revzoo.layers.streams import Joint
+from revzoo.layers.streams import HALVES, Joint
 
 
 class Reversed(ReversibleSequence):

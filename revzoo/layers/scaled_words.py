@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo.core.ambient import capturing_cuda_graph, is_faked
 from revzoo.core.saved import save_for_replay, saves_for_replay
-from revzoo.core.tensors import has_values
+from revzoo.core.tensors import capturing_cuda_graph, has_values, is_faked
 from revzoo.layers.side_bits import pack_bits, unpack_bits
 
 SMALLEST = 1e-3

@@ -16,21 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable
-from revzoo.core.ambient import runs_eagerly
-from revzoo.core.calls import (
-    calls_only_forward,
-    explain_streams,
-    inverse_on_grid,
-    refuse_changed_outputs,
-)
 from revzoo.core.conditions import repeating
-from revzoo.core.fixedpoint.words import (
-    apply_with_words,
-    fixed_of,
-    keeps_words,
-    renew_words,
-)
-from revzoo.core.guard.ranges import check_ranges, scales_of
+from revzoo.core.guard import check_ranges, scales_of
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -40,14 +27,19 @@ from revzoo.core.invertible import (
     all_steps,
     as_state,
     bare,
+    calls_only_forward,
+    explain_streams,
     is_container,
     label_steps,
     name_of,
+    refuse_changed_outputs,
     steps_in,
 )
 from revzoo.core.modes import (
+    assign_memory,
     can_run_together,
     can_share,
+    default_mode,
     mode_of,
     on_grid_of,
     run_in_mode,
@@ -55,12 +47,17 @@ from revzoo.core.modes import (
     run_step,
     run_together,
 )
-from revzoo.core.set_memory import assign_memory, default_mode
-from revzoo.core.tensors import versions_of
+from revzoo.core.tensors import runs_eagerly, versions_of
+from revzoo.core.words import (
+    apply_with_words,
+    fixed_of,
+    inverse_on_grid,
+    keeps_words,
+    renew_words,
+)
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
-from revzoo.layers.precision import widened
-from revzoo.layers.split import HALVES, Merge, Split, check_cut
+from revzoo.layers.streams import HALVES, Merge, Split, check_cut, widened
 
 _ALONE = 2  # couplings at the end, whose outputs others see
 _TOGETHER = 8  # couplings in one function; more save no time, and their gradients come together

@@ -7,7 +7,7 @@ A run ``x[k+1] = B[k](x[k])`` has no inverse. With ``b = 2**-bits`` this one has
 With ``B(x) = x + F(x)`` this is ``x + F(x) + b (F(x) - the previous step)``: a second difference of
 size b, which hardly changes the output of a trained network. The blocks are black boxes. In
 floating point the inverse ``x[k-1] = (x[k+1] - (1 + b) B[k](x[k]) + 2 b x[k]) / b`` would multiply
-errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.fixedpoint.words`) ``b x[k-1]``
+errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.words`) ``b x[k-1]``
 is a shift. We pack and keep the bits that it drops: ``bits=4`` keeps 4 bits per element and block
 instead of 32, and no activation inside the block.
 
@@ -52,15 +52,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
-from revzoo.core.fixedpoint.scale import Scale, free_to_read
-from revzoo.core.fixedpoint.words import AUTO, Fixed, fixed_of, words_in
-from revzoo.core.guard.ranges import range_failure
+from revzoo.core.guard import range_failure
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, name_of
+from revzoo.core.kernels import Scale, free_to_read
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
 from revzoo.core.saved import innermost_hooks, save_for_replay, saving_for_replay
 from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.tensors import version_of
+from revzoo.core.words import AUTO, Fixed, fixed_of, words_in
 
 NAME = "reversible"  # the step's name among the block's modules
 MAX_BITS = 8

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_counts
-from revzoo.layers.precision import narrowed
+from revzoo.layers.streams import narrowed
 from revzoo.models.lean import Lean
 
 # TensorFlow: running = decay * running + (1 - decay) * batch with decay 0.99;

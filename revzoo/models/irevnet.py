@@ -35,7 +35,7 @@ from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.rearrange import Squeeze, unsqueezed
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.split import Merge, Split
+from revzoo.layers.streams import Merge, Split
 from revzoo.models.components import (
     Branch,
     NormAct,

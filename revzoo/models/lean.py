@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.ambient import runs_eagerly
-from revzoo.core.calls import calls_only_forward
+from revzoo.core.invertible import calls_only_forward
 from revzoo.core.saved import keeping_shape_of
+from revzoo.core.tensors import runs_eagerly
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability, is_count
-from revzoo.core.fixedpoint.words import apply_with_words
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -40,9 +39,10 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import set_memory
+from revzoo.core.words import apply_with_words
 from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
-from revzoo.layers.split import Merge
+from revzoo.layers.streams import Merge
 from revzoo.models.components import GlobalPool, NormAct
 from revzoo.models.lean import run
 from revzoo.models.save import SavableNetwork

@@ -18,7 +18,7 @@ from torch import nn
 
 from revzoo._checks import check_new_name, did_you_mean, keyword_names
 from revzoo._libraries import check_library_name, matching_names, unknown_model
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.network import FeatureNet, ImageNetwork

@@ -41,10 +41,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_count, check_probability
-from revzoo.core.fixedpoint.words import Fixed, words_in
 from revzoo.core.invertible import Invertible, State, Step, as_state
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import add, put_on_grid_of
+from revzoo.core.words import Fixed, words_in
 from revzoo.layers.scaled_words import SMALLEST, divide, multiply
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.components import check_stages, drop_path_rates, stochastic_depth

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.split import halves
+from revzoo.layers.streams import halves
 from revzoo.models.components import (
     EPSILON,
     MOMENTUM,

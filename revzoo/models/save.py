@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from revzoo._checks import shortened
 from revzoo._files import json_bytes, write_together
-from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.invertible import steps_in
-from revzoo.core.set_memory import memory
+from revzoo.core.invertible import evaluation_mode, steps_in
+from revzoo.core.modes import memory
 from revzoo.layers.make_reversible import has_uniform_bits, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes

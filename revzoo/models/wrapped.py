@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_count
 from revzoo._libraries import LIBRARIES, check_library_name
 from revzoo.core.invertible import NotInvertibleError, label_steps, steps_in
-from revzoo.core.modes import mode_of
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import mode_of, set_memory
 from revzoo.models.components import adapt_channels
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, Part, taken_indices
 from revzoo.weights.errors import DownloadError, UnknownWeightsError

@@ -34,8 +34,8 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.ambient import runs_eagerly
 from revzoo.core.saved import graph_is_kept, save_for_backward
+from revzoo.core.tensors import runs_eagerly
 from revzoo.private.gradients import (
     layers,
     own_parameters,

@@ -36,8 +36,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.batchnorm import InvertibleBatchNorm
+from revzoo.layers.norm_act import ActNorm, InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
 

@@ -26,8 +26,7 @@ from torch import nn
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step
-from revzoo.core.modes import MODES, in_table_order
-from revzoo.core.set_memory import assign_memory, modes_in, set_memory
+from revzoo.core.modes import MODES, assign_memory, in_table_order, modes_in, set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.profiling.count import (
     Trace,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import step_seconds
 from revzoo.profiling.count import checked_shape

@@ -57,11 +57,10 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core import tape
-from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.fixedpoint.words import fixed_of
-from revzoo.core.invertible import Step, bare, streams_of
+from revzoo.core.invertible import Step, bare, evaluation_mode, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
+from revzoo.core.words import fixed_of
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.live import LiveMemory, dense_in, returns_arguments
 from revzoo.profiling.twins import Fakes

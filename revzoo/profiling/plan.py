@@ -30,10 +30,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from revzoo._checks import check_choice, either
-from revzoo.core.guard.samples import SAMPLED
+from revzoo.core.guard import SAMPLED
 from revzoo.core.invertible import kind_of, steps_in
-from revzoo.core.modes import INVERTING, in_table_order, mode_of
-from revzoo.core.set_memory import default_mode, refuse_own_memory, set_memory
+from revzoo.core.modes import (
+    INVERTING,
+    default_mode,
+    in_table_order,
+    mode_of,
+    refuse_own_memory,
+    set_memory,
+)
 from revzoo.profiling.chain import Chain, Choice, Outcome, chain_of, fastest, leanest
 from revzoo.profiling.clock import speed
 from revzoo.profiling.count import (

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable, check_count, check_module
-from revzoo.core.guard.drift import set_drift_limit
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import RangeError, set_drift_limit
 from revzoo.core.invertible import all_steps
 from revzoo.core.modes import mode_of
 

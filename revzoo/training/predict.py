@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from revzoo._checks import check_count
-from revzoo.core.evaluation import evaluation_mode
+from revzoo.core.invertible import evaluation_mode
 from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork

@@ -37,8 +37,7 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 
-from revzoo.core.guard.drift import DriftError
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step, all_steps
 from revzoo.core.modes import mode_of
 from revzoo.training.callbacks.base import MeasuresSteps

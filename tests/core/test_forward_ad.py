@@ -6,7 +6,7 @@ from compare import error, linear_net
 from torch.autograd import forward_ad
 
 from revzoo import ReversibleSequence, set_memory
-from revzoo.core.fixedpoint.rounding import round_to_grid
+from revzoo.core.kernels import round_to_grid
 
 # torch compiles its own forward-mode formulas with torch.jit.script on first use.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:FutureWarning")

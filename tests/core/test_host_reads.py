@@ -14,9 +14,7 @@ from small_task import TINY, loader, trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.core import conditions, tape
-from revzoo.core.fixedpoint import scale
-from revzoo.core.guard import drift
+from revzoo.core import conditions, guard, kernels, tape
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import cuda_graph
 from revzoo.training.graphed_step import captured
@@ -69,8 +67,8 @@ def _read(t, name):
 def checks(monkeypatch):
     """The guard's checks, which would run as a backward pass ends."""
     found = []
-    plain = drift._Pass.check
-    monkeypatch.setattr(drift._Pass, "check", lambda self: found.append(partial(plain, self)))
+    plain = guard._Pass.check
+    monkeypatch.setattr(guard._Pass, "check", lambda self: found.append(partial(plain, self)))
     return found
 
 
@@ -81,7 +79,7 @@ def test_no_value_is_read_before_the_last_gradient(name, mode, checks, monkeypat
     model = revzoo.create_model(name, **MODELS[name])
     revzoo.set_memory(model, mode)
     images = torch.randn(4, model.in_chans, 8, 8)
-    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
+    monkeypatch.setattr(kernels, "_FREE_TO_READ", set())
     model(images)  # the first pass reads how far values grow
     for _ in range(2):  # the second step knows what the first has found
         with _Watch():
@@ -94,7 +92,7 @@ def test_no_value_is_read_before_the_last_gradient(name, mode, checks, monkeypat
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 @pytest.mark.parametrize("name", MODELS)
 def test_without_the_guard_no_value_is_read_at_all(name, mode, monkeypatch):
-    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
+    monkeypatch.setattr(kernels, "_FREE_TO_READ", set())
     torch.manual_seed(0)
     model = revzoo.create_model(name, **MODELS[name])
     revzoo.set_memory(model, mode)
@@ -164,7 +162,7 @@ def test_a_training_step_in_a_graph_reads_no_value(mode, optim, monkeypatch, tmp
     """Forward to average, and metrics; the fused optimisers are one operation each."""
     use(monkeypatch)
     monkeypatch.setitem(cuda_graph.ON_DEVICE, "cpu", ("fused",))
-    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
+    monkeypatch.setattr(kernels, "_FREE_TO_READ", set())
     watched = []
     plain = Classifier.training_step
 

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import revzoo
 from revzoo import set_memory
-from revzoo.core import offload
-from revzoo.core.offload import offloaded
+from revzoo.core import saved as offload
+from revzoo.core.saved import offloaded
 
 
 def linear():

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_iter
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, set_memory
 from revzoo.core import replay, tape
-from revzoo.core.fixedpoint.words import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.core.saved import SavedState
+from revzoo.core.words import backing_tensors
 from revzoo.models.components import (
     ACTIVATIONS,
     Branch,

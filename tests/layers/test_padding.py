@@ -8,7 +8,7 @@ from torch.nn import functional
 from revzoo import ChannelPadding, ReversibleSequence, SpatialPadding, set_memory
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import PaddedCoupling
-from revzoo.layers.split import Merge, Split
+from revzoo.layers.streams import Merge, Split
 
 
 def test_zeros_come_last_and_are_stripped():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from revzoo.layers.precision import narrowed, widened
+from revzoo.layers.streams import narrowed, widened
 from revzoo.models.components import Branch
 
 AUTOCAST = [torch.bfloat16, torch.float16]

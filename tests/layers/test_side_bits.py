@@ -25,8 +25,8 @@ from revzoo import (
     reversible_blocks,
     set_memory,
 )
-from revzoo.core.fixedpoint.scale import Growth, Scale
-from revzoo.core.fixedpoint.words import Fixed
+from revzoo.core.kernels import Growth, Scale
+from revzoo.core.words import Fixed
 from revzoo.layers.side_bits import SideBits, pack_bits
 from revzoo.profiling.live import LiveMemory
 

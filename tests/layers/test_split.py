@@ -13,7 +13,7 @@ from revzoo import (
     Squeeze,
     check_inverse,
 )
-from revzoo.layers.split import Merge, Split
+from revzoo.layers.streams import Merge, Split
 
 
 @pytest.mark.parametrize("dim", [1, -1, 2])

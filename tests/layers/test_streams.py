@@ -30,8 +30,8 @@ from revzoo import (
     drift,
     set_memory,
 )
-from revzoo.core.fixedpoint.rounding import round_to_grid
 from revzoo.core.invertible import steps_in
+from revzoo.core.kernels import round_to_grid
 from revzoo.core.modes import MODES
 from revzoo.layers.streams import Joint, Streamwise
 from revzoo.profiling.live import LiveMemory

@@ -9,7 +9,7 @@ from compare import assert_same_training, conv_branch, images, twin
 from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, set_memory
-from revzoo.core.fixedpoint.rounding import round_to_grid
+from revzoo.core.kernels import round_to_grid
 from revzoo.models.components import (
     ACTIVATIONS,
     RELEASE,

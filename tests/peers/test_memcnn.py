@@ -25,7 +25,7 @@ from torch import nn
 import revzoo
 from revzoo.compat import memcnn
 from revzoo.compat import memcnn as ours
-from revzoo.core.guard.drift import DriftError
+from revzoo.core.guard import DriftError
 from revzoo.profiling.live import LiveMemory
 
 with warnings.catch_warnings():  # it was written for older versions of torch

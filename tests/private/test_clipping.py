@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import revzoo
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import RangeError
 from revzoo.private.clipping import ClippedGradients, SampleNorms
 from revzoo.profiling.live import LiveMemory
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import revzoo
-from revzoo.core.guard.drift import DriftError
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint

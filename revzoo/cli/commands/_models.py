@@ -176,8 +176,7 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
     """
     import torch
 
-    from revzoo.core.evaluation import evaluation_mode
-    from revzoo.core.invertible import kind_of
+    from revzoo.core.invertible import evaluation_mode, kind_of
 
     def run(side: int) -> None:
         first = next(model.parameters())

@@ -135,7 +135,7 @@ def _table(name: str, measured: list[Measured], sized: Callable[[float], str]) -
 
 def default_modes(model: ImageNetwork) -> list[str]:
     """``store``, the first inverting mode that fits all steps, and ``balanced``."""
-    from revzoo.core.set_memory import set_memory
+    from revzoo.core.modes import set_memory
 
     for mode in ("invert", "exact"):
         with suppress(ValueError):  # blocks with side bits have no mode invert

@@ -99,8 +99,7 @@ def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork,
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
-    from revzoo.core.modes import DEVICE_MODES
-    from revzoo.core.set_memory import set_memory
+    from revzoo.core.modes import DEVICE_MODES, set_memory
     from revzoo.profiling.audit import audit
     from revzoo.profiling.count import forward_flops
 

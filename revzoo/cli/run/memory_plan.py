@@ -22,8 +22,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from revzoo.cli.run.folder import write_config
 from revzoo.cli.schema import MEMORY
-from revzoo.core.modes import in_table_order
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import in_table_order, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,

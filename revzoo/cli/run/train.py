@@ -39,8 +39,7 @@ from revzoo.cli.run.build import (
 )
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, short_path, user_errors
-from revzoo.core.guard.drift import DriftError
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.registry import DATA

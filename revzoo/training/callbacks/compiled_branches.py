@@ -27,7 +27,7 @@ from pytorch_lightning import LightningModule, Trainer
 from torch import nn
 
 from revzoo._checks import check_choice
-from revzoo.core.fixedpoint import integer_kernels
+from revzoo.core import kernels
 from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
@@ -82,7 +82,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
         for name in BANS:
             self._replace(torch._functorch.config, name, False)
         self._replace(torch._dynamo.config, SKIPS_HOOKS, False)
-        self._replace(integer_kernels, "backend", self.backend)
+        self._replace(kernels, "backend", self.backend)
         for part in parts:
             # torch 2.15 has no public way to undo module.compile()
             self._restore.callback(setattr, part, "_compiled_call_impl", part._compiled_call_impl)

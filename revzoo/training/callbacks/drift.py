@@ -6,7 +6,7 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from revzoo._checks import check_count
-from revzoo.core.guard.drift import drift
+from revzoo.core.guard import drift
 from revzoo.training.callbacks.base import is_nth_step
 
 
@@ -14,7 +14,7 @@ class DriftLogger(Callback):
     """Logs the relative drift of every replayed step: a curve over depth.
 
     The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
-    is relative to the largest sampled value (see :mod:`revzoo.core.guard.drift`). Stored steps have
+    is relative to the largest sampled value (see :mod:`revzoo.core.guard`). Stored steps have
     none.
 
     Args:

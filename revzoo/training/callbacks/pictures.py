@@ -27,9 +27,8 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._checks import check_count
 from revzoo._files import replacing_table
-from revzoo.core.evaluation import evaluation_mode
-from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.core.fixedpoint.scale import DEFAULT_BITS
+from revzoo.core.invertible import evaluation_mode
+from revzoo.core.kernels import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.lightning_compat import data_of, is_fitting

@@ -11,8 +11,8 @@ import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
-from revzoo.core.fixedpoint.scale import Growth
 from revzoo.core.invertible import Step, all_steps
+from revzoo.core.kernels import Growth
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.distributed import gathered, process_count

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 
 from revzoo._checks import check_number
 from revzoo._files import replacing_table
-from revzoo.core.guard.drift import DriftError
-from revzoo.core.guard.ranges import RangeError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer

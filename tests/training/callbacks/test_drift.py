@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from small_task import TINY, loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from revzoo.core.guard.drift import drift
+from revzoo.core.guard import drift
 from revzoo.training import Classifier, DriftLogger
 
 

@@ -13,7 +13,7 @@ import torch
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
-from revzoo.core.set_memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.training import Classifier
 from revzoo.training.tuning.out_of_memory import is_out_of_memory, memory_advice
 

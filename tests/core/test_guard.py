@@ -33,8 +33,8 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import offload
-from revzoo.core.guard import drift as guard
+from revzoo.core import guard
+from revzoo.core import saved as offload
 from revzoo.profiling.live import LiveMemory
 
 

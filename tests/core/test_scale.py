@@ -10,8 +10,8 @@ from torch import nn
 
 import revzoo
 from revzoo import AdditiveCoupling, Invertible, RangeError, ReversibleBlock, ReversibleSequence
-from revzoo.core.fixedpoint.scale import Growth, magnitudes, sample_count
-from revzoo.core.fixedpoint.words import fixed_of
+from revzoo.core.kernels import Growth, magnitudes, sample_count
+from revzoo.core.words import fixed_of
 
 
 def branch(norm=True):

@@ -28,12 +28,11 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core import sums
-from revzoo.core.fixedpoint import integer_kernels
-from revzoo.core.fixedpoint.rounding import round_to_grid
-from revzoo.core.fixedpoint.words import fixed_of
-from revzoo.core.set_memory import assign_memory
+from revzoo.core import kernels, sums
+from revzoo.core.kernels import round_to_grid
+from revzoo.core.modes import assign_memory
 from revzoo.core.sums import put_on_grid
+from revzoo.core.words import fixed_of
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -626,7 +625,7 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
     """Sums of streams and their inverses, of pictures in both layouts, beyond the range, too."""
 
     def results_of(backend):
-        monkeypatch.setattr(integer_kernels, "backend", backend)
+        monkeypatch.setattr(kernels, "backend", backend)
         torch.manual_seed(0)
         found = []
         for layout in (torch.contiguous_format, torch.channels_last):
@@ -643,7 +642,7 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
         return found
 
     torch._dynamo.reset()
-    integer_kernels._compiled.cache_clear()
+    kernels._compiled.cache_clear()
     eager = results_of(None)
     compiled = results_of("inductor" if dtype == torch.float32 else "aot_eager")
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0

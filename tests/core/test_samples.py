@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from revzoo.core.guard.samples import SAMPLED, _places, operand_of, sample, values_in
+from revzoo.core.guard import SAMPLED, _places, operand_of, sample, values_in
 
 LAYOUTS = {
     "contiguous": lambda t: t,

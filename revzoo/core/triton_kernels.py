@@ -1,4 +1,4 @@
-"""The kernels of :mod:`revzoo.core.fixedpoint.integer_kernels`, each as one Triton kernel.
+"""The kernels of :mod:`revzoo.core.kernels`, each as one Triton kernel.
 
 torch runs a sum on words as ten kernels, and each reads and writes the whole stream. On a GPU that
 takes longer than the arithmetic. Here a stream is read once and written once. Triton comes with

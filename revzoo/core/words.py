@@ -13,7 +13,7 @@ pass; here leaving the range raises, and nothing is saved.
 
 NOTE [ Words and floats ]
     1. Streams of up to 32 bits have 32-bit words. Each sample has its own unit: NOTE [ A scale for
-       each sample ] in :mod:`revzoo.core.fixedpoint.scale`. If one stream is float64, all have
+       each sample ] in :mod:`revzoo.core.kernels`. If one stream is float64, all have
        64-bit words with 29 more fractional bits.
     2. The words are an attribute of the float tensor's storage, so an alias (``detach()``) also has
        them. They are freed with the storage, and ignored if the tensor was changed in place or is
@@ -28,7 +28,7 @@ NOTE [ Words and floats ]
        (:mod:`revzoo.core.sums`).
     5. Sums overflow beyond 31 bits. So a sample whose stream or summand is beyond 30 bits, infinite
        or NaN reads as NaN from there on, in replays too and without a host sync. If the values
-       were finite, a RangeError follows (:mod:`revzoo.core.guard.ranges`).
+       were finite, a RangeError follows (:mod:`revzoo.core.guard`).
     6. On a CPU we bound each stream by the sum of its summands' peaks, and measure it only if the
        bound comes near the range. Elsewhere reading a number would stall, so we measure each sum.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
@@ -37,9 +37,10 @@ NOTE [ Words and floats ]
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,26 +49,29 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from revzoo.core.ambient import runs_eagerly
-from revzoo.core.fixedpoint import integer_kernels
-from revzoo.core.fixedpoint.integer_kernels import (
-    in_chunks,
-    judge,
-    read,
-    renew,
-    subtract,
+from revzoo.core import kernels
+from revzoo.core.invertible import (
+    Invertible,
+    State,
+    Step,
+    as_state,
+    runs_forward_alone,
 )
-from revzoo.core.fixedpoint.scale import (
+from revzoo.core.kernels import (
     DEFAULT_BITS,
     MAX_BITS,
     Measured,
     Scale,
     for_samples_of,
     free_to_read,
+    in_chunks,
+    judge,
     magnitudes,
+    read,
+    renew,
+    subtract,
 )
-from revzoo.core.invertible import Step
-from revzoo.core.tensors import as_dense, has_values, version_of
+from revzoo.core.tensors import as_dense, has_values, runs_eagerly, version_of
 
 AUTO = "auto"
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -136,7 +140,7 @@ class Fixed:
         words = self.words
         fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
-        reuses = overwrite and fits and integer_kernels.backend is None
+        reuses = overwrite and fits and kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
         in_chunks(subtract, (words, value, out), self.scale.shaped(words.dim())[0])
         return Fixed(out, self.scale, self.dtype, down=down)
@@ -414,3 +418,47 @@ _NOT_MOVED = (
     "a step with exact = True got integers; expected forward and inverse to move them as they move "
     "floats. Use AdditiveCoupling for sums, or leave exact = False"
 )
+
+
+def call_on_grid(
+    call: Callable[..., Any],
+    step: Step,
+    state: State,
+    context: Mapping[str, Any],
+    *,
+    inverts: bool = False,
+) -> Any:
+    """``call(step, *state, **context)``; the words move with the values.
+
+    Not if a hook may change the outputs, unless the step ``inverts``: then no hook may.
+    """
+    if step.grid is None or not step.moves_values or not keeps_words():
+        return call(step, *state, **context)
+    with counting_changes():
+        returned = call(step, *state, **context)
+    # extra outputs are not streams: they get no words and may have any layout
+    outputs = as_state(returned, step)
+    cut = len(outputs) - step.extras
+    moves = functools.partial(step.forward, **context)
+    trusted = inverts or runs_forward_alone(step)
+    streams = _with_words(step, moves if trusted else None, state, outputs[:cut])
+    return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
+
+
+def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
+    """``step.inverse(*state, **context)``; the words move with the values."""
+    inverse = functools.partial(step.inverse, **context)
+    if step.grid is None or not step.moves_values or not keeps_words():
+        return as_state(inverse(*state), step, inverse=True)
+    with counting_changes():
+        inputs = as_state(inverse(*state), step, inverse=True)
+    return _with_words(step, inverse, state, inputs)
+
+
+def _with_words(step: Step, fn: Callable[..., Any] | None, state: State, outputs: State) -> State:
+    """``outputs`` without gaps; ``fn``, which moves values, gives them the words of ``state``."""
+    streams = tuple(as_dense(t, state[0]) for t in outputs)
+    if fn is not None:
+        ours = type(step).__module__.startswith("revzoo.layers.")
+        move_words(fn, state, streams, step=None if ours else step)
+    return streams

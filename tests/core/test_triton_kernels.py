@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+import revzoo.core
 from revzoo import AdditiveCoupling, ReversibleSequence
-from revzoo.core import fixedpoint
-from revzoo.core.fixedpoint import integer_kernels, scale
-from revzoo.core.fixedpoint.scale import magnitudes
+from revzoo.core import kernels as torchs
+from revzoo.core.kernels import magnitudes
 
 pytest.importorskip("triton")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -38,7 +38,7 @@ def kernels():
     """The module: interpreted, or compiled on a GPU."""
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("needs a GPU or Triton's interpreter")
-    from revzoo.core.fixedpoint import triton_kernels
+    from revzoo.core import triton_kernels
 
     return triton_kernels
 
@@ -46,11 +46,11 @@ def kernels():
 @pytest.fixture
 def in_place_of_torchs(kernels, monkeypatch):
     """CPU tensors are computed as on a GPU."""
-    monkeypatch.setattr(scale, "_FREE_TO_READ", set())
-    monkeypatch.setattr(integer_kernels, "_with_triton", {"cpu", "cuda"})
-    integer_kernels._triton_kernels.cache_clear()
+    monkeypatch.setattr(torchs, "_FREE_TO_READ", set())
+    monkeypatch.setattr(torchs, "_with_triton", {"cpu", "cuda"})
+    torchs._triton_kernels.cache_clear()
     yield
-    integer_kernels._triton_kernels.cache_clear()
+    torchs._triton_kernels.cache_clear()
 
 
 def device():
@@ -89,21 +89,21 @@ def test_each_kernel_equals_torchs(kernels, dtype, n):
     value, x = rows(count, n, dtype), (rows(count, n) * 2**22).int()
     found, expected = torch.empty_like(x), torch.empty_like(x)
     peaks = kernels.quantise(value, found, up)
-    integer_kernels.quantise(value, expected, shaped(up))
+    torchs.quantise(value, expected, shaped(up))
     assert torch.equal(found, expected)
     assert torch.equal(peaks[0], magnitudes(value.float(), count))
 
     kernels.subtract(x, value, found, up)
-    integer_kernels.subtract(x, value, expected, shaped(up))
+    torchs.subtract(x, value, expected, shaped(up))
     assert torch.equal(found, expected)
 
     floats, known = (torch.empty_like(x, dtype=dtype) for _ in range(2))
     kernels.read(x, floats, down)
-    integer_kernels.read(x, known, shaped(down))
+    torchs.read(x, known, shaped(down))
     same_floats(floats, known, dtype)
 
     peaks = kernels.add_and_read(x, value, found, floats, up, down)
-    integer_kernels.add_and_read(x, value, expected, known, shaped(up), shaped(down))
+    torchs.add_and_read(x, value, expected, known, shaped(up), shaped(down))
     assert torch.equal(found, expected)
     same_floats(floats, known, dtype)
     assert torch.equal(peaks, torch.stack([magnitudes(t.float(), count) for t in (value, floats)]))
@@ -115,7 +115,7 @@ def test_one_scale_for_all(kernels):
     words, total = torch.empty_like(x), torch.empty_like(value)
     kernels.add_and_read(x, value, words, total, up, down)
     expected, known = torch.empty_like(x), torch.empty_like(value)
-    integer_kernels.add_and_read(x, value, expected, known, up.view(()), down.view(()))
+    torchs.add_and_read(x, value, expected, known, up.view(()), down.view(()))
     assert torch.equal(words, expected)
     assert torch.equal(total, known)
 
@@ -124,7 +124,7 @@ def test_the_result_may_take_the_memory_of_the_summand(kernels):
     up, _ = figures(4, "each")
     value, x = rows(4, 1500), (rows(4, 1500) * 2**20).int()
     expected = torch.empty_like(x)
-    integer_kernels.subtract(x, value, expected, shaped(up))
+    torchs.subtract(x, value, expected, shaped(up))
     kernels.subtract(x, value, value.view(torch.int32), up)
     assert torch.equal(value.view(torch.int32), expected)
 
@@ -163,9 +163,7 @@ def test_a_network_computes_the_same(in_place_of_torchs, monkeypatch, grid, layo
     """Outputs and gradients are equal bit for bit to those of torch's kernels."""
 
     def train(with_triton):
-        monkeypatch.setattr(
-            integer_kernels, "_with_triton", {"cpu", "cuda"} if with_triton else set()
-        )
+        monkeypatch.setattr(torchs, "_with_triton", {"cpu", "cuda"} if with_triton else set())
         torch.manual_seed(0)
         steps = [
             AdditiveCoupling(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.GroupNorm(1, 3)))
@@ -180,7 +178,7 @@ def test_a_network_computes_the_same(in_place_of_torchs, monkeypatch, grid, layo
         return [y, x.grad, *(p.grad for p in net.parameters())]
 
     calls = []
-    launch = integer_kernels._triton_kernels(device())
+    launch = torchs._triton_kernels(device())
     for fn, kernel in list(launch.items()):
         launch[fn] = lambda *a, fn=fn, kernel=kernel: (calls.append(fn.__name__), kernel(*a))[1]
     found = train(True)
@@ -192,19 +190,19 @@ def test_a_network_computes_the_same(in_place_of_torchs, monkeypatch, grid, layo
 
 
 def test_without_triton_torchs_kernels_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "revzoo.core.fixedpoint.triton_kernels", None)
-    monkeypatch.delattr(fixedpoint, "triton_kernels", raising=False)
-    integer_kernels._triton_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "revzoo.core.triton_kernels", None)
+    monkeypatch.delattr(revzoo.core, "triton_kernels", raising=False)
+    torchs._triton_kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match="Triton does not work here"):
-        assert integer_kernels._triton_kernels(device()) == {}
-    integer_kernels._triton_kernels.cache_clear()
+        assert torchs._triton_kernels(device()) == {}
+    torchs._triton_kernels.cache_clear()
 
 
 COMPILES = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from revzoo.core.fixedpoint import triton_kernels as ours
+from revzoo.core import triton_kernels as ours
 
 kinds = {"x": "*i32", "words": "*i32", "out": "*i32", "up": "*fp32", "down": "*fp32"}
 kinds |= {"peaks": "*i32", "n": "i32", "step": "i32", "count": "i32", "BLOCK": "constexpr"}

@@ -1,1 +1,0 @@
-"""Streams of mode ``exact``: integers beside float tensors."""

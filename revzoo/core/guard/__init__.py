@@ -1,1 +1,0 @@
-"""Detects wrong reconstructions: drift, and streams that leave their range."""
