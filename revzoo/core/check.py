@@ -19,6 +19,7 @@ from revzoo.core.invertible import (
     NotInvertibleError,
     State,
     as_state,
+    check_inverted,
     refuse_changed_outputs,
     streams_of,
 )
@@ -277,12 +278,7 @@ def _round_trip(
     finally:
         leave(undo)
     refuse_changed_outputs(step, outputs, versions)
-    got, expected = ([tuple(t.shape) for t in streams] for streams in (back, state))
-    if got != expected:
-        raise ValueError(
-            f"the inverse of {name} returned streams of shapes {got}, expected {expected}, those "
-            "that its forward took, in that order"
-        )
+    check_inverted(name, back, [t.shape for t in state])
     # in float64: the difference of two bfloat16 values rounds
     wide = torch.complex128 if state[0].is_complex() else torch.float64
     error = _largest(b.to(wide) - x.to(wide) for b, x in zip(back, state, strict=True))

@@ -46,10 +46,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from revzoo.core.invertible import Invertible, Step, kind_of, name_of
 from revzoo.core.tensors import (
-    HOST,
-    autocast_device_types,
     capturing_cuda_graph,
-    default_device,
     detached,
     is_faked,
     version_of,
@@ -83,6 +80,7 @@ def is_replaying() -> bool:
 
 
 _CPU = torch.device("cpu")
+_HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none
 SMALL = 2**14
 """A buffer of at most this many elements is copied before each forward pass."""
 
@@ -114,25 +112,13 @@ def is_quiet(m: nn.Module) -> bool:
 class Members:
     """The modules of steps, and what follows from them; gathered again when they change.
 
+    Parameters and buffers are given by their places: table and name.
+
     Args:
         steps: the steps, which hold the result, and so are not in it.
         parts: for each step its modules, with their children.
-        tensors: tensors that the steps' functions hold.
+        tensors: tensors that the steps' functions hold, one level away.
         runs_alone: whether only code of these modules runs.
-
-    Attributes:
-        of_steps: the members of each step, if there are several.
-        modules: all modules but the steps.
-        parameters: where each parameter is: table and name.
-        tensors: tensors in closures, one level away.
-        norms: torch's norms, which update running statistics.
-        buffers: where each other buffer is.
-        carried: where the buffers are that an inverse needs.
-        inner: steps inside this one, which may begin chains of their own.
-        loud: the modules of which we do not know the code.
-        quiet: whether only layers run that draw nothing and compute alike without recording.
-        lazy: whether a parameter has no values yet.
-        walked: whether a forward pass has looked for tensors that the step captures.
     """
 
     def __init__(
@@ -143,14 +129,16 @@ class Members:
         *,
         runs_alone: bool = True,
     ) -> None:
-        self.of_steps: list[Members] = []
+        self.of_steps: list[Members] = []  # of each step, if there are several
         self.tensors = tensors
-        self.walked = False
+        self.walked = False  # whether a forward pass has looked for tensors that the step captures
         found_in = [dict.fromkeys(m for root in part for m in root.modules()) for part in parts]
         found = dict.fromkeys(m for part in found_in for m in part)
         self.modules = [m for m in found if m not in steps]
         every = [*steps, *self.modules]
-        self.norms = [m for m in self.modules if isinstance(m, _NormBase) and _is_torchs(m)]
+        self.norms = [
+            m for m in self.modules if isinstance(m, _NormBase) and _is_from(m, "torch.nn.")
+        ]
         tables: list[Any] = [t for m in every for t in (m._modules, m._parameters)]
         tables += [m._buffers for m in self.norms]  # which Module.to() replaces
         self._tables = [t for t in tables if t]
@@ -168,7 +156,7 @@ class Members:
             for step, part in zip(owners, found_in, strict=True)
         ]
         self.lazy = any(is_lazy(t[name]) for t, name in self.parameters)
-        own = [m for m in every if type(m).__module__.startswith("revzoo.layers.")]
+        own = [m for m in every if _is_from(m, "revzoo.layers.")]
         kept = {id(m._buffers) for m in (*self.norms, *own)}
         self.buffers = [p for p in _places(every, "_buffers") if id(p[0]) not in kept]
         # the layers of this package change no other buffers
@@ -177,13 +165,17 @@ class Members:
         ]
         known = {(id(table), name) for table, name in self.buffers}
         self.buffers += [p for p in self.carried if (id(p[0]), p[1]) not in known]
+        # of which we do not know the code
         self.loud = [m for m in self.modules if not is_quiet(m)]
         # a step of a class that we do not know; not in `loud`, which would hold it in a cycle
-        self.owner_is_loud = not all(_is_known(step) or is_quiet(step) for step in steps)
+        self.owner_is_loud = not all(
+            _is_from(step, "revzoo.layers.", "revzoo.models.") or is_quiet(step) for step in steps
+        )
+        # whether only layers run that draw nothing and compute alike without recording
         self.quiet = runs_alone and not (self.loud or self.tensors or self.owner_is_loud)
+        # which may begin chains of their own
         self.inner = [m for m in self.modules if isinstance(m, Step)]
         self.dropouts = [m for m in self.modules if isinstance(m, _DropoutNd)]
-        self._scratch: list[dict[str, Tensor | None]] | None = None
 
     @staticmethod
     def of(step: Step) -> Members:
@@ -247,11 +239,10 @@ class Members:
         """Whether a call now may draw random numbers."""
         return not self.quiet or any(m.training and m.p > 0 for m in self.dropouts)
 
+    @functools.cached_property
     def scratch(self) -> list[dict[str, Tensor | None]]:
         """For each norm, buffers that a replay may overwrite; they influence no output."""
-        if self._scratch is None:
-            self._scratch = [_scratch_of(m, self.quiet) for m in self.norms]
-        return self._scratch
+        return [_scratch_of(m, self.quiet) for m in self.norms]
 
     @property
     def may_share(self) -> bool:
@@ -266,12 +257,8 @@ class Members:
         return found
 
 
-def _is_known(m: nn.Module) -> bool:
-    return type(m).__module__.startswith(("revzoo.layers.", "revzoo.models."))
-
-
-def _is_torchs(m: nn.Module) -> bool:
-    return type(m).__module__.startswith("torch.nn.")
+def _is_from(m: nn.Module, *packages: str) -> bool:
+    return type(m).__module__.startswith(packages)
 
 
 def _places(modules: Iterable[nn.Module], tables: str) -> list[tuple[dict[str, Any], str]]:
@@ -319,11 +306,11 @@ class Conditions:
     """The conditions of one forward pass; captured before it, completed after it.
 
     Args:
-        steps: the steps; none for a function or another module.
+        steps: the steps; none for a function or another module, which needs a name and a remedy.
         members: of the steps.
         inputs: the streams.
-        name: for error messages; of steps, their own.
-        remedy: how to do without a replay, for error messages; of steps, their own.
+        name: for error messages.
+        remedy: how to do without a replay, for error messages.
         ambient: whether to restore autocast; torch's checkpoint does it itself.
     """
 
@@ -356,7 +343,7 @@ class Conditions:
         self._parameters = [table[name] for table, name in members.parameters]
         self._trained = [p.requires_grad for p in self._parameters]
         devices = frozenset([t.device for t in (*inputs, *members.tensors)])
-        self._kinds = autocast_device_types(devices) if ambient else []
+        self._kinds = _autocast_kinds(devices) if ambient else []
         self._ambient = _ambient(self._kinds)
         self.autocast = self._ambient[2]
         if members.draws() and not is_faked(inputs):
@@ -366,7 +353,7 @@ class Conditions:
                     "replay in the graph cannot draw the same numbers: remove dropout, or use "
                     "memory='store' for this step"
                 )
-            drawn = {_CPU, *(d for d in devices if d.type not in HOST)}
+            drawn = {_CPU, *(d for d in devices if d.type not in _HOST)}
             self._random = [(d, _random_state(d)) for d in drawn]
         # grids of inner chains adapt between the passes
         if members.inner:
@@ -382,17 +369,14 @@ class Conditions:
 
     @property
     def name(self) -> str:
-        """The name for error messages."""
         return name_of(self._steps[0]) if self._steps else self._name
 
     @property
     def remedy(self) -> str:
-        """How to do without a replay, for error messages."""
         return self._steps[0].remedy if self._steps else self._remedy
 
     def finish(self) -> None:
-        """Complete after the forward pass."""
-        # after it: an initialisation from the first batch may change parameters
+        """Complete after the forward pass, in which a first batch may initialise parameters."""
         self._versions = versions_of(self._parameters)
         self._children = self.members.children()
         if carried := self.members.carried:
@@ -476,7 +460,7 @@ class Conditions:
     def _swap_buffers(self, undo: Undo, *, inverting: bool) -> None:
         members = self.members
         if members.norms:
-            for m, scratch in zip(members.norms, members.scratch(), strict=True):
+            for m, scratch in zip(members.norms, members.scratch, strict=True):
                 if m.training and scratch:
                     _swap(undo, m.__dict__, "_buffers", scratch)
         for table, name, t in self._copies:
@@ -506,11 +490,21 @@ class Conditions:
             torch.set_autocast_cache_enabled(False)
 
 
+@functools.cache
+def _autocast_kinds(devices: frozenset[torch.device]) -> list[str]:
+    """The CPU's and the ``devices``' types that have autocast, sorted."""
+    # the CPU always: branches may compute there, whatever the inputs' device
+    kinds = sorted({"cpu", *(d.type for d in devices)})
+    return [d for d in kinds if torch.amp.is_autocast_available(d)]
+
+
 def _ambient(kinds: list[str]) -> tuple[torch.dtype, torch.device | None, list[_Autocast]]:
     """The default dtype and device, and which of the ``kinds`` of devices have which autocast."""
     on = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
     autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in on]
-    return torch.get_default_dtype(), default_device(), autocast
+    # set_default_device() and `with device:` are both modes on this stack
+    device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    return torch.get_default_dtype(), device, autocast
 
 
 def leave(undo: Undo) -> None:

@@ -70,7 +70,7 @@ from torch.autograd import Variable
 
 from revzoo._checks import is_number
 from revzoo.core.invertible import State, Step, all_steps, name_of
-from revzoo.core.kernels import EXTRA_BITS, Scale, fraction_bits, free_to_read, magnitudes
+from revzoo.core.kernels import Scale, fraction_bits, free_to_read, magnitudes
 from revzoo.core.tensors import (
     capturing_cuda_graph,
     has_values,
@@ -109,7 +109,7 @@ def range_failure(scale: Scale) -> RangeError | None:
         return None
     measured, value, end = scale.failure
     error = _range_error(measured.step, scale, value, end)
-    error.adapted = scale.bits is None and bool((_units(scale) > scale.down).any())
+    error.adapted = scale.bits is None and bool((scale.adapted() > scale.down).any())
     return error
 
 
@@ -133,11 +133,6 @@ def _read(scale: Scale) -> None:
     if scale.bits is None:
         reached = [(size, peak) for size, peak, _ in of_rows]
         scale.growth.widen(reached, failed=scale.failure is not None)
-
-
-def _units(scale: Scale) -> Tensor:
-    units = scale.growth.units(scale.sizes)
-    return units * 2.0**-EXTRA_BITS if scale.word_type == torch.int64 else units
 
 
 def check_ranges(scales: Iterable[Scale]) -> None:
@@ -190,41 +185,29 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
 
 
 def _warn_of_coarse_grids(scale: Scale, outputs: State) -> None:
-    """Warn if values have so few units that the grid rounds them.
-
-    On a grid that adapts we look at tokens and channels, on a chosen one at the largest value.
-    """
-    if scale.bits is not None:
-        largest = max(float(m.peaks.amax()) for m in scale.log)
-        if 0 < largest < _FEWEST_UNITS * float(scale.down[0]):
-            _warn_of_rounding(scale, "all values")
-        return
+    """Warn if tokens or channels have so few units that the grid rounds them."""
     for t in outputs:
         fixed = fixed_of(t)
-        if fixed is None or fixed.scale is not scale or not 1 < fixed.words.dim() < 6:
+        if fixed is None or fixed.scale is not scale or fixed.words.dim() > 5:
             continue
         words = fixed.words
-        for kept in (1, 2) if words.dim() == 3 else (1,):
-            others = [d for d in range(words.dim()) if d != kept]
+        for kept, others in _channel_dims(words):
             units = torch.maximum(words.amax(others), -words.amin(others))
             known = units[units > 0]
             few = float((known < _FEWEST_UNITS).float().mean()) if len(known) else 0.0
-            if few >= _FEW:
-                what = f"{few:.0%} of the channels or tokens (dimension {kept})"
-                _warn_of_rounding(scale, what)
-                return
-
-
-def _warn_of_rounding(scale: Scale, what: str) -> None:
-    bits = fraction_bits(scale)
-    finer = "" if scale.bits is None else ", or choose more bits or grid='auto'"
-    warnings.warn(
-        f"{_name(scale.log[-1].step)} and the steps before it: {what} reach less than "
-        f"{_FEWEST_UNITS} units of the grid (grid={bits}: multiples of 2**-{bits}), which rounds "
-        f"them: scale the input or normalise the branches{finer}, or use memory='invert'",
-        RuntimeWarning,
-        stacklevel=5,
-    )
+            if few < _FEW:
+                continue
+            bits = fraction_bits(scale)
+            finer = "" if scale.bits is None else ", or choose more bits or grid='auto'"
+            warnings.warn(
+                f"{_name(scale.log[-1].step)} and the steps before it: {few:.0%} of the channels "
+                f"or tokens (dimension {kept}) reach less than {_FEWEST_UNITS} units of the grid "
+                f"(grid={bits}: multiples of 2**-{bits}), which rounds them: scale the input or "
+                f"normalise the branches{finer}, or use memory='invert'",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return
 
 
 def _name(step: Step | None) -> str:
@@ -267,12 +250,12 @@ def sample(computed: Streams, known: Streams) -> dict[int, Tensor]:
     Leaves out fixed-point streams, whose words are summed, and tensors without values to compare.
     """
     others = set(map(id, known))
-    changed = {
-        i: sample_of(t)
+    changed = [
+        (i, sample_of(t))
         for i, t in enumerate(computed)
         if isinstance(t, Tensor) and id(t) not in others
-    }
-    return {i: values for i, values in changed.items() if values is not None}
+    ]
+    return {i: values for i, values in changed if values is not None}
 
 
 def sample_of(t: Tensor) -> Tensor | None:
@@ -307,6 +290,12 @@ def _places(count: int, device: torch.device) -> Tensor:
     return ((parts + within) * (count / size)).long().clamp_max(count - 1).to(device)
 
 
+def _channel_dims(t: Tensor) -> list[tuple[int, list[int]]]:
+    """The dimension of channels, and the others; two for tokens (B, N, C) or signals (B, C, L)."""
+    dims = (1, 2) if t.dim() == 3 else (1,) if t.dim() > 1 else ()
+    return [(d, [other for other in range(t.dim()) if other != d]) for d in dims]
+
+
 def spread_of_channels(t: Tensor) -> Tensor | None:
     """For each sampled value, the range of values of its channel; None if there are no channels.
 
@@ -316,12 +305,9 @@ def spread_of_channels(t: Tensor) -> Tensor | None:
     t = _plain(t).detach()
     if not t.is_floating_point():
         return None
-    # tokens (B, N, C) and signals (B, C, L) look alike, so we take both dims; images: dim 1
-    dims = [d for d in ((1, 2) if t.dim() == 3 else (1,)) if d < t.dim()]
     spreads = []
-    for d in dims:
+    for d, others in _channel_dims(t):
         if t.numel() // t.shape[d] >= _SMALLEST_CHANNEL:
-            others = [other for other in range(t.dim()) if other != d]
             spread = t.amax(others).float() - t.amin(others).float()
             spread = torch.where(spread > 0, spread, math.inf)
             channel = _places(t.numel(), t.device) // t.shape[d + 1 :].numel() % t.shape[d]
@@ -335,18 +321,10 @@ def operand_of(t: Tensor, computed: Streams, known: Streams) -> Tensor:
     Its size is that of the rounding errors, if ``t`` is smaller: in ``x = y - F(z)``, it is y.
     """
     passed_on = set(map(id, computed))
-
-    def fits(other: object) -> bool:
-        return (
-            isinstance(other, Tensor)
-            and id(other) not in passed_on
-            and other.shape == t.shape
-            and other.dtype.is_floating_point == t.dtype.is_floating_point
-            and other.is_complex() == t.is_complex()
-        )
-
-    found: Sequence[Tensor] = [other for other in known if fits(other)]  # type: ignore[misc]
-    return found[-1] if found else t
+    kind = t.shape, t.is_floating_point(), t.is_complex()
+    others = [o for o in known if isinstance(o, Tensor) and id(o) not in passed_on]
+    alike = [o for o in others if (o.shape, o.is_floating_point(), o.is_complex()) == kind]
+    return alike[-1] if alike else t
 
 
 class DriftError(RuntimeError):
@@ -362,44 +340,26 @@ class DriftError(RuntimeError):
 
 
 class Replayed(NamedTuple):
-    """One or more replayed steps.
-
-    Attributes:
-        steps: the steps.
-        name: their path and type.
-        limit: their largest allowed drift.
-        inverts: whether the replay inverts, or starts from values with rounding errors.
-    """
+    """One or more replayed steps."""
 
     steps: tuple[Step, ...]
     name: str
-    limit: float
-    inverts: bool
+    limit: float  # their largest allowed drift
+    inverts: bool  # or starts from values with rounding errors
 
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """Sampled values of one reconstructed stream, to compare with the forward pass's.
-
-    Attributes:
-        replayed: the steps.
-        stream: its index in the state.
-        expected: the values in the forward pass.
-        actual: the values now.
-        operand: values of the stream from which it was computed.
-        end: the largest value at the end of the chain, ``(1,)``; None of outputs.
-        spread: of the channel of each value; None if it is not checked.
-        used: whether a replay has read the stream.
-    """
+    """Sampled values of one reconstructed stream, to compare with the forward pass's."""
 
     replayed: Replayed
-    stream: int
+    stream: int  # its index in the state
     expected: Tensor
     actual: Tensor
-    operand: Tensor
-    end: Tensor | None
-    spread: Tensor | None = None
-    used: bool = False
+    operand: Tensor  # values of the stream from which it was computed
+    end: Tensor | None  # the largest value at the end of the chain, (1,); None of outputs
+    spread: Tensor | None = None  # of the channel of each value; None if it is not checked
+    used: bool = False  # whether a replay has read the stream
 
 
 class Guard:
@@ -485,19 +445,12 @@ class _Pass:
         return running
 
     def check(self) -> None:
-        """Read the figures, set each step's drift, and raise for figures beyond their limit.
-
-        Raises:
-            RangeError: a stream reached its limit; names the step and a grid that fits.
-            DriftError: a drift beyond the step's limit; names the step.
-        """
-        # chains may hold this object for longer
-        comparisons, self.comparisons = self.comparisons, []
-        sums, self.sums = self.sums, []
-        scales, self.scales = self.scales, {}
-        check_ranges(scales)
-        _check_sums(sums)
-        _check_comparisons(comparisons)
+        """Read the figures, set each step's drift, and raise a RangeError or a DriftError."""
+        found = self.scales, self.sums, self.comparisons
+        self.__init__()  # type: ignore[misc]  # chains may hold this object for longer
+        check_ranges(found[0])
+        _check_sums(found[1])
+        _check_comparisons(found[2])
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()

@@ -219,7 +219,7 @@ class Invertible(Step):
         inputs = record.inverted(self.inverse, outputs, context)
         if not record.records:
             return inputs, ()
-        check_stream_count(self, inputs, self.streams)
+        check_inverted(name_of(self), inputs, record.shapes)
         leaves = [record.leaf(i, t) for i, t in enumerate(inputs)]
         return inputs, as_state(self.forward(*leaves, **context), self)
 
@@ -287,11 +287,10 @@ def name_of(step: Step) -> str:
 
 
 def as_state(outputs: Any, step: Step | None = None, *, inverse: bool = False) -> State:
-    """The outputs of a step as a state; a step with one stream may return a bare tensor.
+    """The outputs of a step, or of its ``inverse``, as a state; one stream may be a bare tensor.
 
     Raises:
-        TypeError: ``outputs`` is neither a tensor nor a tuple of tensors; names ``step``, or its
-            inverse.
+        TypeError: ``outputs`` is neither a tensor nor a tuple of tensors; names ``step``.
     """
     if isinstance(outputs, Tensor):
         return (outputs,)
@@ -299,8 +298,11 @@ def as_state(outputs: Any, step: Step | None = None, *, inverse: bool = False) -
     if isinstance(outputs, (tuple, list)) and all(isinstance(t, Tensor) for t in outputs):
         return tuple(outputs)
     name = "the inverse of " * inverse + (name_of(step) if step is not None else "a step")
+    got = f"a {type(outputs).__name__}"
+    if isinstance(outputs, (tuple, list)):
+        got = f"({', '.join(type(t).__name__ for t in outputs)})"
     raise TypeError(
-        f"{name} returned {_kind(outputs)}, expected a tensor or a tuple of tensors, one per stream"
+        f"{name} returned {got}, expected a tensor or a tuple of tensors, one per stream"
     )
 
 
@@ -315,19 +317,14 @@ def streams_of(outputs: Any, step: Step) -> State:
     return state[: len(state) - step.extras] if step.extras else state
 
 
-def check_stream_count(step: Step, inputs: Sequence[Any], count: int) -> None:
-    """Raise a ValueError unless an inverse returned ``count`` streams; names ``step``."""
-    if len(inputs) != count:
+def check_inverted(name: str, inputs: Sequence[Any], shapes: Sequence[Sequence[int]]) -> None:
+    """Raise a ValueError unless the inverse of ``name`` returned streams of these ``shapes``."""
+    if [t.shape for t in inputs] != shapes:
+        got, expected = [tuple(t.shape) for t in inputs], [*map(tuple, shapes)]
         raise ValueError(
-            f"the inverse of {name_of(step)} returned {len(inputs)} streams, expected the {count} "
+            f"the inverse of {name} returned streams of shape {got}, expected {expected}, those "
             "that its forward took, in their order"
         )
-
-
-def _kind(outputs: Any) -> str:
-    if isinstance(outputs, (tuple, list)):
-        return f"({', '.join(type(t).__name__ for t in outputs)})"
-    return f"a {type(outputs).__name__}"
 
 
 @contextlib.contextmanager
@@ -348,14 +345,12 @@ _WRONG_WIDTH = r"to have \d+ channels|cannot be multiplied|normalized_shape|runn
 
 
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
-    """Add a note to an error of ``step.forward`` or ``step.inverse`` (the ``direction``).
-
-    The note names the step and the streams that it got, unless a step inside has named itself.
+    """Add the step and its streams to an error of ``step.forward`` or ``step.inverse``.
 
     Raises:
         RuntimeError: a branch was built for all channels, not for those of one stream.
     """
-    if hasattr(error, "__notes__"):
+    if hasattr(error, "__notes__"):  # a step inside has named itself
         return
     shapes = " and ".join(str(tuple(t.shape)) for t in state)
     types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
@@ -376,11 +371,8 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether the layer has hooks of its own.
-
-    Forward hooks may change streams, which no inverse undoes. Backward hooks need a graph of the
-    call, which an inverted step does not have.
-    """
+    """Whether the layer has hooks of its own, with which it cannot be inverted."""
+    # forward hooks may change streams; backward hooks need a graph of the call
     forward = layer._forward_hooks or layer._forward_pre_hooks
     return bool(forward or layer._backward_hooks or layer._backward_pre_hooks)
 

@@ -47,8 +47,6 @@ MAX_BITS = 29
 EXTRA_BITS = 29  # of float64 streams
 
 _RESERVE = 4.0
-_FIRST_RATIO = 4.0
-_FIRST_FLOOR = 16.0  # 4 * (the next power of two) = 128 = 2**(30 - DEFAULT_BITS)
 _FAR_BELOW = 2.0**-6  # of the range: then the first pass makes the grid finer
 _AMPLE = 2.0**3  # times more, once two passes in a row have failed
 _SMALLEST, _LARGEST = 2.0**-64, 2.0**116  # of floors: units and ranges must be float32 numbers
@@ -61,21 +59,16 @@ def free_to_read(t: Tensor) -> bool:
 
 
 class Growth:
-    """How far the values of a chain grow (NOTE [ A scale for each sample ]).
-
-    Attributes:
-        ratio: the largest value of a chain, relative to the sample's input.
-        floor: the largest value that steps reach whatever comes in.
-        seen: the grid of the first pass, once it is over.
-        failures: how often in a row a sample left its range.
-    """
+    """How far the values of a chain grow (NOTE [ A scale for each sample ])."""
 
     __slots__ = ("failures", "floor", "ratio", "seen")
 
     def __init__(self) -> None:
-        self.failures = 0
-        self.ratio, self.floor = _FIRST_RATIO, _FIRST_FLOOR
-        self.seen: int | str | None = None
+        self.ratio = 4.0  # the largest value of a chain, relative to the sample's input
+        # the largest value that steps reach whatever comes in: a range of 128 = 2**(30 - 23)
+        self.floor = 16.0
+        self.seen: int | str | None = None  # the grid of the first pass, once it is over
+        self.failures = 0  # how often in a row a sample left its range
 
     def units(self, sizes: Tensor) -> Tensor:
         """The value of one 32-bit unit for samples with these largest inputs, ``(B,)``."""
@@ -85,13 +78,8 @@ class Growth:
         return (base / mantissa * (_RESERVE * 2.0**-30)).float()
 
     def widen(self, reached: Sequence[tuple[float, float]], *, failed: bool) -> None:
-        """Raise the ratio or the floor if samples reached more.
-
-        Args:
-            reached: the largest input of a sample, and the largest value that it reached.
-            failed: whether a sample left its range. If one did in the last pass, too, we leave
-                ample room: behind a stream that left its range no value is known.
-        """
+        """Raise the ratio or the floor if samples of these (input, peak) ``reached`` more."""
+        # after two failures in a row: behind a stream that left its range no value is known
         margin = _AMPLE if failed and self.failures else 1.0
         ratio, floor = self.ratio, self.floor
         for size, peak in reached:
@@ -124,19 +112,12 @@ class Growth:
 
 
 class Measured(NamedTuple):
-    """What a sum of a chain reached.
+    """What a sum of a chain reached; tensors have a figure for each sample, ``(B,)``."""
 
-    Attributes:
-        step: the step that computed it; None outside of steps.
-        peaks: the largest value of the sum and its summand, for each sample ``(B,)``.
-        sizes: the largest input of each sample; NaN where it is not finite.
-        down: one unit of each sample.
-    """
-
-    step: Step | None
-    peaks: Tensor
-    sizes: Tensor
-    down: Tensor
+    step: Step | None  # that computed it; None outside of steps
+    peaks: Tensor  # the largest value of the sum and its summand
+    sizes: Tensor  # the largest input; NaN where it is not finite
+    down: Tensor  # one unit
 
 
 class Scale:
@@ -182,6 +163,11 @@ class Scale:
         """The end of each sample's range ``(B,)``."""
         return self.down * self.limit
 
+    def adapted(self) -> Tensor:
+        """``down`` on the grid that the chain would have now."""
+        units = self.growth.units(self.sizes)
+        return units * 2.0**-EXTRA_BITS if self.word_type == torch.int64 else units
+
     @property
     def guarded(self) -> bool:
         """Whether a logged step has a guard; without one, nothing reads the log."""
@@ -200,10 +186,7 @@ class Scale:
 
 
 def fraction_bits(scale: Scale) -> int | None:
-    """The fractional bits of the coarsest sample, as users give them; None without finite ones.
-
-    Without ``EXTRA_BITS``. Needs a host sync.
-    """
+    """The fractional bits of the coarsest sample, as users give them; None without finite ones."""
     extra = EXTRA_BITS if scale.word_type == torch.int64 else 0
     units = [unit for unit in scale.down.tolist() if math.isfinite(unit)]
     return round(-math.log2(max(units))) - extra if units else None
@@ -371,10 +354,7 @@ def in_chunks(
 ) -> Tensor | None:
     """``fn(*tensors, *figures)``, piece by piece, so that its temporary tensors are small.
 
-    Args:
-        fn: a kernel.
-        tensors: of one shape, ``(B, ...)``.
-        *figures: figures of each sample, shaped to multiply the tensors.
+    ``tensors`` have one shape, ``(B, ...)``; ``figures``, of each sample, are shaped to multiply.
 
     Returns:
         The largest of what the pieces return; of Triton's kernels, the largest magnitudes of

@@ -34,7 +34,7 @@ from revzoo.core.invertible import (
     State,
     as_state,
     changes_input,
-    check_stream_count,
+    check_inverted,
     explain_streams,
     name_of,
     plain_call,
@@ -62,6 +62,7 @@ from revzoo.core.words import (
 )
 
 Gradients = Sequence[Tensor | None]
+Unwound = tuple[Streams, list[Tensor | None]]
 
 
 class Call:
@@ -108,7 +109,6 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The path and type of the first step, for messages."""
         return name_of(self.step)
 
     @property
@@ -126,7 +126,7 @@ class Call:
         guard: Guard,
         grads: list[Tensor | None],
         needs: Sequence[bool],
-    ) -> tuple[Streams, list[Tensor | None]]:
+    ) -> Unwound:
         """Invert the steps; may empty ``outputs`` and ``grads``, so that they are freed early.
 
         Args:
@@ -167,7 +167,7 @@ class Call:
             with torch.enable_grad(), saved_tensors_hooks(_forget, _refuse):
                 start = torch._C._autograd._get_sequence_nr()
                 leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
-                values = fn(*leaves, **tree_map_only(Tensor, _like, self._given))
+                values = fn(*leaves, **tree_map_only(Tensor, _leaf, self._given))
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -203,8 +203,8 @@ class Call:
         self, roots: Iterable[Any], grads: Gradients, inputs: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """The gradients of those ``inputs`` that need one, from edges; frees the graph."""
-        known = zip(roots, grads, strict=True)
-        pairs = [(r, g) for r, g in known if g is not None and r is not None]
+        each = zip(roots, grads, strict=True)
+        pairs = [(r, g) for r, g in each if g is not None and r is not None]
         wanted = [t if n else None for t, n in zip(inputs, needs, strict=True)]
         every = targets = [t for t in wanted if t is not None]
         if not pairs or not targets:
@@ -220,7 +220,11 @@ class Call:
         for t, _ in hooked:
             t._backward_hooks = None
         try:
-            found = _derivatives([r for r, _ in pairs], every, [g for _, g in pairs])
+            # torch.autograd.grad without its checks; positional in torch: the roots, their
+            # gradients, keep the graph, create a graph, inputs, allow unused
+            run = Variable._execution_engine.run_backward
+            ends, known = zip(*pairs, strict=True)
+            found = run(ends, known, False, False, tuple(every), True, accumulate_grad=False)
         finally:
             for t, hooks in hooked:
                 t._backward_hooks = hooks
@@ -249,8 +253,8 @@ class AdditiveCall(Call):
     """Additive couplings ``(x, z) -> (z, x + F(z))``, one after the other.
 
     The function of a single one returns only the sum, since z passes it by. That of several frees
-    what it got as soon as it is used, though its caller holds it: gradients, and, if it is
-    ``frees_input``, its input: only the sequence that runs the couplings holds it.
+    gradients and, if it ``frees_input``, its input as soon as they are used; their holders never
+    read them again.
     """
 
     frees_input = False
@@ -306,12 +310,12 @@ class AdditiveCall(Call):
     def _note(self, before: Tensor | Fixed, strides: tuple[int, ...]) -> None:
         # what goes wrong in any coupling shows in the streams before the first
         guarded = self.limit is not None and len(self._before) < 2
+        down = total = values = None
         if isinstance(before, Fixed):
-            total = sum_of(before.words) if guarded else None
-            self._before.append(_Before(strides, before.down, total, None))
-        else:
-            values = sample_of(before) if guarded else None
-            self._before.append(_Before(strides, None, None, values))
+            down, total = before.down, sum_of(before.words) if guarded else None
+        elif guarded:
+            values = sample_of(before)
+        self._before.append(_Before(strides, down, total, values))
 
     def unwind(
         self,
@@ -319,7 +323,7 @@ class AdditiveCall(Call):
         guard: Guard,
         grads: list[Tensor | None],
         needs: Sequence[bool],
-    ) -> tuple[Streams, list[Tensor | None]]:
+    ) -> Unwound:
         x2, y2 = outputs
         outputs.clear()
         single = len(self.steps) == 1
@@ -348,7 +352,11 @@ class AdditiveCall(Call):
                 root = _edge_of(value)
                 value = value.detach()
                 x1 = _with_strides(_minus(y2, value, before, step), before.strides)
-                self._compare(before, guard, (x1, x2), (x2, y2), leaf)
+                if before.total is not None and isinstance(x1, Fixed):
+                    note_sums(self.steps, before.total, sum_of(x1.words))
+                if before.values is not None:
+                    guard.compare(self._replayed(), {0: before.values}, (x1, x2), (x2, y2))
+                    guard.note_uses([leaf], (x1, x2))
                 x2, y2 = x1, x2  # frees the sum before memory peaks
                 del value, x1
                 if self.conditions.autocast:  # gradients are computed outside of it
@@ -359,8 +367,9 @@ class AdditiveCall(Call):
                 if records:
                     found = self._derive((root,), (gy,), received, wanted)
                 of_others[:0] = found[1:]
-                gx, gy = gy, _plus(gx, found[0])
-                del root, leaf, received, found  # before the next evaluation
+                gz = found[0]
+                gx, gy = gy, gz if gx is None else gx if gz is None else gx + gz
+                del root, leaf, received, found, gz  # before the next evaluation
         finally:
             if undo is not None:
                 leave(undo)
@@ -371,21 +380,6 @@ class AdditiveCall(Call):
             # code that we do not know may hold steps, which go on with the words as in forward
             return t.read() if self.members.quiet else read_with_words(t)
         return t.detach()
-
-    def _compare(
-        self,
-        before: _Before,
-        guard: Guard,
-        inputs: Streams,
-        outputs: Streams,
-        leaf: Tensor,
-    ) -> None:
-        x = inputs[0]
-        if before.total is not None and isinstance(x, Fixed):
-            note_sums(self.steps, before.total, sum_of(x.words))
-        if before.values is not None:
-            guard.compare(self._replayed(), {0: before.values}, inputs, outputs)
-            guard.note_uses([leaf], inputs)
 
 
 class PairCall(AdditiveCall):
@@ -409,7 +403,7 @@ class PairCall(AdditiveCall):
         guard: Guard,
         grads: list[Tensor | None],
         needs: Sequence[bool],
-    ) -> tuple[Streams, list[Tensor | None]]:
+    ) -> Unwound:
         assert self.step.pair
         i, j = self.step.pair
         before, pair, after = outputs[:i], [outputs[j], outputs[i]], outputs[i + 1 :]
@@ -452,10 +446,6 @@ def _hollow(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
-def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
-
-
 class GeneralCall(Call):
     """Any invertible step."""
 
@@ -480,7 +470,7 @@ class GeneralCall(Call):
         """Note the streams after the step; figures of those that it changes, before it."""
         self._given = {}  # the tape must not hold a graph
         step = self.step
-        self._shapes = [t.shape for t in state]
+        self.shapes = [t.shape for t in state]
         self.dtypes = [t.dtype for t in state]
         self.strides = [_strides_of(t) for t in state]
         self.streams = as_fixed([t.detach() for t in streams_of(outputs, step)])
@@ -504,7 +494,7 @@ class GeneralCall(Call):
         guard: Guard,
         grads: list[Tensor | None],
         needs: Sequence[bool],
-    ) -> tuple[Streams, list[Tensor | None]]:
+    ) -> Unwound:
         step = self.step
         known = tuple(outputs)
         outputs.clear()
@@ -534,13 +524,7 @@ class GeneralCall(Call):
 
     def _checked(self, returned: Sequence[Any]) -> Streams:
         """The streams that the inverse returned, as the forward pass took them."""
-        check_stream_count(self.step, returned, len(self.needs))
-        if (shapes := [t.shape for t in returned]) != self._shapes:
-            got, expected = ([tuple(s) for s in each] for each in (shapes, self._shapes))
-            raise ValueError(
-                f"the inverse of {self.name} returned streams of shape {got}, expected {expected}, "
-                "the shapes that its forward took"
-            )
+        check_inverted(self.name, returned, self.shapes)
         inputs = as_fixed(returned)
         for t, known in zip(inputs, self._fixed, strict=False):
             if known is not None and isinstance(t, Fixed):
@@ -563,6 +547,7 @@ class Recorder:
     Attributes:
         records: whether gradients are wanted; if not, ``replay`` need not return outputs.
         needs: which streams required gradient in the forward pass.
+        shapes: of the streams in the forward pass.
         saved: what the step saved in its forward pass by ``save_for_replay``.
     """
 
@@ -570,6 +555,7 @@ class Recorder:
         self._call = call
         self.records = records
         self.needs = call.needs
+        self.shapes = call.shapes
         self.saved = call.saved
         self.leaves: list[Tensor | None] = [None] * len(self.needs)
 
@@ -584,10 +570,9 @@ class Recorder:
     def inverted(
         self, inverse: Callable[..., Any], outputs: Streams, context: Mapping[str, Any]
     ) -> Streams:
-        """``inverse(*outputs, **context)`` without recording.
+        """``inverse(*outputs, **context)`` without recording, under the conditions of the forward.
 
-        It runs with the random state and buffers of the forward pass (``carried`` buffers: the
-        values after it). These are restored afterwards, so the next recording sees them, too.
+        ``carried`` buffers have their values after it. The next recording sees the same conditions.
         """
         step = self._call.step
         undo = self._call.conditions.enter(inverting=True)
@@ -602,17 +587,6 @@ class Recorder:
                 return as_fixed(as_state(returned, step, inverse=True))
         finally:
             leave(undo)
-
-
-def _derivatives(
-    roots: Sequence[GradientEdge], targets: Sequence[Tensor], grads: Gradients
-) -> Sequence[Tensor | None]:
-    """``torch.autograd.grad(roots, targets, grads, allow_unused=True)``, without its checks."""
-    run = Variable._execution_engine.run_backward
-    # positional in torch: keep the graph, create a graph, inputs, allow unused
-    return run(
-        tuple(roots), tuple(grads), False, False, tuple(targets), True, accumulate_grad=False
-    )
 
 
 def _edge_of(value: Tensor) -> GradientEdge | None:
@@ -633,12 +607,8 @@ def _nodes(roots: Iterable[GradientEdge | None]) -> list[Any]:
     return list(seen)
 
 
-def _leaf(t: Tensor, needs: bool) -> Tensor:
-    return detached(t).requires_grad_(needs)
-
-
-def _like(t: Tensor) -> Tensor:
-    return _leaf(t, t.requires_grad)
+def _leaf(t: Tensor, needs: bool | None = None) -> Tensor:
+    return detached(t).requires_grad_(t.requires_grad if needs is None else needs)
 
 
 def _strides_of(t: Tensor) -> tuple[int, ...]:

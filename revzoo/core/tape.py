@@ -78,7 +78,7 @@ from revzoo.core.replay import (
     stash_gradients,
 )
 from revzoo.core.saved import SavedState, graph_is_kept
-from revzoo.core.tensors import capturing_cuda_graph, versions_of, without_cached_casts
+from revzoo.core.tensors import capturing_cuda_graph, versions_of
 from revzoo.core.words import Fixed, Streams, call_on_grid
 
 LAZY_WARNING = (
@@ -111,7 +111,7 @@ def run_inverting(
         state: the input.
         context: keyword arguments of a single step.
         drift_limit: of the steps.
-        private: whether nobody else will read ``state``, so that several couplings may free it.
+        private: whether several couplings may free ``state``, since nobody else will read it.
     """
     step = steps[0]
     if drift_limit is not None and capturing_cuda_graph():
@@ -137,7 +137,7 @@ def run_inverting(
     call = kind(steps, members, state, context, drift_limit)
     if private and isinstance(call, AdditiveCall):
         call.frees_input = True
-        tape.forget_end()
+        tape.known = None  # the next step is certain to be appended, or the graph is lost
     trained = [t for of_step in call.trained for t in of_step]
     outputs = StepFunction.apply(call, tape, *state, *call.arguments, *trained)
     if isinstance(call, PairCall):
@@ -185,8 +185,13 @@ class StepFunction(torch.autograd.Function):
         ctx.call, ctx.tape = call, tape
         call.function = weakref.ref(ctx)  # rule 2
         call.arguments = []  # they may hold this chain's graph
-        with without_cached_casts(call.conditions.autocast):
+        # before torch 2.11, a cast that recorded nothing serves later code, without a gradient
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
             outputs = call.forward(inputs[: len(call.needs)])
+        finally:
+            torch.set_autocast_cache_enabled(cached)
         if isinstance(call, GeneralCall):
             flat = as_state(outputs)
             found = zip(flat, call.differentiable, strict=True)
@@ -209,7 +214,7 @@ class Tape:
         self._calls: list[Call] = []
         self._position = 0
         self._has_words = False
-        self._known: SavedState | None = None
+        self.known: SavedState | None = None
         self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
         self._marks: tuple[list[int], list[bool]] = [], []
         self._cursor: tuple[int, Streams] | None = None  # rule 5
@@ -230,7 +235,7 @@ class Tape:
         call.index = len(self._calls)
         self._calls.append(call)
         self._has_words = Fixed in map(type, call.streams)
-        self._known, call.streams = SavedState(call.streams), ()
+        self.known, call.streams = SavedState(call.streams), ()
         # marks of the returned tensors: the caller can change those, but not the words
         self._marks = _marks_of(outputs)
         self._position = len(self._calls)
@@ -241,10 +246,6 @@ class Tape:
     def close(self) -> None:
         """Prevent other steps from joining until the next one is appended."""
         self._returned = []
-
-    def forget_end(self) -> None:
-        """Free the known state: the next step is certain to be appended, or the graph is lost."""
-        self._known = None
 
     def ends_with(self, state: State) -> bool:
         return (
@@ -279,7 +280,7 @@ class Tape:
         state = list(self._walk_to(index + 1))
         call.done = not graph_is_kept()
         if self._can_cut(index):
-            self._known = self._cursor = None  # the steps free these streams when they are used
+            self.known = self._cursor = None  # the steps free these streams when they are used
         scales = [t.scale for t in state if isinstance(t, Fixed)]
         inputs, found = call.unwind(state, self._guard, grads, needs)
         if call.limit is not None:
@@ -303,13 +304,13 @@ class Tape:
     def _start_for(self, position: int) -> tuple[int, Streams]:
         if self._cursor is not None and self._cursor[0] >= position:
             return self._cursor
-        if self._known is None or position > self._position:
+        if self.known is None or position > self._position:
             raise RuntimeError(
                 "trying to backward through the graph a second time, but the first pass freed the "
                 "tape of its steps: pass retain_graph=True to the first backward pass. (A forward "
                 "pass that went on from these steps and failed frees it, too: compute them again)"
             )
-        return self._position, self._known.state(self._calls[-1].name)
+        return self._position, self.known.state(self._calls[-1].name)
 
     def _can_cut(self, index: int) -> bool:
         """Whether nobody needs the functions from ``index`` on once more (rule 4)."""
@@ -322,7 +323,7 @@ class Tape:
             self.close()
             # the loss keeps the graph, and so this tape, until the whole backward pass is done
             runs_on = any(call.may_run_backward for call in self._calls)
-            self._known = SavedState(state) if runs_on else None
+            self.known = SavedState(state) if runs_on else None
             self._position, self._cursor = index, None
         elif any(call.may_run_backward for call in self._calls[:index]):
             self._cursor = index, state

@@ -133,10 +133,7 @@ class Fixed:
         return Fixed(words, self.scale, dtype or self.dtype, down=self.down, bound=self.bound)
 
     def minus(self, value: Tensor, down: Tensor | None, *, overwrite: bool = False) -> Fixed:
-        """The stream before ``value`` was added, and its ``down``.
-
-        ``overwrite`` allows reusing the memory of ``value``.
-        """
+        """The stream before ``value`` was added; ``overwrite`` allows reusing its memory."""
         words = self.words
         fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
@@ -155,12 +152,7 @@ class Fixed:
     ) -> Tensor | None:
         """Find the samples that left their range (rules 5 and 6 of NOTE [ Words and floats ]).
 
-        Args:
-            peak: what the kernel returned.
-            before: the bound of the stream that it was added to.
-            total: the floats of the sum.
-            summand: what was added, in floating point.
-            step: the step that added it; None outside of steps.
+        ``peak`` is what the kernel returned; ``before`` bounds the stream before the ``summand``.
 
         Returns:
             Which samples did, ``(B,)``; None if none did, or if it is not known on the host.
@@ -254,10 +246,7 @@ def set_words(t: Tensor, fixed: Fixed) -> None:
 
 
 def discard(t: Tensor) -> None:
-    """Free the memory of ``t`` and its words, although someone still holds it, but never reads it.
-
-    ``t`` must be alone in its storage.
-    """
+    """Free the memory of ``t``, alone in its storage, and its words: its holder never reads it."""
     if type(t) is Tensor and has_values(t):
         storage = t.untyped_storage()
         vars(storage).pop(_KEY, None)
@@ -309,12 +298,7 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """``fn(*state)``; the words move with the values.
-
-    Args:
-        fn: only moves values, in tensors of any dtype.
-        state: all streams have words, or none has.
-    """
+    """``fn(*state)``, which only moves values; the words, of all streams or none, move, too."""
     # words are ignored after a change, so the new tensors must count changes (rule 2)
     with counting_changes():
         returned = fn(*state)
@@ -333,14 +317,8 @@ def move_words(
 ) -> None:
     """Give ``outputs = fn(*state)`` words: ``fn`` moves the words of ``state``, too.
 
-    Args:
-        fn: moves values.
-        state: its inputs.
-        outputs: what it returned.
-        step: the step, if it may move values from sample to sample.
-
     Raises:
-        ValueError: the step does, but each sample has its own scale.
+        ValueError: ``step`` moves values between samples, but each has its own scale.
     """
     fixed = [f for t in state if (f := fixed_of(t)) is not None]
     if len(fixed) < len(state) or all(fixed_of(t) is not None for t in outputs):
@@ -381,9 +359,7 @@ def _keeps_samples(step: Step, fn: Callable[..., Any], state: Sequence[Fixed]) -
 def apply_to_words(
     fn: Callable[..., Any], state: Sequence[Fixed], dtypes: Sequence[torch.dtype]
 ) -> tuple[Fixed, ...]:
-    """Apply ``fn``, which only moves values in their sample, to words.
-
-    ``dtypes`` are of the float tensors.
+    """Apply ``fn``, which only moves values in their sample, to words; ``dtypes`` are the floats'.
 
     Raises:
         ValueError: ``fn`` does not work on integers.
@@ -394,10 +370,9 @@ def apply_to_words(
     for other in state[1:]:
         if other.down is not down:
             down = torch.where(other.down.isnan(), math.nan, down)
-    pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
     return tuple(
         Fixed(as_dense(t, first.words), first.scale, d or first.dtype, down=down, bound=bound)
-        for t, d in pairs
+        for t, d in itertools.zip_longest(outputs, dtypes[: len(outputs)])
     )
 
 
@@ -434,6 +409,7 @@ def call_on_grid(
     """
     if step.grid is None or not step.moves_values or not keeps_words():
         return call(step, *state, **context)
+    # on a grid, the integer words of the streams move with the float values
     with counting_changes():
         returned = call(step, *state, **context)
     # extra outputs are not streams: they get no words and may have any layout

@@ -290,7 +290,7 @@ class Scaled(Invertible):
 @pytest.mark.parametrize("mode", MODES)
 def test_random_numbers_of_another_device_are_drawn_again(mode, monkeypatch):
     device = Device()
-    monkeypatch.setattr(conditions, "HOST", ("cpu",))  # "meta" stands for a device of its own
+    monkeypatch.setattr(conditions, "_HOST", ("cpu",))  # "meta" stands for a device of its own
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
     steps = [Scaled(device) for _ in range(3)]
     x, other = inputs(), torch.empty(2, device="meta")
