@@ -20,7 +20,7 @@ from measure import environment
 from torch import Tensor, nn
 
 from revzoo import set_memory
-from revzoo.core.words import DEFAULT_BITS
+from revzoo.core.kernels import DEFAULT_BITS
 
 CHANNELS, BLOCKS = 8, 3
 NAMES = ("revzoo invert", "revzoo exact", "torch checkpoint", "memcnn", "revtorch", "invtorch")

@@ -49,6 +49,7 @@ from revzoo.core.invertible import (
     steps_in,
     streams_of,
 )
+from revzoo.core.kernels import DEFAULT_BITS, MAX_BITS
 from revzoo.core.saved import are_watched, offloaded
 from revzoo.core.sums import begun_chains, collects_chains, put_on_grid
 from revzoo.core.tensors import runs_eagerly, tensors_of, versions_of
@@ -57,9 +58,14 @@ from revzoo.core.words import (
     Grid,
     call_on_grid,
     can_have_words,
-    check_grid,
     keeps_words,
     renew_words,
+)
+
+_LAZY_WARNING = (
+    "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
+    "as with memory='store'. If memory is short, call the model on a batch under torch.no_grad() "
+    "first, and remove layers that no pass calls"
 )
 
 
@@ -96,9 +102,6 @@ class Mode:
         """Call ``step`` so that its backward pass finds its activations, kept or recomputed."""
         return call_on_grid(plain_call, step, state, context)
 
-    def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
-        """Raise a ValueError if the mode does not fit any of the ``steps`` of ``module``."""
-
     def drift_limit(self, step: Step) -> float | None:
         """Largest relative error that a replay of ``step`` may have; None: not measured."""
         return step.drift_limit
@@ -123,8 +126,14 @@ class _Recompute(Mode):
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         members = Members.of(step)
         if members.lazy:
-            warnings.warn(tape.LAZY_WARNING, UserWarning, stacklevel=2)
+            warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)
             return super().run(step, state, context)
+        return self.replayed(step, members, state, context)
+
+    def replayed(
+        self, step: Step, members: Members, state: State, context: Mapping[str, Any]
+    ) -> Any:
+        """Call ``step``, to evaluate it once more in the backward pass."""
         conditions = Conditions((step,), members, state, ambient=False)
         drift = None
         if step.drift_limit is not None and not members.quiet:
@@ -134,15 +143,9 @@ class _Recompute(Mode):
             return call_on_grid(plain_call, step, state, context)
 
         # layers that we know save the same tensors again, so torch need not compare their shapes
-        return run_recomputed(
-            call,
-            state,
-            context,
-            conditions,
-            drift,
-            early_stop=members.quiet,
-            determinism_check="none" if members.quiet else "default",
-        )
+        check = "none" if members.quiet else "default"
+        options = {"early_stop": members.quiet, "determinism_check": check}
+        return run_recomputed(call, state, context, conditions, drift, **options)
 
 
 class _Invert(_Recompute):
@@ -150,18 +153,12 @@ class _Invert(_Recompute):
     keeps = "the last output of a chain of steps"
     inverts = True
 
-    def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    def replayed(
+        self, step: Step, members: Members, state: State, context: Mapping[str, Any]
+    ) -> Any:
         if not isinstance(step, Invertible) or not step.invertible or has_hooks(step):
-            return super().run(step, state, context)
-        limit = self.drift_limit(step)
-        return tape.run_inverting((step,), Members.of(step), state, context, limit)
-
-    def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
-        if not any(step.invertible for step in steps):
-            raise ValueError(
-                f"{kind_of(module)} has no invertible step, so memory mode {self.name!r} "
-                "cannot apply: use 'recompute' or 'store', or a reversible model"
-            )
+            return super().replayed(step, members, state, context)
+        return tape.run_inverting((step,), members, state, context, self.drift_limit(step))
 
 
 class _Exact(_Invert):
@@ -193,11 +190,7 @@ def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
     mode = MODES.get(name)
     if mode is None:
-        if name in (
-            "auto",
-            "balanced",
-            "budget",
-        ):  # revzoo.profiling.plan.PLANNED, on a higher floor
+        if name in ("auto", "balanced", "budget"):  # PLANNED of revzoo.profiling.plan
             raise ValueError(
                 f"memory mode {name!r} is a plan, with a mode for each step: make one, "
                 "plan = revzoo.plan_memory(model, input_shape, budget='4GiB'), and pass it, "
@@ -244,7 +237,7 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
     if step.needs_words and mode.inverts and step.grid is None:
-        raise ValueError(no_float_inverse_message(step, mode.name))
+        raise ValueError(_no_float_inverse(step, mode))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     # a branch that changes its input in place would make the streams disagree
     versions = versions_of(watched)
@@ -278,26 +271,6 @@ def can_run_together(step: Step, state: State) -> bool:
         and can_have_words(state)
         and differentiates(step, state, {})
     )
-
-
-def run_together(steps: tuple[Invertible, ...], state: State, *, private: bool) -> State | None:
-    """Run additive couplings in one function of the graph: less time than one for each.
-
-    Args:
-        steps: with equal settings; :func:`can_share` holds for each of them.
-        state: two streams, on the steps' grid; :func:`can_run_together` holds for it.
-        private: whether nobody else will read ``state``: it is then freed early.
-
-    Returns:
-        The streams after the steps; None if the steps share parameters.
-    """
-    members = Members.together(steps)
-    if members is None:
-        return None
-    limit = mode_of(steps[0].memory).drift_limit(steps[0])
-    # it refuses a branch that changes its input
-    outputs: State = tape.run_inverting(steps, members, state, {}, limit, private=private)
-    return outputs
 
 
 def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
@@ -354,11 +327,10 @@ def on_grid_of(step: Step, state: State) -> State:
     return (*put_on_grid(state[:cut], step), *state[cut:])
 
 
-def no_float_inverse_message(step: Step, mode: str) -> str:
-    """The message for a step whose inverse works only in fixed point, in another mode."""
+def _no_float_inverse(step: Step, mode: Mode) -> str:
     return (
-        f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "
-        "'exact', which inverts it on integers, or 'recompute' or 'store'"
+        f"{name_of(step)} has no inverse in floating point, in which mode {mode.name!r} computes: "
+        "use 'exact', which inverts it on integers, or 'recompute' or 'store'"
     )
 
 
@@ -403,8 +375,12 @@ def set_memory(
     plan = {"": mode} if isinstance(mode, str) else dict(mode)
     chosen = [(mode_of(name), _steps_at(module, path, name, grid)) for path, name in plan.items()]
     for each, steps in chosen:
-        if isinstance(mode, str):
-            each.check(module, steps)
+        invertible = any(step.invertible for step in steps)
+        if isinstance(mode, str) and each.inverts and not invertible:
+            raise ValueError(
+                f"{kind_of(module)} has no invertible step, so memory mode {mode!r} cannot apply: "
+                "use 'recompute' or 'store', or a reversible model"
+            )
         _check_fit(each, grid, steps)
     # after all checks, so that an error changes nothing
     for each, steps in chosen:
@@ -521,16 +497,18 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
 def _check_fit(mode: Mode, grid: Grid | None, steps: Sequence[Step]) -> None:
     """Raise a ValueError if a step cannot run in ``mode`` on ``grid``; None: the mode's grid."""
     grid = mode.grid if grid is None else grid
-    if grid is not None:
-        _check_grid(grid, steps)
-    elif mode.inverts:
+    if grid is None:
         for step in steps:
-            if step.needs_words:
-                raise ValueError(no_float_inverse_message(step, mode.name))
-
-
-def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
-    check_grid(grid)
+            if mode.inverts and step.needs_words:
+                raise ValueError(_no_float_inverse(step, mode))
+        return
+    whole = isinstance(grid, int) and not isinstance(grid, bool)
+    if grid != AUTO and not (whole and 0 <= int(grid) <= MAX_BITS):
+        raise ValueError(
+            f"grid={grid!r}: expected the number of fractional bits, 0 to {MAX_BITS} "
+            f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
+            f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
+        )
     for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
             why = step.inexact or (

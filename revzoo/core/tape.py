@@ -47,7 +47,6 @@ NOTE [ Chains joined by hand ]
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -81,13 +80,6 @@ from revzoo.core.saved import SavedState, graph_is_kept
 from revzoo.core.tensors import capturing_cuda_graph, versions_of
 from revzoo.core.words import Fixed, Streams, call_on_grid
 
-LAZY_WARNING = (
-    "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
-    "as with memory='store'. If memory is short, call the model on a batch under torch.no_grad() "
-    "first, and remove layers that no pass calls"
-)
-
-
 Run = Callable[[Step, State, Mapping[str, Any]], Any]
 
 watcher: Callable[[Run, Step, State, Mapping[str, Any]], Any] | None = None
@@ -120,9 +112,6 @@ def run_inverting(
             "on the host after each backward pass: switch it off with "
             "revzoo.set_drift_limit(model, None), or use memory='store'"
         )
-    if members.lazy:
-        warnings.warn(LAZY_WARNING, UserWarning, stacklevel=2)
-        return call_on_grid(plain_call, step, state, context)
     tape = Tape.ending_with(state, step)
     tape.close()  # steps inside this one must not join this chain
     plain = runs_forward_alone(step)

@@ -58,8 +58,6 @@ from revzoo.core.invertible import (
     runs_forward_alone,
 )
 from revzoo.core.kernels import (
-    DEFAULT_BITS,
-    MAX_BITS,
     Measured,
     Scale,
     for_samples_of,
@@ -191,17 +189,6 @@ Streams = tuple[Tensor | Fixed, ...]
 def counting_changes() -> AbstractContextManager[Any]:
     """A context in which new tensors count in-place changes, even inside inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def check_grid(grid: Grid) -> None:
-    """Raise a ValueError unless ``grid`` is valid."""
-    whole = isinstance(grid, int) and not isinstance(grid, bool)
-    if grid != AUTO and not (whole and 0 <= int(grid) <= MAX_BITS):
-        raise ValueError(
-            f"grid={grid!r}: expected the number of fractional bits, 0 to {MAX_BITS} "
-            f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
-            f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
-        )
 
 
 def can_have_words(state: Iterable[Tensor]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable
-from revzoo.core.conditions import repeating
+from revzoo.core.conditions import Members, repeating
 from revzoo.core.guard import check_ranges, scales_of
 from revzoo.core.invertible import (
     Invertible,
@@ -45,8 +45,8 @@ from revzoo.core.modes import (
     run_in_mode,
     run_on_adapted_grid,
     run_step,
-    run_together,
 )
+from revzoo.core.tape import run_inverting
 from revzoo.core.tensors import runs_eagerly, versions_of
 from revzoo.core.words import (
     apply_with_words,
@@ -535,7 +535,10 @@ def _run_couplings(
         count = min(len(steps) - _ALONE, _TOGETHER)
         outputs = None
         if count > 1:
-            outputs = run_together(tuple(steps[:count]), state, private=all(free))
+            several, first = tuple(steps[:count]), steps[0]
+            if (members := Members.together(several)) is not None:  # they share no parameter
+                limit = mode_of(first.memory).drift_limit(first)
+                outputs = run_inverting(several, members, state, {}, limit, private=all(free))
         if outputs is None:
             count = 1
             outputs = as_state(run_in_mode(steps[0], state, {}), steps[0])
