@@ -169,8 +169,17 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
                 again = RangeError("values are small: run the chain again, on a finer grid")
             else:
                 growth.seen = scale.grid
-                if scale.guarded:
-                    _warn_of_coarse_grids(scale, outputs)
+                if scale.guarded and (what := _rounded_part(scale, outputs)):
+                    bits = fraction_bits(scale)
+                    finer = "" if scale.bits is None else ", or choose more bits or grid='auto'"
+                    warnings.warn(
+                        f"{_name(scale.log[-1].step)} and the steps before it: {what} reach less "
+                        f"than {_FEWEST_UNITS} units of the grid (grid={bits}: multiples of "
+                        f"2**-{bits}), which rounds them: scale the input or normalise the "
+                        f"branches{finer}, or use memory='invert'",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
         if not scale.guarded:
             growth.failures = 0
             continue
@@ -184,30 +193,25 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
     return again
 
 
-def _warn_of_coarse_grids(scale: Scale, outputs: State) -> None:
-    """Warn if tokens or channels have so few units that the grid rounds them."""
+def _rounded_part(scale: Scale, outputs: State) -> str:
+    """What has so few units that the grid rounds it; empty if nothing has.
+
+    On a grid that adapts we look at tokens and channels, on a chosen one at the largest value.
+    """
+    if scale.bits is not None:
+        largest = max(float(m.peaks.amax()) for m in scale.log)
+        return "all values" if 0 < largest < _FEWEST_UNITS * float(scale.down[0]) else ""
     for t in outputs:
         fixed = fixed_of(t)
         if fixed is None or fixed.scale is not scale or fixed.words.dim() > 5:
             continue
-        words = fixed.words
-        for kept, others in _channel_dims(words):
-            units = torch.maximum(words.amax(others), -words.amin(others))
+        for kept, others in _channel_dims(fixed.words):
+            units = torch.maximum(fixed.words.amax(others), -fixed.words.amin(others))
             known = units[units > 0]
             few = float((known < _FEWEST_UNITS).float().mean()) if len(known) else 0.0
-            if few < _FEW:
-                continue
-            bits = fraction_bits(scale)
-            finer = "" if scale.bits is None else ", or choose more bits or grid='auto'"
-            warnings.warn(
-                f"{_name(scale.log[-1].step)} and the steps before it: {few:.0%} of the channels "
-                f"or tokens (dimension {kept}) reach less than {_FEWEST_UNITS} units of the grid "
-                f"(grid={bits}: multiples of 2**-{bits}), which rounds them: scale the input or "
-                f"normalise the branches{finer}, or use memory='invert'",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-            return
+            if few >= _FEW:
+                return f"{few:.0%} of the channels or tokens (dimension {kept})"
+    return ""
 
 
 def _name(step: Step | None) -> str:

@@ -11,8 +11,8 @@
 The mode is not part of the ``state_dict``. It may change at any time, and applies from the next
 forward pass on.
 
-A :class:`Mode` object defines how to run a step, which steps the mode fits, and how much drift it
-allows. To add a mode, write a subclass and add it to :data:`MODES`.
+A :class:`Mode` object defines how to run a step, and how much drift the mode allows. To add a mode,
+write a subclass and add it to :data:`MODES`.
 """
 
 from __future__ import annotations

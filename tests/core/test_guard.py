@@ -236,7 +236,7 @@ def test_warns_of_values_that_a_grid_rounds(size, dtype, warns):
     x = size * torch.linspace(-1, 1, 16, dtype=getattr(torch, dtype)).view(2, 8)
     run(net, x)  # the grid adapts
     revzoo.set_memory(net, "exact", grid=23)
-    expected = r"100% of the channels .* less than 1024 units .*grid=23.* choose more bits"
+    expected = r"all values .* less than 1024 units .*grid=23.* choose more bits"
     with pytest.warns(RuntimeWarning, match=expected) if warns else contextlib.nullcontext():
         run(net, x)
 
