@@ -32,11 +32,11 @@ from revzoo.layers.linear import InvertibleLinear as InvertibleLinear
 from revzoo.layers.linear import PatchConv as PatchConv
 from revzoo.layers.make_reversible import Residual as Residual
 from revzoo.layers.make_reversible import make_reversible as make_reversible
+from revzoo.layers.make_reversible import recalibrate_batch_norm as recalibrate_batch_norm
 from revzoo.layers.make_reversible import reversible_blocks as reversible_blocks
 from revzoo.layers.norm_act import ActNorm as ActNorm
 from revzoo.layers.norm_act import InvertibleBatchNorm as InvertibleBatchNorm
 from revzoo.layers.norm_act import InvertibleLeakyReLU as InvertibleLeakyReLU
-from revzoo.layers.norm_act import recalibrate_batch_norm as recalibrate_batch_norm
 from revzoo.layers.padding import ChannelPadding as ChannelPadding
 from revzoo.layers.padding import SpatialPadding as SpatialPadding
 from revzoo.layers.rearrange import ChannelPermutation as ChannelPermutation

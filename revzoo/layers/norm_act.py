@@ -30,17 +30,15 @@ NOTE [ Statistics of the batch ]
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo._checks import check_choice, check_number
 from revzoo.core.conditions import is_replaying
-from revzoo.core.invertible import evaluation_mode, name_of
+from revzoo.core.invertible import name_of
 from revzoo.core.tensors import version_of
 from revzoo.layers.streams import Joint, Streamwise, log_det_dtype
 
@@ -52,8 +50,13 @@ class ActNorm(Joint):
     """``(B, C, ...) -> (B, C, ...)``, ``y = exp(log_scale) * x + shift`` for each channel.
 
     The first forward pass in training mode, with or without gradients, sets both from its batch and
-    sets the buffer ``initialised``. Replays, inverses and evaluation never do. Before that pass the
-    layer is the identity.
+    sets the buffer ``initialised``: its output has mean zero and variance one per channel (Glow,
+    Kingma and Dhariwal 2018, arXiv 1807.03039, section 3.1). Replays, inverses and evaluation never
+    do. Before that pass the layer is the identity. Afterwards it is the same map for every batch,
+    so it has an inverse in training, too.
+
+    Known limit: each process of a distributed run would initialise from its own batch. Run one
+    batch through the model before you wrap it in DistributedDataParallel.
 
     Args:
         channels: C, of all streams together.
@@ -138,6 +141,8 @@ class ActNorm(Joint):
 
 class InvertibleBatchNorm(Joint):
     """``(B, C, ...) -> (B, C, ...)``, normalised per channel, by running averages or as in torch.
+
+    There is no scale and shift; put an :class:`ActNorm` after it.
 
     Args:
         channels: C, of all streams together.
@@ -247,6 +252,8 @@ class InvertibleBatchNorm(Joint):
 class InvertibleLeakyReLU(Streamwise):
     """``x -> max(x, 0) + slope * min(x, 0)``, any shape, for each stream.
 
+    The inverse is the leaky ReLU with slope ``1 / slope``.
+
     Args:
         slope: factor for negative values, positive; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
             multiplies rounding errors by ``1 / slope``.
@@ -281,49 +288,3 @@ class InvertibleLeakyReLU(Streamwise):
 
     def extra_repr(self) -> str:
         return f"{self.slope}, streams={self.streams}"
-
-
-def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:
-    """Replace the running statistics of torch's BatchNorms in ``model`` by averages over batches.
-
-    Everything else runs as in evaluation; weights, modes and momenta do not change. An error
-    restores the statistics. An :class:`~revzoo.InvertibleBatchNorm` keeps its own.
-
-    Args:
-        model: called with each batch.
-        batches: images ``(B, C, H, W)``, normalised; a few hundred images are enough. If a batch
-            is a tuple or list, as from a loader of images and labels, its first item is used.
-
-    Raises:
-        ValueError: there is no batch.
-
-    Example:
-        >>> net = revzoo.make_reversible(revzoo.create_model("resnet32"), bits=2)
-        >>> revzoo.recalibrate_batch_norm(net, [torch.randn(8, 3, 32, 32) for _ in range(2)])
-        >>> int(net.stem[0].norm.num_batches_tracked)
-        2
-    """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    momenta = [norm.momentum for norm in norms]
-    before = [{k: b.clone() for k, b in norm.named_buffers(recurse=False)} for norm in norms]
-    count = 0
-    try:
-        # no dropout or stochastic depth, as in evaluation
-        with evaluation_mode(model), torch.no_grad():
-            for norm in norms:
-                norm.train()
-                norm.reset_running_stats()
-                norm.momentum = None  # the average over all batches
-            for batch in batches:
-                model(batch if isinstance(batch, Tensor) else batch[0])
-                count += 1
-        if not count:
-            raise ValueError("batches is empty: expected at least one batch of images")
-    except BaseException:
-        for norm, buffers in zip(norms, before, strict=True):
-            for name, value in buffers.items():
-                getattr(norm, name).copy_(value)
-        raise
-    finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
