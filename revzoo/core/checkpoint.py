@@ -48,15 +48,9 @@ def run_recomputed(
     drift: Replayed | None,
     **options: Any,
 ) -> Any:
-    """``call(*args, **kwargs)`` under torch's checkpoint.
+    """``call(*args, **kwargs)`` under torch's checkpoint, which takes the ``options``.
 
-    Args:
-        call: the function.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        conditions: of the call.
-        drift: whose outputs to compare with which limit; None compares nothing.
-        **options: of torch's checkpoint.
+    ``drift`` says whose outputs to compare with which limit; None compares nothing.
     """
     compared = None if conditions.members.quiet else drift
     plain = not kwargs and all(map(isinstance, args, repeat(Tensor)))  # the streams of a step

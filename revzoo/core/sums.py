@@ -134,14 +134,7 @@ def _rounded_to(x: Tensor, scale: Scale, step: Step | None, *, fits: bool = Fals
 def plus(
     fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step | None
 ) -> tuple[Tensor, Fixed]:
-    """``fixed + value`` without recording: the float tensor of the sum, and the words, apart.
-
-    Args:
-        fixed: the words of a stream.
-        value: of the same shape.
-        dtype: of the float tensor.
-        step: the step that adds.
-    """
+    """``fixed + value`` without recording: the float tensor of the sum, and the words, apart."""
     words, scale = torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
@@ -173,14 +166,7 @@ class _Sum(torch.autograd.Function):
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed, step: Step | None = None) -> Tensor:
-    """``x + value``, rounded to the grid of ``x``, with words.
-
-    Args:
-        x: a stream.
-        value: of the same shape.
-        fixed: the words of ``x``.
-        step: the step that adds; its guard checks the range.
-    """
+    """``x + value`` on the grid of ``x``, whose words are ``fixed``, in ``step``."""
     total: Tensor = _Sum.apply(x, value, fixed, step)
     return total
 

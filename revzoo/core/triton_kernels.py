@@ -137,11 +137,7 @@ def add_and_read(
 def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """What each sample reached, and its ``down``: NaN if that is beyond ``limit`` units.
 
-    Args:
-        peaks: from a sum, ``(2, B)``.
-        down: before the sum, ``(B,)``.
-        unit: of the grid, ``(B,)``.
-        limit: in units.
+    ``peaks (2, B)`` are from a sum; ``down (B,)`` was before it; ``unit (B,)`` is the grid's.
     """
     reached, ended = torch.empty_like(unit), torch.empty_like(unit)
     count = len(unit)
