@@ -26,6 +26,7 @@ from measure import environment, interleaved
 from torch import Tensor, nn
 
 import revzoo
+from revzoo.models.momentumnet import MomentumNet
 from revzoo.models.revbifpn import RevBiFPN
 from revzoo.models.revcol import UNUSED, RevCol
 
@@ -71,16 +72,37 @@ def revcol(original: Path, name: str) -> Pair:
     return Pair(theirs, lambda x: theirs(x)[0][-1], names, UNUSED)
 
 
-ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {"revbifpn": revbifpn, "revcol": revcol}
+def momentumnet(original: Path, name: str) -> Pair:
+    """Momentum ResNet of michaelsdr/momentumnet with the stem for ImageNet, plain autograd."""
+    sys.path.insert(0, str(original))
+    from momentumnet import models as code  # type: ignore[import-not-found]
+
+    theirs = getattr(code, f"mResNet{name.removeprefix('momentumnet')}")(use_backprop=True)
+    ours = ours_of(name)
+    assert isinstance(ours, MomentumNet)
+    return Pair(theirs, theirs, by_tensor(theirs, ours.published_keys()), ())
+
+
+ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {
+    "revbifpn": revbifpn,
+    "revcol": revcol,
+    "momentumnet": momentumnet,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "momentumnet": {"downsampling_stem": True},
     "revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0},
     "revcol": {"drop_path_rate": DROP_PATH},
 }
 
 
+def family(name: str) -> str:
+    """The architecture of a network."""
+    return name.partition("_")[0].rstrip("0123456789")
+
+
 def ours_of(name: str) -> nn.Module:
     """Our network for ImageNet-1k."""
-    options = OPTIONS[name.partition("_")[0]]
+    options = OPTIONS[family(name)]
     return revzoo.create_model(name, num_classes=1000, **options)
 
 
@@ -142,7 +164,7 @@ def compare(
     name: str, original: Path, sizes: Iterable[int], device: str, dtype: torch.dtype
 ) -> None:
     """Print the tables of one network."""
-    build = ORIGINALS[name.partition("_")[0]]
+    build = ORIGINALS[family(name)]
     print("| model | parameters of the original | of those, translated | ours |")
     with torch.device("meta"):
         print(f"|---|---|---|---|\n| {name} | {counts(build(original, name), ours_of(name))} |\n")

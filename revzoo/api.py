@@ -34,6 +34,7 @@ from revzoo.layers.make_reversible import Residual as Residual
 from revzoo.layers.make_reversible import make_reversible as make_reversible
 from revzoo.layers.make_reversible import recalibrate_batch_norm as recalibrate_batch_norm
 from revzoo.layers.make_reversible import reversible_blocks as reversible_blocks
+from revzoo.layers.momentum import MomentumBlock as MomentumBlock
 from revzoo.layers.norm_act import ActNorm as ActNorm
 from revzoo.layers.norm_act import InvertibleBatchNorm as InvertibleBatchNorm
 from revzoo.layers.norm_act import InvertibleLeakyReLU as InvertibleLeakyReLU

@@ -255,6 +255,17 @@ REVCOL = section(
     kernel_size=Option(int, 3, "side of the depthwise convolutions, odd", COUNT),
     image_size=Option(int, 224, "pixels of the publication's images", COUNT),
 )
+MOMENTUMNET = section(
+    "A Momentum ResNet.",
+    MODEL,
+    **{name: NETWORK.options[name] for name in ("drop_rate", "global_pool")},
+    units=Option(Sequence, None, "number of blocks of each stage"),
+    widths=Option(Sequence, None, "channels of each stage"),
+    strides=Option(Sequence, None, "stride of each stage"),
+    branch=Option(str, None, "residual function", choices=("basic", "bottleneck")),
+    gamma=Option(float, 0.9, "the momentum", "[0.001, 1)"),
+    downsampling_stem=Option(bool, False, "a stem for large images"),
+)
 
 SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
 SCHEDULES = {
@@ -485,6 +496,7 @@ FAMILIES = {
     "revvit": REVVIT,
     "revbifpn": REVBIFPN,
     "revcol": REVCOL,
+    "momentumnet": MOMENTUMNET,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
     "torchvision": LIBRARY,
     "timm": LIBRARY,

@@ -1,6 +1,7 @@
 """The zoo: networks built from the layers, and their registry."""
 
 from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
+from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet, MomentumNetVariant
 from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN, RevBiFPNVariant
@@ -10,6 +11,7 @@ from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 
 __all__ = [
     "IREVNETS",
+    "MOMENTUMNETS",
     "RESNETS",
     "REVBIFPNS",
     "REVCOLS",
@@ -21,6 +23,8 @@ __all__ = [
     "IRevNet",
     "IRevNetVariant",
     "ImageNetwork",
+    "MomentumNet",
+    "MomentumNetVariant",
     "ResNet",
     "RevBiFPN",
     "RevBiFPNVariant",

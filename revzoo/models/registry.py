@@ -21,6 +21,7 @@ from revzoo._libraries import check_library_name, matching_names, unknown_model
 from revzoo.core.modes import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.irevnet import IREVNETS, IRevNet
+from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet
 from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
     NamedModel,
@@ -92,6 +93,7 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     RevBiFPN: REVBIFPNS,
     RevViT: REVVITS,
     RevCol: REVCOLS,
+    MomentumNet: MOMENTUMNETS,
     ViT: VITS,
 }
 MODELS: dict[str, Architecture] = _Models(
@@ -276,7 +278,8 @@ def create_model(
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
               :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`,
-              :class:`~revzoo.models.revcol.RevColVariant`), such as ``units=(1, 1, 1)``.
+              :class:`~revzoo.models.revcol.RevColVariant`,
+              :class:`~revzoo.models.momentumnet.MomentumNetVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
