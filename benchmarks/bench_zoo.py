@@ -30,6 +30,8 @@ def row(name: str) -> str:
     images = torch.randn(2 if size > 64 else 8, in_chans, size, size)
     peaks: dict[str, float] = {}
     for mode in DEVICE_MODES if model.default_memory != "store" else ["store", "recompute"]:
+        if mode == "exact" and model.default_memory == "recompute":
+            continue  # i-ResNets invert in floating point only
         revzoo.set_memory(model, mode)
         revzoo.set_drift_limit(model, math.inf)  # invert drifts in RevCols of many columns
         report = revzoo.audit(model, images.shape, modes=[], real=True)

@@ -20,6 +20,9 @@ from revzoo.core.modes import memory as memory
 from revzoo.core.modes import set_memory as set_memory
 from revzoo.interop.published import ConversionError as ConversionError
 from revzoo.interop.published import load_published as load_published
+from revzoo.layers.contractive import ContractiveBlock as ContractiveBlock
+from revzoo.layers.contractive import ContractiveConv2d as ContractiveConv2d
+from revzoo.layers.contractive import ContractiveLinear as ContractiveLinear
 from revzoo.layers.coupling import AdditiveCoupling as AdditiveCoupling
 from revzoo.layers.coupling import AffineAdapterNaive as AffineAdapterNaive
 from revzoo.layers.coupling import AffineAdapterSigmoid as AffineAdapterSigmoid

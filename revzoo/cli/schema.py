@@ -266,6 +266,17 @@ MOMENTUMNET = section(
     gamma=Option(float, 0.9, "the momentum", "[0.001, 1)"),
     downsampling_stem=Option(bool, False, "a stem for large images"),
 )
+IRESNET = section(
+    "An i-ResNet.",
+    MODEL,
+    **{name: NETWORK.options[name] for name in ("drop_rate", "global_pool")},
+    units=Option(Sequence, None, "number of blocks of each stage"),
+    inner=Option(Sequence, None, "channels inside the branches of each stage"),
+    strides=Option(Sequence, None, "stride of each stage"),
+    padding=Option(int, 13, "channels of zeros that are appended to the image", COUNT),
+    coefficient=Option(float, 0.9, "largest singular value of a convolution", "(0, 1)"),
+    image_size=Option(int, 32, "pixels of the publication's images", COUNT),
+)
 
 SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
 SCHEDULES = {
@@ -497,6 +508,7 @@ FAMILIES = {
     "revbifpn": REVBIFPN,
     "revcol": REVCOL,
     "momentumnet": MOMENTUMNET,
+    "iresnet": IRESNET,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
     "torchvision": LIBRARY,
     "timm": LIBRARY,

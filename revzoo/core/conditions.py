@@ -161,7 +161,7 @@ class Members:
         self.buffers = [p for p in _places(every, "_buffers") if id(p[0]) not in kept]
         # the layers of this package change no other buffers
         self.carried: list[tuple[dict[str, Any], str]] = [
-            (m._buffers, name) for m in every if isinstance(m, Invertible) for name in m.carried
+            (m._buffers, name) for m in every for name in _carried_by(m)
         ]
         known = {(id(table), name) for table, name in self.buffers}
         self.buffers += [p for p in self.carried if (id(p[0]), p[1]) not in known]
@@ -259,6 +259,12 @@ class Members:
 
 def _is_from(m: nn.Module, *packages: str) -> bool:
     return type(m).__module__.startswith(packages)
+
+
+def _carried_by(m: nn.Module) -> tuple[str, ...]:
+    """The buffers of ``m`` that an inverse needs; of a step, or of a layer inside one of ours."""
+    carries = isinstance(m, Invertible) or _is_from(m, "revzoo.layers.")
+    return getattr(m, "carried", ()) if carries else ()
 
 
 def _places(modules: Iterable[nn.Module], tables: str) -> list[tuple[dict[str, Any], str]]:

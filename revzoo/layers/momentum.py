@@ -9,7 +9,7 @@ velocity. With the velocity 0 at first, gamma = 0 is the residual network itself
 
 In floating point each inverse divides rounding errors by gamma. Mode ``exact`` keeps the bits that
 the product with gamma drops, see :mod:`revzoo.layers.scaled_words`: 1 bit for each value and block
-where gamma is 0.5 or more.
+where gamma is 0.5 or more. It computes with the float32 that is nearest to gamma, in float64 too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_callable, check_number
-from revzoo.core.fixedpoint.words import Fixed, words_in
 from revzoo.core.invertible import Invertible, State, name_of
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import add
+from revzoo.core.words import Fixed, words_in
 from revzoo.layers.scaled_words import SMALLEST, divide, multiply
 
 

@@ -42,8 +42,7 @@ from revzoo.core.invertible import name_of
 from revzoo.core.tensors import version_of
 from revzoo.layers.streams import Joint, Streamwise, log_det_dtype
 
-# Added to the standard deviation, for constant channels (Glow's release).
-EPSILON = 1e-6
+EPSILON = 1e-6  # of Glow's release
 
 
 class ActNorm(Joint):
@@ -64,6 +63,7 @@ class ActNorm(Joint):
         unbiased: use the deviation with Bessel's correction, like FrEIA's ``ActNorm``; False as in
             Glow.
         streams: number of streams of the state.
+        epsilon: added to the standard deviation, for constant channels.
 
     Raises:
         ValueError: an argument is out of range; at the call, the number of channels is not C, or
@@ -81,10 +81,18 @@ class ActNorm(Joint):
     initialised: Tensor
 
     def __init__(
-        self, channels: int, *, dim: int = 1, unbiased: bool = False, streams: int = 2
+        self,
+        channels: int,
+        *,
+        dim: int = 1,
+        unbiased: bool = False,
+        streams: int = 2,
+        epsilon: float = EPSILON,
     ) -> None:
         super().__init__(channels, dim=dim, streams=streams)
+        check_number("epsilon", epsilon, open_low=True)
         self.unbiased = unbiased
+        self.epsilon = epsilon
         self.log_scale = nn.Parameter(torch.zeros(channels))
         self.shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("initialised", torch.tensor(False))
@@ -115,7 +123,7 @@ class ActNorm(Joint):
 
     @torch.no_grad()
     def _initialise(self, x: Tensor) -> None:
-        # one value per channel has no spread: the scale would be 1 / EPSILON
+        # one value per channel has no spread: the scale would be 1 / epsilon
         if x.numel() == self.size:
             raise ValueError(
                 f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
@@ -126,7 +134,7 @@ class ActNorm(Joint):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = self.over_channels(x)
         variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))
-        scale = 1 / (variance.sqrt() + EPSILON)
+        scale = 1 / (variance.sqrt() + self.epsilon)
         if not (scale.isfinite() & mean.isfinite()).all():
             raise ValueError(
                 f"{name_of(self)} got a first training batch with values that are not finite: "

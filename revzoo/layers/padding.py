@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_number, counts_of
-from revzoo.core.invertible import Invertible, State
+from revzoo.core.invertible import Invertible, State, Step
 from revzoo.core.saved import keeping_shape_of
 from revzoo.core.words import apply_with_words
 from revzoo.layers.coupling import AdditiveCoupling
@@ -168,26 +168,32 @@ class SpatialPadding(Streamwise):
         return f"{self.padding}, mode={self.mode!r}, value={self.value}, streams={self.streams}"
 
 
-class PaddedCoupling(AdditiveCoupling):
-    """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
+class ReadsZeros(Step):
+    """A step that reads a padding's zeros: its mode is ``recompute`` if ``invert`` was set.
 
-    Its memory mode is ``recompute`` if ``invert`` was set. ``filled`` is the number of channels of
-    the second input stream before the padding's zeros; None for all, as in the second coupling.
+    See NOTE [ Zeros are not reconstructed ].
     """
-
-    def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:
-        super().__init__(branch)
-        self.memory = "invert"
-        self.filled = filled
 
     @property
     def memory(self) -> str:
-        mode: str = vars(self)["memory"]  # as in every step
+        mode: str = vars(self).get("memory", "invert")  # as in every step
         return "recompute" if mode == "invert" else mode
 
     @memory.setter
     def memory(self, mode: str) -> None:
         vars(self)["memory"] = mode
+
+
+class PaddedCoupling(ReadsZeros, AdditiveCoupling):
+    """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
+
+    ``filled`` is the number of channels of the second input stream before the padding's zeros; None
+    for all, as in the second coupling.
+    """
+
+    def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:
+        super().__init__(branch)
+        self.filled = filled
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
         if self.filled is not None:

@@ -1,5 +1,6 @@
 """The zoo: networks built from the layers, and their registry."""
 
+from revzoo.models.iresnet import IRESNETS, IResNet, IResNetVariant
 from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
 from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet, MomentumNetVariant
 from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
@@ -10,6 +11,7 @@ from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork
 from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 
 __all__ = [
+    "IRESNETS",
     "IREVNETS",
     "MOMENTUMNETS",
     "RESNETS",
@@ -20,6 +22,8 @@ __all__ = [
     "VITS",
     "FeatureInfo",
     "FeatureNet",
+    "IResNet",
+    "IResNetVariant",
     "IRevNet",
     "IRevNetVariant",
     "ImageNetwork",

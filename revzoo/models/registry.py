@@ -20,6 +20,7 @@ from revzoo._checks import check_new_name, did_you_mean, keyword_names
 from revzoo._libraries import check_library_name, matching_names, unknown_model
 from revzoo.core.modes import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
+from revzoo.models.iresnet import IRESNETS, IResNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet
 from revzoo.models.network import FeatureNet, ImageNetwork
@@ -94,6 +95,7 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     RevViT: REVVITS,
     RevCol: REVCOLS,
     MomentumNet: MOMENTUMNETS,
+    IResNet: IRESNETS,
     ViT: VITS,
 }
 MODELS: dict[str, Architecture] = _Models(
@@ -279,7 +281,8 @@ def create_model(
               :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`,
               :class:`~revzoo.models.revcol.RevColVariant`,
-              :class:`~revzoo.models.momentumnet.MomentumNetVariant`), such as ``units=(1, 1, 1)``.
+              :class:`~revzoo.models.momentumnet.MomentumNetVariant`,
+              :class:`~revzoo.models.iresnet.IResNetVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
@@ -415,7 +418,7 @@ def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
         "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs, "
-        "RevBiFPNs and RevCols are reversible without them"
+        "RevBiFPNs, RevCols, Momentum ResNets and i-ResNets are reversible without them"
     )
 
 

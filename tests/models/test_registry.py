@@ -46,7 +46,7 @@ def test_patterns(pattern, names):
             ["*net*", "revbi*", "revcol*"],
             ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small", "vit_cifar"],
         ),
-        ([], ["re*", "irev*", "vit*", "momentum*"], []),
+        ([], ["re*", "irev*", "vit*", "momentum*", "ires*"], []),
     ],
 )
 def test_several_filters_are_one_set_without_the_excluded(filter, exclude, names):

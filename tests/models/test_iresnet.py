@@ -1,0 +1,99 @@
+"""i-ResNets: formula, parameters, memory modes, inverse."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import error, twin
+
+from revzoo.models import create_model
+from revzoo.models.network import ImageSizeError
+
+TINY = {"units": (2, 1), "inner": (4, 3), "strides": (1, 2), "padding": 2, "image_size": 8}
+
+
+def small(**keywords):
+    torch.manual_seed(0)
+    model = create_model("iresnet64", **{**TINY, "num_classes": 5, **keywords}).double()
+    model(images(batch=8))  # the first batch sets the ActNorms
+    return model
+
+
+def images(side=8, batch=2):
+    generator = torch.Generator().manual_seed(batch)
+    return torch.randn(batch, 3, side, side, generator=generator).double()
+
+
+def test_parameters():
+    with torch.device("meta"):
+        model = create_model("iresnet64")
+    blocks = (
+        7 * (2 * c + (9 * c * m + m) + (m * m + m) + (9 * m * c + c))
+        for c, m in ((16, 32), (64, 64), (256, 128))
+    )
+    assert sum(p.numel() for p in model.parameters()) == sum(blocks) + 2 * 256 + 257 * 10
+
+
+def test_a_network_is_its_formula():
+    model = small(memory="store").eval()
+    x = images()
+    _, maps = model.forward_intermediates(x)
+    x = F.pad(x, (0, 0, 0, 0, 0, 2))
+    steps = iter([step for stage in model.stages for step in stage])
+    for step in steps:
+        if type(step).__name__ == "Squeeze":
+            assert torch.allclose(x, maps[0], rtol=0, atol=1e-12)
+            x = step(x)  # the channels' order is the i-RevNet's, tested there
+            step = next(steps)
+        x = step.log_scale.exp().view(-1, 1, 1) * x + step.shift.view(-1, 1, 1)
+        layers = list(next(steps).branch)
+        y = x
+        for layer in layers:
+            if isinstance(layer, torch.nn.ELU):
+                y = torch.where(y > 0, y, y.exp() - 1)
+            else:
+                sigma = F.conv2d(layer.vector, layer.weight, padding=layer.padding).norm()
+                weight = layer.weight / max(1, sigma / 0.9)
+                y = F.conv2d(y, weight, layer.bias, padding=layer.padding)
+        x = x + y
+        assert len(layers) == (5 if step is model.stages[0][0] else 6)
+    assert torch.allclose(maps[1], x, rtol=0, atol=1e-12)
+    norm = model.norm
+    x = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=1e-5)
+    pooled = x.relu().mean((2, 3))
+    expected = pooled @ model.fc.weight.T + model.fc.bias
+    assert torch.allclose(model(images()), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_training_equals_store(mode):
+    model = small(memory="store")
+    other = twin(model, mode)
+    for net in (model, other):
+        F.cross_entropy(net(images()), torch.arange(2)).backward()
+    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
+    assert error(actual, expected) <= (1e-9 if mode == "invert" else 0)
+
+
+def test_the_inverse():
+    model = small().eval()
+    with torch.no_grad():
+        assert torch.allclose(model.inverse(model.encode(images())), images(), rtol=0, atol=1e-10)
+    assert model.invertible
+
+
+def test_feature_maps_and_head():
+    net = create_model("iresnet64", **TINY, features_only=True).double()
+    assert [m.shape for m in net(images(12))] == [(2, 5, 12, 12), (2, 20, 6, 6)]
+    model = small(num_classes=0)
+    assert model(images()).shape == (2, 20)
+    model.reset_classifier(3)
+    assert model(images()).shape == (2, 3)
+
+
+def test_errors():
+    with pytest.raises(ImageSizeError, match="multiples of 2, since this model squeezes them"):
+        small()(images(9))
+    with pytest.raises(ValueError, match=r"strides=\(1, 3\): expected 1"):
+        small(strides=(1, 3))
+    with pytest.raises(ValueError, match="fixed-point iteration"):
+        small(memory="exact")
