@@ -39,7 +39,7 @@ from torch.nn import functional
 from revzoo._checks import check_choice, check_number
 from revzoo.core.conditions import is_replaying
 from revzoo.core.invertible import name_of
-from revzoo.core.tensors import version_of
+from revzoo.core.tensors import has_values, version_of
 from revzoo.layers.streams import Joint, Streamwise, log_det_dtype
 
 EPSILON = 1e-6  # of Glow's release
@@ -99,7 +99,7 @@ class ActNorm(Joint):
 
     def transform(self, x: Tensor) -> Tensor:
         # a replay must repeat the map of its forward pass, not choose one
-        if self.training and not is_replaying() and x.numel() and not self._was_initialised():
+        if self.training and not is_replaying() and has_values(x) and not self._was_initialised():
             self._initialise(x.detach())
         return x * self.per_channel(self.log_scale.exp(), x) + self.per_channel(self.shift, x)
 

@@ -508,8 +508,7 @@ def _explained(model: nn.Module, images: Tensor) -> Iterator[None]:
         raise ValueError(
             f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
             "tensors lack: expected one that depends only on shapes. Use audit(real=True), and "
-            "set the memory modes by hand instead of planning them. An ActNorm reads "
-            "values in its first pass only: run that pass before planning"
+            "set the memory modes by hand instead of planning them"
         ) from error
     except Exception as error:
         error.add_note(

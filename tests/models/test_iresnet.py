@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from compare import error, twin
 
+import revzoo
 from revzoo.models import create_model
 from revzoo.models.network import ImageSizeError
 
@@ -97,3 +98,12 @@ def test_errors():
         small(strides=(1, 3))
     with pytest.raises(ValueError, match="fixed-point iteration"):
         small(memory="exact")
+
+
+def test_an_audit_of_a_fresh_network():
+    """Its ActNorms have seen no batch, and the audit has no values to set them from."""
+    model = create_model("iresnet64", **TINY)
+    audits = revzoo.audit(model, (64, 3, 8, 8)).audits
+    kept = {mode: audit.kept_bytes for mode, audit in audits.items()}
+    assert kept["store"] > 2 * kept["recompute"] > 2 * kept["invert"]
+    assert not model.stages[0][0].initialised
