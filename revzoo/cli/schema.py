@@ -230,6 +230,14 @@ REVVIT = section(
     heads=Option(int, None, "heads of the attention; divides width", COUNT),
     mlp_ratio=Option(int, None, "hidden width of an MLP over width", COUNT),
 )
+REVMVIT = section(
+    "A reversible multiscale vision transformer.",
+    NETWORK,
+    **{name: REVVIT.options[name] for name in ("activation", "img_size", "mlp_ratio")},
+    width=Option(int, None, "width of a token in one stream of the first stage", COUNT),
+    units=Option(Sequence, None, "number of blocks of each stage"),
+    heads=Option(int, 1, "heads in the first stage; divides width", COUNT),
+)
 REVBIFPN = section(
     "A reversible feature pyramid.",
     MODEL,
@@ -505,6 +513,7 @@ FAMILIES = {
     "resnet": section("A ResNet.", REVNET, CONVERTIBLE),
     "irevnet": IREVNET,
     "revvit": REVVIT,
+    "revmvit": REVMVIT,
     "revbifpn": REVBIFPN,
     "revcol": REVCOL,
     "momentumnet": MOMENTUMNET,

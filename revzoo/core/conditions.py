@@ -91,7 +91,7 @@ _QUIET = (
     *("pooling", "padding", "flatten", "pixelshuffle", "upsampling", "channelshuffle", "dropout"),
 )
 _QUIET_FILES = frozenset(f"torch.nn.modules.{name}" for name in _QUIET)
-_LOUD_FILES = ("revzoo.models.revvit",)
+_LOUD_FILES = ("revzoo.models.revvit", "revzoo.models.revmvit")
 _COUNTER = "num_batches_tracked"
 _LOUD = (nn.MultiheadAttention, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 

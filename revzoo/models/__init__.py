@@ -7,6 +7,7 @@ from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN, RevBiFPNVariant
 from revzoo.models.revcol import REVCOLS, RevCol, RevColVariant
+from revzoo.models.revmvit import REVMVITS, RevMViT, RevMViTVariant
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork, Variant
 from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 
@@ -17,6 +18,7 @@ __all__ = [
     "RESNETS",
     "REVBIFPNS",
     "REVCOLS",
+    "REVMVITS",
     "REVNETS",
     "REVVITS",
     "VITS",
@@ -34,6 +36,8 @@ __all__ = [
     "RevBiFPNVariant",
     "RevCol",
     "RevColVariant",
+    "RevMViT",
+    "RevMViTVariant",
     "RevNet",
     "RevViT",
     "RevViTVariant",

@@ -33,6 +33,7 @@ from revzoo.models.pretrained import (
 )
 from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN
 from revzoo.models.revcol import REVCOLS, RevCol
+from revzoo.models.revmvit import REVMVITS, RevMViT
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
@@ -93,6 +94,7 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     IRevNet: IREVNETS,
     RevBiFPN: REVBIFPNS,
     RevViT: REVVITS,
+    RevMViT: REVMVITS,
     RevCol: REVCOLS,
     MomentumNet: MOMENTUMNETS,
     IResNet: IRESNETS,
@@ -280,6 +282,7 @@ def create_model(
               :class:`~revzoo.models.irevnet.IRevNetVariant`,
               :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
               :class:`~revzoo.models.revvit.RevViTVariant`,
+              :class:`~revzoo.models.revmvit.RevMViTVariant`,
               :class:`~revzoo.models.revcol.RevColVariant`,
               :class:`~revzoo.models.momentumnet.MomentumNetVariant`,
               :class:`~revzoo.models.iresnet.IResNetVariant`), such as ``units=(1, 1, 1)``.
@@ -418,7 +421,8 @@ def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
         "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs, "
-        "RevBiFPNs, RevCols, Momentum ResNets and i-ResNets are reversible without them"
+        "RevMViTs, RevBiFPNs, RevCols, Momentum ResNets and i-ResNets are reversible without "
+        "them"
     )
 
 

@@ -24,9 +24,10 @@ Shapes: B batch, N patches, D width of a token in one stream.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -162,18 +163,18 @@ class MLP(nn.Module):
 
 
 class PatchEmbedding(Step):
-    """``(B, in_chans, H, W)`` -> ``copies`` equal streams ``(B, N, D)``, the embedded patches."""
+    """``(B, in_chans, H, W)`` -> ``copies`` equal streams ``(B, N, D)``, the embedded patches.
+
+    ``conv`` maps the image to one pixel for each of the ``patches``.
+    """
 
     streams = 1
 
-    def __init__(self, in_chans: int, *, variant: RevViTVariant, copies: int) -> None:
+    def __init__(self, conv: nn.Conv2d, *, patches: int, copies: int) -> None:
         super().__init__()
         self.copies = copies
-        side = variant.patch_size
-        # kernel = stride: a linear map of each patch
-        self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
-        patches = (variant.img_size // side) ** 2
-        self.positions = nn.Parameter(torch.empty(1, patches, variant.width))
+        self.conv = conv
+        self.positions = nn.Parameter(torch.empty(1, patches, conv.out_channels))
         nn.init.trunc_normal_(self.positions, std=STD)
 
     def forward(self, *state: Tensor) -> State:
@@ -183,7 +184,38 @@ class PatchEmbedding(Step):
         return (tokens,) * self.copies  # one tensor twice: steps do not change their inputs
 
 
-class RevViT(ImageNetwork):
+class TokenNetwork(ImageNetwork):
+    """Transformer for square images of one size, since each patch has a learned position.
+
+    Its streams are tokens ``(B, N, D)``, numbered row by row.
+    """
+
+    variant: Any
+    channel_dim: ClassVar[int] = -1
+    input_layer = "stem.steps.0.conv"
+    positions = "stem.steps.0.positions"
+
+    @property
+    def image_size(self) -> int:
+        return int(self.variant.img_size)
+
+    def as_map(self, z: Tensor) -> Tensor:
+        side = math.isqrt(z.shape[1])
+        return z.transpose(1, 2).unflatten(2, (side, side))  # (B, N, C) -> (B, C, side, side)
+
+    def check_size(self, height: int, width: int) -> None:
+        if (height, width) != (size := self.image_size, size):  # each patch has a learned position
+            raise ImageSizeError(
+                f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
+                "model was created",
+                f"; resize them (a folder of images: data.image_size={size}), or create it with "
+                f"img_size={height} (model.img_size={height})"
+                + (" (images must be square)" if height != width else ""),
+                side=size,
+            )
+
+
+class RevViT(TokenNetwork):
     """Reversible ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``; two streams.
 
     Every block is invertible, but the patch embedding is not. So ``model.stages[0].inverse`` works
@@ -203,9 +235,6 @@ class RevViT(ImageNetwork):
     """
 
     default_memory: ClassVar[str] = "exact"
-    channel_dim: ClassVar[int] = -1
-    input_layer = "stem.steps.0.conv"
-    positions = "stem.steps.0.positions"
 
     def __init__(
         self,
@@ -220,7 +249,11 @@ class RevViT(ImageNetwork):
         super().__init__(in_chans=in_chans)
         self.variant = variant
         self.num_features = self.streams * variant.width
-        embedding = PatchEmbedding(in_chans, variant=variant, copies=self.streams)
+        side = variant.patch_size
+        # kernel = stride: a linear map of each patch
+        conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
+        patches = (variant.img_size // side) ** 2
+        embedding = PatchEmbedding(conv, patches=patches, copies=self.streams)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
         blocks = []
@@ -267,10 +300,6 @@ class RevViT(ImageNetwork):
         blocks.steps = blocks.steps[:count]
         super().keep_stages(1)
 
-    @property
-    def image_size(self) -> int:
-        return self.variant.img_size
-
     def published_keys(self) -> Iterator[tuple[str, str]]:
         """Of PySlowFast's Rev-ViT, whose queries, keys and values are three layers."""
         yield from (("patch_embed.proj", "stem.steps.0.conv"), ("head.projection", "fc"))
@@ -291,22 +320,6 @@ class RevViT(ImageNetwork):
                 merged = torch.cat([renamed.pop(key) for key in three])
                 renamed[f"stages.0.steps.{i}.steps.0.branch.qkv.{leaf}"] = merged
         return renamed
-
-    def as_map(self, z: Tensor) -> Tensor:
-        side = self.variant.img_size // self.variant.patch_size
-        # (B, N, C) -> (B, C, side, side); patches are numbered row by row
-        return z.transpose(1, 2).reshape(len(z), self.num_features, side, side)
-
-    def check_size(self, height: int, width: int) -> None:
-        if (height, width) != (size := self.image_size, size):  # each patch has a learned position
-            raise ImageSizeError(
-                f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
-                "model was created",
-                f"; resize them (a folder of images: data.image_size={size}), or create it with "
-                f"img_size={height} (model.img_size={height})"
-                + (" (images must be square)" if height != width else ""),
-                side=size,
-            )
 
 
 class ViT(RevViT):

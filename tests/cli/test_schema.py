@@ -111,7 +111,7 @@ def test_the_trainer() -> None:
     "name",
     [
         *("revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104"),
-        *("revbifpn_s0", "revcol_tiny", "momentumnet18", "iresnet64"),
+        *("revbifpn_s0", "revcol_tiny", "revmvit_base", "momentumnet18", "iresnet64"),
     ],
 )
 def test_models(name: str) -> None:

@@ -43,7 +43,7 @@ def test_patterns(pattern, names):
         (("revnet*", "revnet38"), ["*_memcnn", "revnet1*"], ["revnet38", "revnet56"]),
         (
             "",
-            ["*net*", "revbi*", "revcol*"],
+            ["*net*", "revbi*", "revcol*", "revmvit*"],
             ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small", "vit_cifar"],
         ),
         ([], ["re*", "irev*", "vit*", "momentum*", "ires*"], []),

@@ -1,0 +1,336 @@
+"""Reversible multiscale vision transformers: pooling attention, and four resolutions of tokens.
+
+    block         y1 = x1 + Attention(LN(x2)),  y2 = x2 + MLP(LN(y1))
+    transition    x = [x1, x2],  x += Fuse(x)
+                  y = Pool(x) + Attention(LN(x)),  y += MLP(LN(y)),  y1 = y2 = y
+
+K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
+Transformers", CVPR 2022, arXiv 2302.04869: Rev-MViT-B for images. Layers, epsilons and initial
+values follow its PyTorch release (facebookresearch/SlowFast, Apache-2.0), with its configuration
+``ImageNet/REV_MVIT_B_16_CONV``. The attention is that of H. Fan et al., "Multiscale Vision
+Transformers", ICCV 2021, arXiv 2104.11227.
+
+    image -> overlapping patches -> stages -> streams side by side -> LN -> average -> linear
+
+A stage begins with a transition, except the first one, and has blocks after it. The transition
+halves the sides of the map of tokens. The width of a stream doubles, since both streams form one,
+which is then copied. A transition has no inverse: modes that invert recompute it from its input.
+
+    Attention   LN - queries, keys, values - pool each - softmax(q k^T / sqrt(d)) v - linear
+    Pool        depthwise 3x3 convolution, LN; the heads share its weights
+
+Keys and values are pooled everywhere, by 4 in the first stage, 2 in the second and 1 after that;
+queries only in a transition, by 2, where the same layers also pool the shortcut.
+
+In training, the release drops random values at three places differently. It seeds torch's global
+generator in each block. A block draws the images whose attention it drops, and drops their MLP too;
+here each branch draws its own, as in a RevViT. And a transition of the release sets dropped images
+to zero, behind the shortcut, so their features are lost; here it drops its branches.
+
+Shapes: B batch, N tokens, D width of a token in one stream.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from revzoo._checks import check_choice, check_count, check_counts, check_probability
+from revzoo.core.invertible import State, Step
+from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.models.components import ACTIVATIONS, drop_path_rates, stochastic_depth
+from revzoo.models.lean import Lean, run
+from revzoo.models.network import FeatureInfo, feature_infos
+from revzoo.models.revvit import EPSILON, MLP, STD, PatchEmbedding, TokenNetwork
+
+# the release's values
+PATCH_KERNEL, PATCH_STRIDE = 7, 4
+POOL_KERNEL = 3
+FIRST_KEY_STRIDE = 4  # of the pools of keys and values; each transition halves it
+FUSE_RATIO = 2  # hidden width of Fuse over its width
+BIAS = 0.02  # initial, of linear layers and normalisations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevMViTVariant:
+    """One row of the table of reversible multiscale vision transformers.
+
+    Attributes:
+        width: width D of a token in one stream of the first stage; doubles with each stage.
+        units: number of blocks of each stage; in later stages, the first is the transition.
+        heads: heads of the attention in the first stage, a divisor of ``width``; doubles, too.
+        img_size: height and width of the images in pixels, a multiple of ``size_multiple``;
+            decides the number of position embeddings.
+        mlp_ratio: hidden width of an MLP over its width.
+        activation: of the MLPs, a name in :data:`~revzoo.models.components.ACTIVATIONS`.
+        dropout: probability of zeroing a value in a branch.
+        drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
+            block; it rises linearly from 0 at the first.
+
+    Raises:
+        ValueError: a field is out of range or does not fit another.
+    """
+
+    width: int
+    units: tuple[int, ...]
+    heads: int = 1
+    img_size: int = 224
+    mlp_ratio: int = 4
+    activation: str = "gelu"
+    dropout: float = 0.0
+    drop_path_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        # configurations give lists; the class is frozen, and rows must be hashable
+        object.__setattr__(self, "units", check_counts("units", self.units))
+        for name in ("width", "heads", "img_size", "mlp_ratio"):
+            check_count(name, getattr(self, name))
+        for name in ("dropout", "drop_path_rate"):
+            check_probability(name, getattr(self, name))
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if self.width % self.heads:
+            raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
+        if self.img_size % self.size_multiple:
+            raise ValueError(
+                f"img_size={self.img_size}: expected a multiple of {self.size_multiple}, since "
+                f"{len(self.units)} stages halve the map of patches; resize the images"
+            )
+
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """Image side over map side, of each stage."""
+        return tuple(PATCH_STRIDE * 2**stage for stage in range(len(self.units)))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Width of a token in one stream, of each stage."""
+        return tuple(self.width * 2**stage for stage in range(len(self.units)))
+
+    @property
+    def size_multiple(self) -> int:
+        """The side of an image must be a multiple of it."""
+        return self.reductions[-1]
+
+
+# The paper trains it with drop_path_rate 0.1.
+REVMVITS: dict[str, RevMViTVariant] = {
+    "revmvit_base": RevMViTVariant(width=96, units=(1, 2, 11, 2)),
+}
+
+
+class HeadPool(nn.Module):
+    """``(B, N, C) -> (B, heads, N', C / heads)``: pools the map of tokens of each head.
+
+    The tokens are ``side * side``; ``N'`` is ``ceil(side / stride) ** 2``.
+    """
+
+    def __init__(self, width: int, *, heads: int, side: int, stride: int) -> None:
+        super().__init__()
+        self.heads, self.side = heads, side
+        depth = width // heads
+        self.conv = nn.Conv2d(
+            *(depth, depth, POOL_KERNEL),
+            stride=stride,
+            padding=POOL_KERNEL // 2,
+            groups=depth,
+            bias=False,
+        )
+        self.norm = nn.LayerNorm(depth, eps=EPSILON)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, width = x.shape
+        depth = width // self.heads
+        # heads as images, so that they share the weights
+        maps = x.transpose(1, 2).reshape(batch * self.heads, depth, self.side, self.side)
+        pooled: Tensor = self.norm(self.conv(maps).flatten(2).transpose(1, 2))
+        return pooled.reshape(batch, self.heads, -1, depth)
+
+
+class PoolingAttention(nn.Module):
+    """Attention of pooled heads, ``(B, N, width) -> (B, N', width)``, normalisation first.
+
+    ``N'`` is ``N`` if ``stride`` is 1, and else the number of pooled queries. ``side`` is that of
+    the map of tokens.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        heads: int,
+        side: int,
+        stride: int,
+        key_stride: int,
+        dropout: float,
+        drop_path: float,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, eps=EPSILON)
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+        pool: dict[str, Any] = {"heads": heads, "side": side}
+        self.pool_q = HeadPool(width, stride=stride, **pool) if stride > 1 else None
+        self.pool_k, self.pool_v = (HeadPool(width, stride=key_stride, **pool) for _ in range(2))
+        self.drop = nn.Dropout(dropout)
+        self.drop_path = stochastic_depth(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q(y)
+        if self.pool_q is not None:
+            q = self.pool_q(q)
+        else:
+            q = q.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.pool_k(self.k(y)), self.pool_v(self.v(y))
+        mixed = functional.scaled_dot_product_attention(q, k, v)  # (B, heads, N', width / heads)
+        mixed = mixed.transpose(1, 2).flatten(2)
+        value: Tensor = self.drop_path(run((self.proj, self.drop), mixed))
+        return value
+
+
+class StageTransition(Step):
+    """Two streams ``(B, N, D) -> `` two equal streams ``(B, N / 4, 2 D)``.
+
+    ``attention`` pools its queries; the shortcut goes through the same layers.
+    """
+
+    streams = 2
+
+    def __init__(self, attention: PoolingAttention, *, mlp: MLP) -> None:
+        super().__init__()
+        width = attention.proj.out_features
+        hidden = FUSE_RATIO * width
+        self.fuse = Lean(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(self, *state: Tensor) -> State:
+        x = torch.cat(state, dim=-1)
+        x = x + self.fuse(x)
+        assert self.attention.pool_q is not None
+        y = self.attention.pool_q(x).transpose(1, 2).flatten(2) + self.attention(x)
+        y = y + self.mlp(y)
+        return y, y  # one tensor twice: steps do not change their inputs
+
+
+class RevMViT(TokenNetwork):
+    """Reversible multiscale ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``.
+
+    The blocks are invertible, the patch embedding and the transitions are not, so :meth:`inverse`
+    raises. There is a feature map for each stage.
+
+    Args:
+        variant: width, depths and sizes. The keywords are those of :func:`revzoo.create_model`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> from revzoo.models.revmvit import RevMViT, RevMViTVariant
+        >>> row = RevMViTVariant(width=8, units=(1, 2), img_size=32)
+        >>> RevMViT(row)(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    default_memory: ClassVar[str] = "exact"
+
+    def __init__(
+        self,
+        variant: RevMViTVariant,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        drop_rate: float = 0.0,
+        global_pool: str = "avg",
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        self.variant = variant
+        self.num_features = self.streams * variant.widths[-1]
+        conv = nn.Conv2d(
+            *(in_chans, variant.width, PATCH_KERNEL),
+            stride=PATCH_STRIDE,
+            padding=PATCH_KERNEL // 2,
+        )
+        patches = (variant.img_size // PATCH_STRIDE) ** 2
+        embedding = PatchEmbedding(conv, patches=patches, copies=self.streams)
+        self.stem = ReversibleSequence([embedding], memory=self.default_memory)
+        rates = iter(drop_path_rates(variant.drop_path_rate, sum(variant.units)))
+        self.stages = nn.ModuleList(
+            ReversibleSequence(
+                [_step(variant, stage, unit, next(rates)) for unit in range(units)],
+                memory=self.default_memory,
+                dim=-1,
+            )
+            for stage, units in enumerate(variant.units)
+        )
+        self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
+        self.apply(_initialise)
+        self._assemble(num_classes, drop_rate, memory, global_pool)
+
+    def normed(self, z: Tensor, *, last: bool) -> Tensor:
+        return self.norm(z) if last else z
+
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        channels = (self.streams * width for width in self.variant.widths)
+        return feature_infos(channels, self.variant.reductions)
+
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Of PySlowFast's Rev-MViT, whose pools are convolutions of videos, 1x3x3."""
+        yield from (("patch_embed.proj", "stem.steps.0.conv"), ("head.projection", "fc"))
+        yield "pos_embed", "stem.steps.0.positions"
+        steps = (
+            (f"stages.{i}.steps.{j}", step)
+            for i, stage in enumerate(self._sequences()[1:])
+            for j, step in enumerate(stage)
+        )
+        for i, (ours, step) in enumerate(steps):
+            theirs = f"rev_backbone.layers.{i}"
+            attention, mlp = f"{ours}.steps.0.branch", f"{ours}.steps.1.branch"
+            if isinstance(step, StageTransition):
+                attention, mlp = f"{ours}.attention", f"{ours}.mlp"
+                yield f"{theirs}.pre_q_fuse.fuse_fn.fc1", f"{ours}.fuse.0"
+                yield f"{theirs}.pre_q_fuse.fuse_fn.fc2", f"{ours}.fuse.2"
+            yield f"{theirs}.F.norm", f"{attention}.norm"
+            yield f"{theirs}.F.attn.proj", f"{attention}.proj"
+            for name in "qkv":
+                yield f"{theirs}.F.attn.{name}", f"{attention}.{name}"
+                yield f"{theirs}.F.attn.pool_{name}", f"{attention}.pool_{name}.conv"
+                yield f"{theirs}.F.attn.norm_{name}", f"{attention}.pool_{name}.norm"
+            yield f"{theirs}.G.norm", f"{mlp}.norm"
+            for name in ("fc1", "fc2"):
+                yield f"{theirs}.G.mlp.{name}", f"{mlp}.{name}"
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        adapted = super().adapt_state_dict(tensors)
+        return {key: t.squeeze(2) if t.dim() == 5 else t for key, t in adapted.items()}
+
+
+def _step(variant: RevMViTVariant, stage: int, unit: int, drop_path: float) -> Step:
+    width, heads = variant.widths[stage], variant.heads * 2**stage
+    transition = bool(stage) and not unit
+    side = variant.img_size // variant.reductions[stage]
+    drops = {"dropout": variant.dropout, "drop_path": drop_path}
+    attention = PoolingAttention(
+        width,
+        heads=heads,
+        side=2 * side if transition else side,  # before the transition
+        stride=2 if transition else 1,
+        key_stride=max(FIRST_KEY_STRIDE >> stage, 1),
+        **drops,
+    )
+    hidden = variant.mlp_ratio * width
+    mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
+    return StageTransition(attention, mlp=mlp) if transition else ReversibleBlock(attention, mlp)
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Conv2d)):
+        # as in the release; it cuts off at -2 and 2, which is 100 standard deviations
+        nn.init.trunc_normal_(module.weight, std=STD)
+    if isinstance(module, (nn.Linear, nn.LayerNorm)):
+        nn.init.constant_(module.bias, BIAS)
