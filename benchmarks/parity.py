@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.abc
 import sys
+import types
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -26,38 +29,32 @@ from measure import environment, interleaved
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.models.momentumnet import MomentumNet
-from revzoo.models.revbifpn import RevBiFPN
-from revzoo.models.revcol import UNUSED, RevCol
+from revzoo.models import ImageNetwork
+from revzoo.models.registry import MODELS
 
 BATCH = 2
 DROP_PATH = 0.1  # of RevCol
 ZERO = 1e-7  # a tensor's largest gradient over the largest of all
 
 
-class Pair(NamedTuple):
-    """The publisher's network, its logits, our names of its tensors, and its unused tensors."""
+class Original(NamedTuple):
+    """The publisher's network, and its logits for images."""
 
-    theirs: nn.Module
+    network: nn.Module
     logits: Callable[[Tensor], Tensor]
-    names: Mapping[str, str]
-    unused: tuple[str, ...]
 
 
-def revbifpn(original: Path, name: str) -> Pair:
+def revbifpn(original: Path, name: str, size: int) -> Original:
     """RevBiFPN of CerebrasResearch/RevBiFPN, without its random drops, whose order differs."""
     sys.path.insert(0, str(original))
     import revbifpn as code  # type: ignore[import-not-found]
 
     with contextlib.redirect_stdout(None):  # it names the size of its images
         theirs = code.model_fns[name](head_dropout=0.0, stochastic_depth=0.0)
-    ours = ours_of(name)
-    assert isinstance(ours, RevBiFPN)
-    names = by_tensor(theirs, ours.published_keys())
-    return Pair(theirs, theirs, names, ())
+    return Original(theirs, theirs)
 
 
-def revcol(original: Path, name: str) -> Pair:
+def revcol(original: Path, name: str, size: int) -> Original:
     """RevCol of megvii-research/RevCol, with its random drops; it needs timm."""
     sys.path.insert(0, str(original))
     from models import revcol as code  # type: ignore[import-not-found]
@@ -65,27 +62,72 @@ def revcol(original: Path, name: str) -> Pair:
     # it reads rates from a tensor, also where the weights are on the meta device
     with mock.patch("torch.linspace", partial(torch.linspace, device="cpu")):
         theirs = getattr(code, name)(save_memory=False, drop_path=DROP_PATH)
-    ours = ours_of(name)
-    assert isinstance(ours, RevCol)
-    found = by_tensor(theirs, ours.published_keys())
-    names = {old: new for old, new in found.items() if not old.startswith(UNUSED)}
-    return Pair(theirs, lambda x: theirs(x)[0][-1], names, UNUSED)
+    return Original(theirs, lambda x: theirs(x)[0][-1])
 
 
-def momentumnet(original: Path, name: str) -> Pair:
+def momentumnet(original: Path, name: str, size: int) -> Original:
     """Momentum ResNet of michaelsdr/momentumnet with the stem for ImageNet, plain autograd."""
     sys.path.insert(0, str(original))
     from momentumnet import models as code  # type: ignore[import-not-found]
 
     theirs = getattr(code, f"mResNet{name.removeprefix('momentumnet')}")(use_backprop=True)
-    ours = ours_of(name)
-    assert isinstance(ours, MomentumNet)
-    return Pair(theirs, theirs, by_tensor(theirs, ours.published_keys()), ())
+    return Original(theirs, theirs)
 
 
-ORIGINALS: dict[str, Callable[[Path, str], Pair]] = {
+CONFIGS = {
+    "revvit_small": "REV_VIT_S",
+    "revvit_base": "REV_VIT_B",
+    "revmvit_base": "REV_MVIT_B_16_CONV",
+}
+VIDEO = ("av", "cv2", "detectron2", "psutil", "pytorchvideo", "sklearn", "slowfast.datasets")
+
+
+class _Stub(types.ModuleType):
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules in place of packages for videos, which the networks do not use."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        used = not name.startswith(VIDEO)
+        return None if used else ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def slowfast(original: Path, name: str, size: int) -> Original:
+    """Rev-ViT and Rev-MViT of facebookresearch/SlowFast, without its random drops.
+
+    Its configurations need fvcore, iopath and simplejson on PYTHONPATH.
+    """
+    sys.path.insert(0, str(original))
+    sys.meta_path.insert(0, Stubs())
+    from slowfast.config.defaults import get_cfg  # type: ignore[import-not-found]
+    from slowfast.models.video_model_builder import MViT  # type: ignore[import-not-found]
+
+    config = get_cfg()
+    config.merge_from_file(str(original / f"configs/ImageNet/{CONFIGS[name]}.yaml"))
+    config.DATA.TRAIN_CROP_SIZE = config.DATA.TEST_CROP_SIZE = size
+    config.MODEL.HEAD_ACT = "none"  # logits, also in evaluation mode
+    config.MVIT.DROPPATH_RATE = 0.0
+    with torch.device("cpu"):  # it reads values of tensors
+        theirs = MViT(config)
+    return Original(theirs, lambda x: theirs([x]))
+
+
+ORIGINALS: dict[str, Callable[[Path, str, int], Original]] = {
     "revbifpn": revbifpn,
     "revcol": revcol,
+    "revvit": slowfast,
+    "revmvit": slowfast,
     "momentumnet": momentumnet,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,24 +142,12 @@ def family(name: str) -> str:
     return name.partition("_")[0].rstrip("0123456789")
 
 
-def ours_of(name: str) -> nn.Module:
-    """Our network for ImageNet-1k."""
-    options = OPTIONS[family(name)]
+def ours_of(name: str, size: int) -> ImageNetwork:
+    """Our network for ImageNet-1k and images of a size."""
+    options = dict(OPTIONS.get(family(name), {}))
+    if "img_size" in MODELS[name].keywords:
+        options["img_size"] = size
     return revzoo.create_model(name, num_classes=1000, **options)
-
-
-def by_tensor(theirs: nn.Module, pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Our name of each of their tensors, from pairs of names of modules or tensors."""
-    known = dict(pairs)
-    names = {}
-    for key in theirs.state_dict():
-        head, tail = key, ""
-        while head and head not in known:
-            head, _, last = head.rpartition(".")
-            tail = f".{last}{tail}"
-        if head:
-            names[key] = known[head] + tail
-    return names
 
 
 def randomise(model: nn.Module) -> None:
@@ -129,15 +159,13 @@ def randomise(model: nn.Module) -> None:
             nn.init.uniform_(p, low, high)
 
 
-def counts(pair: Pair, ours: nn.Module) -> str:
-    """The numbers of parameters, and whether the translation covers them."""
-    sizes = {key: p.numel() for key, p in pair.theirs.named_parameters()}
-    translated = sum(n for key, n in sizes.items() if key in pair.names)
-    rest = sorted(key for key in sizes if key not in pair.names and not key.startswith(pair.unused))
-    assert not rest, rest
-    assert {*pair.names.values()} == {*ours.state_dict()}
-    own = sum(p.numel() for p in ours.parameters())
-    return f"{sum(sizes.values()):,} | {translated:,} | {own:,}"
+def counts(theirs: nn.Module, ours: ImageNetwork) -> str:
+    """The numbers of parameters; all of ours are translated from theirs."""
+    translated = ours.adapt_state_dict(dict(theirs.named_parameters()))
+    own = dict(ours.named_parameters())
+    assert {key: t.shape for key, t in translated.items()} == {k: p.shape for k, p in own.items()}
+    numbers = (theirs.parameters(), translated.values(), own.values())
+    return " | ".join(f"{sum(t.numel() for t in tensors):,}" for tensors in numbers)
 
 
 def run(
@@ -166,28 +194,30 @@ def compare(
     """Print the tables of one network."""
     build = ORIGINALS[family(name)]
     print("| model | parameters of the original | of those, translated | ours |")
+    side = 224
     with torch.device("meta"):
-        print(f"|---|---|---|---|\n| {name} | {counts(build(original, name), ours_of(name))} |\n")
+        cells = counts(build(original, name, side).network, ours_of(name, side))
+    print(f"|---|---|---|---|\n| {name} | {cells} |\n")
     sizes = list(sizes)
     if not sizes:
         return
-    torch.manual_seed(0)
-    pair = build(original, name)
-    randomise(pair.theirs)
-    ours = ours_of(name)
-    pair.theirs.to(device, dtype), ours.to(device, dtype)
-    tensors = {key: t.clone() for key, t in pair.theirs.state_dict().items()}
     print("| model | images | pass | `memory` | logits | gradients |\n|---|---|---|---|---|---|")
     for size in sizes:
+        torch.manual_seed(0)
+        theirs, logits_of = build(original, name, size)
+        randomise(theirs)
+        ours = ours_of(name, size)
+        theirs.to(device, dtype), ours.to(device, dtype)
+        tensors = {key: t.clone() for key, t in theirs.state_dict().items()}
         x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2))
         x = x.to(device, dtype)
         for training in (False, True):
-            pair.theirs.train(training), ours.train(training)
+            theirs.train(training), ours.train(training)
             # the same statistics in each row
-            pair.theirs.load_state_dict(tensors)
-            ours.load_state_dict({new: tensors[old] for old, new in pair.names.items()})
-            logits, found = run(pair.theirs, pair.logits, x)
-            expected = {pair.names[key]: t for key, t in found.items() if key in pair.names}
+            theirs.load_state_dict(tensors)
+            ours.load_state_dict(ours.adapt_state_dict(tensors))
+            logits, found = run(theirs, logits_of, x)
+            expected = ours.adapt_state_dict(found)
             for memory in ("store", "exact"):
                 revzoo.set_memory(ours, memory)
                 own, grads = run(ours, ours, x)
