@@ -23,6 +23,7 @@ MODELS = {
     "revnet38": {"units": (2, 1, 1)},
     "irevnet13": {"num_classes": 10},
     "revvit_cifar": {"depth": 2, "img_size": 16, "width": 32},
+    "revmvit_base": {"width": 8, "units": (1, 2), "img_size": 16},
     "revbifpn_s0": {"channels": (48, 16), "head_channels": (16, 24), "features": 32},
 }
 

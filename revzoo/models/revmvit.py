@@ -1,8 +1,8 @@
 """Reversible multiscale vision transformers: pooling attention, and four resolutions of tokens.
 
     block         y1 = x1 + Attention(LN(x2)),  y2 = x2 + MLP(LN(y1))
-    transition    x = [x1, x2],  x += Fuse(x)
-                  y = Pool(x) + Attention(LN(x)),  y += MLP(LN(y)),  y1 = y2 = y
+    transition    x  = [x1, x2],                u  = x + Fuse(x)
+                  v  = Pool(u) + Attention(LN(u)),  y1 = y2 = v + MLP(LN(v))
 
 K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
 Transformers", CVPR 2022, arXiv 2302.04869: Rev-MViT-B for images. Layers, epsilons and initial
@@ -14,10 +14,13 @@ Transformers", ICCV 2021, arXiv 2104.11227.
 
 A stage begins with a transition, except the first one, and has blocks after it. The transition
 halves the sides of the map of tokens. The width of a stream doubles, since both streams form one,
-which is then copied. A transition has no inverse: modes that invert recompute it from its input.
+which is then copied. A transition has no inverse: modes that invert recompute it from its input. It
+is two steps, so the backward pass records one half at a time: in training, the counted peak is 30
+MiB an image, not 42.
 
     Attention   LN - queries, keys, values - pool each - softmax(q k^T / sqrt(d)) v - linear
     Pool        depthwise 3x3 convolution, LN; the heads share its weights
+    Fuse        linear - GELU - linear
 
 Keys and values are pooled everywhere, by 4 in the first stage, 2 in the second and 1 after that;
 queries only in a transition, by 2, where the same layers also pool the shortcut.
@@ -32,6 +35,7 @@ Shapes: B batch, N tokens, D width of a token in one stream.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -191,25 +195,39 @@ class PoolingAttention(nn.Module):
         return value
 
 
+class FuseStreams(Step):
+    """``x = [x1, x2] -> x + Fuse(x)``: two streams ``(B, N, width / 2)`` to ``(B, N, width)``."""
+
+    streams = 2
+    outputs = 1
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = FUSE_RATIO * width
+        self.branch = Lean(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, *state: Tensor) -> Tensor:
+        x = torch.cat(state, dim=-1)
+        y: Tensor = x + self.branch(x)
+        return y
+
+
 class StageTransition(Step):
-    """Two streams ``(B, N, D) -> `` two equal streams ``(B, N / 4, 2 D)``.
+    """``(B, N, D)`` to two equal streams ``(B, N / 4, D)``.
 
     ``attention`` pools its queries; the shortcut goes through the same layers.
     """
 
-    streams = 2
+    streams = 1
+    outputs = 2
 
     def __init__(self, attention: PoolingAttention, *, mlp: MLP) -> None:
         super().__init__()
-        width = attention.proj.out_features
-        hidden = FUSE_RATIO * width
-        self.fuse = Lean(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.attention = attention
         self.mlp = mlp
 
     def forward(self, *state: Tensor) -> State:
-        x = torch.cat(state, dim=-1)
-        x = x + self.fuse(x)
+        (x,) = state
         assert self.attention.pool_q is not None
         y = self.attention.pool_q(x).transpose(1, 2).flatten(2) + self.attention(x)
         y = y + self.mlp(y)
@@ -261,7 +279,7 @@ class RevMViT(TokenNetwork):
         rates = iter(drop_path_rates(variant.drop_path_rate, sum(variant.units)))
         self.stages = nn.ModuleList(
             ReversibleSequence(
-                [_step(variant, stage, unit, next(rates)) for unit in range(units)],
+                _steps(variant, stage, [next(rates) for _ in range(units)]),
                 memory=self.default_memory,
                 dim=-1,
             )
@@ -283,18 +301,17 @@ class RevMViT(TokenNetwork):
         """Of PySlowFast's Rev-MViT, whose pools are convolutions of videos, 1x3x3."""
         yield from (("patch_embed.proj", "stem.steps.0.conv"), ("head.projection", "fc"))
         yield "pos_embed", "stem.steps.0.positions"
-        steps = (
-            (f"stages.{i}.steps.{j}", step)
-            for i, stage in enumerate(self._sequences()[1:])
-            for j, step in enumerate(stage)
-        )
-        for i, (ours, step) in enumerate(steps):
+
+        def paths(kind: type[nn.Module]) -> list[str]:
+            return [path for path, module in self.named_modules() if isinstance(module, kind)]
+
+        for i, ours in zip(accumulate(self.variant.units), paths(FuseStreams), strict=False):
+            for layer, place in (("fc1", "0"), ("fc2", "2")):
+                theirs = f"rev_backbone.layers.{i}.pre_q_fuse.fuse_fn.{layer}"
+                yield theirs, f"{ours}.branch.{place}"
+        branches = zip(paths(PoolingAttention), paths(MLP), strict=True)
+        for i, (attention, mlp) in enumerate(branches):
             theirs = f"rev_backbone.layers.{i}"
-            attention, mlp = f"{ours}.steps.0.branch", f"{ours}.steps.1.branch"
-            if isinstance(step, StageTransition):
-                attention, mlp = f"{ours}.attention", f"{ours}.mlp"
-                yield f"{theirs}.pre_q_fuse.fuse_fn.fc1", f"{ours}.fuse.0"
-                yield f"{theirs}.pre_q_fuse.fuse_fn.fc2", f"{ours}.fuse.2"
             yield f"{theirs}.F.norm", f"{attention}.norm"
             yield f"{theirs}.F.attn.proj", f"{attention}.proj"
             for name in "qkv":
@@ -310,22 +327,28 @@ class RevMViT(TokenNetwork):
         return {key: t.squeeze(2) if t.dim() == 5 else t for key, t in adapted.items()}
 
 
-def _step(variant: RevMViTVariant, stage: int, unit: int, drop_path: float) -> Step:
+def _steps(variant: RevMViTVariant, stage: int, rates: list[float]) -> Iterator[Step]:
     width, heads = variant.widths[stage], variant.heads * 2**stage
-    transition = bool(stage) and not unit
     side = variant.img_size // variant.reductions[stage]
-    drops = {"dropout": variant.dropout, "drop_path": drop_path}
-    attention = PoolingAttention(
-        width,
-        heads=heads,
-        side=2 * side if transition else side,  # before the transition
-        stride=2 if transition else 1,
-        key_stride=max(FIRST_KEY_STRIDE >> stage, 1),
-        **drops,
-    )
-    hidden = variant.mlp_ratio * width
-    mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
-    return StageTransition(attention, mlp=mlp) if transition else ReversibleBlock(attention, mlp)
+    if stage:
+        yield FuseStreams(width)
+    for unit, rate in enumerate(rates):
+        stride = 2 if stage and not unit else 1
+        drops = {"dropout": variant.dropout, "drop_path": rate}
+        attention = PoolingAttention(
+            width,
+            heads=heads,
+            side=stride * side,  # before the pool
+            stride=stride,
+            key_stride=max(FIRST_KEY_STRIDE >> stage, 1),
+            **drops,
+        )
+        hidden = variant.mlp_ratio * width
+        mlp = MLP(width, hidden=hidden, activation=variant.activation, **drops)
+        if stride > 1:
+            yield StageTransition(attention, mlp=mlp)
+        else:
+            yield ReversibleBlock(attention, mlp)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -17,21 +17,26 @@ from revzoo.weights.table import WeightsTable
 
 VIT = {"width": 8, "depth": 3, "heads": 2, "img_size": 8, "patch_size": 4}
 PYRAMID = {"channels": (48, 16), "head_channels": (16, 24), "features": 32, "blocks": 1}
+MULTISCALE = {"width": 4, "units": (1, 1), "img_size": 8}
 IREVNET = {"units": (1, 2), "strides": (1, 2), "channels": (4, 16), "bottleneck": 2}
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "irevnet13": IREVNET,
+    "revvit_cifar": VIT,
+    "revbifpn_s0": PYRAMID,
+    "revmvit_base": MULTISCALE,
+}
 
 
 def network(name: str, **keywords: Any) -> ImageNetwork:
     torch.manual_seed(0)
-    if name == "revvit_cifar":
-        return create_model(name, **VIT, **keywords)
-    if name == "revbifpn_s0":
-        return create_model(name, **PYRAMID, **keywords)
-    if name == "irevnet13":
-        return create_model(name, **IREVNET, **keywords)
+    if name in SMALL:
+        return create_model(name, **SMALL[name], **keywords)
     return small(name, **keywords)
 
 
-NAMES = ["resnet32", "revnet38", "irevnet13", "revvit_cifar", "revbifpn_s0"]
+NAMES = ["resnet32", "revnet38", *SMALL]
 POOLED = {
     "avg": lambda f, places: f.mean(places),
     "max": lambda f, places: f.amax(places),
