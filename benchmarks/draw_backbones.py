@@ -49,6 +49,7 @@ OURS = {
     "RevBiFPN": ("revbifpn", "#2fa36b"),
     "RevCol": ("revcol", "#4fb3ff"),
     "Rev-ViT": ("revvit", "#9273d6"),
+    "Rev-MViT": ("revmvit", "#d66bb0"),
 }
 GREY, COLOURS = "#7d858d", {"EfficientNet": "#b07a4a", "ConvNeXt": "#c9a227", "DeiT": "#d9485f"}
 
