@@ -201,7 +201,8 @@ class TokenNetwork(ImageNetwork):
 
     def as_map(self, z: Tensor) -> Tensor:
         side = math.isqrt(z.shape[1])
-        return z.transpose(1, 2).unflatten(2, (side, side))  # (B, N, C) -> (B, C, side, side)
+        # (B, N, C) -> (B, C, side, side)
+        return z.transpose(1, 2).reshape(len(z), z.shape[2], side, side)
 
     def check_size(self, height: int, width: int) -> None:
         if (height, width) != (size := self.image_size, size):  # each patch has a learned position
