@@ -88,7 +88,7 @@ _REFERENCE = re.compile(
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets, RevViTs, "
-    "RevBiFPNs and RevCols are reversible without it",
+    "RevMViTs, RevBiFPNs and RevCols are reversible without it",
 }
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
