@@ -174,3 +174,9 @@ def add(x: Tensor, value: Tensor, fixed: Fixed, step: Step | None = None) -> Ten
 def put_on_grid_of(fixed: Fixed, x: Tensor, step: Step) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
     return _rounded_to(x.to(fixed.dtype), fixed.scale, step)
+
+
+def read_for(fixed: Fixed, x: Tensor, step: Step) -> Tensor:
+    """The float tensor of ``fixed``, with its words; its gradient goes to ``x``."""
+    read: Tensor = _Rounded.apply(x, fixed, step)
+    return read
