@@ -18,7 +18,7 @@ import revzoo
 from revzoo.core.modes import DEVICE_MODES
 from revzoo.profiling.count import forward_flops
 
-VARIANTS = "*_memcnn"
+VARIANTS = ("*_memcnn", "*unet?d")
 
 
 def row(name: str) -> str:
@@ -53,7 +53,7 @@ def classes_of(name: str) -> int:
 def main() -> None:
     """Print the table, memory in MiB per image."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's and U-Nets")
     args = parser.parse_args()
     heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in DEVICE_MODES)]
     print(f"| {' | '.join(heads)} | `store` over `invert` |")

@@ -285,6 +285,28 @@ IRESNET = section(
     coefficient=Option(float, 0.9, "largest singular value of a convolution", "(0, 1)"),
     image_size=Option(int, 32, "pixels of the publication's images", COUNT),
 )
+UNET = section(
+    "",
+    MODEL,
+    drop_rate=Option(float, 0.0, "dropout of values, before the last convolution", PART),
+    dims=Option(int, None, "axes of an image", choices=(1, 2, 3)),
+    channels=Option(Sequence, None, "of each level, the finest first"),
+    image_size=Option(int, None, "side of an image, for audits", COUNT),
+)
+IUNET = section(
+    "A U-Net that is bijective between its first and last convolution.",
+    UNET,
+    units=Option(Sequence, None, "couplings of each level, in the encoder and in the decoder"),
+    stride=Option(int | Sequence, 2, "of each downsampling, or one for each axis", COUNT),
+    depth=Option(int, 2, "convolutions of a coupling", COUNT),
+    rotation=Option(str, "cayley", "form of the learned rotations", choices=("cayley", "exp")),
+)
+REVUNET = section(
+    "A U-Net of reversible blocks.",
+    UNET,
+    units=Option(Sequence, None, "blocks of each level, in the encoder and in the decoder"),
+    groups=Option(int, None, "of the normalisations; divides half of the channels", COUNT),
+)
 
 SCHEDULE = section("A constant rate.", name=Option(str, MISSING, "the course of the rate"))
 SCHEDULES = {
@@ -518,6 +540,8 @@ FAMILIES = {
     "revcol": REVCOL,
     "momentumnet": MOMENTUMNET,
     "iresnet": IRESNET,
+    "iunet": IUNET,
+    "revunet": REVUNET,
     "vit": section("A vision transformer.", REVVIT, CONVERTIBLE),
     "torchvision": LIBRARY,
     "timm": LIBRARY,

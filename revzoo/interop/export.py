@@ -69,9 +69,8 @@ class Export:
 
     def images(self, batch: int) -> Tensor:
         """Random images ``(batch, C, S, S)``; a batch size always gives the same images."""
-        size = self.network.image_size if self.image_size is None else self.image_size
         generator = torch.Generator().manual_seed(batch)
-        return torch.randn(batch, self.network.in_chans, size, size, generator=generator)
+        return torch.randn(self.network.batch_shape(batch, self.image_size), generator=generator)
 
     def packed(self, name: str) -> tuple[bytes, dict[str, Any]]:
         """A safetensors file, and the description of the network for other formats."""

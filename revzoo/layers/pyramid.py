@@ -5,6 +5,7 @@
     NewLevel        appends a level of zeros
     MergePyramid    puts all levels in one tensor, by space to depth
     ChannelCopies   repeats the image's channels, to fill the first level
+    Rearranged      moves the values of some successive streams
 
 All are exact: sums and moves of values. ``torch.nn`` has maps of one tensor only.
 
@@ -13,14 +14,14 @@ Shapes: B batch, C channels, H, W height and width of a level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.invertible import Invertible, State
+from revzoo.core.invertible import Invertible, State, as_state, bare
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.streams import Merge, halves
 
@@ -163,3 +164,47 @@ class MergePyramid(Invertible):
 
     def inverse(self, z: Tensor, **context: Any) -> State:
         return tuple(map(functional.pixel_shuffle, torch.split(z, self.sizes, dim=1), self.factors))
+
+
+class Rearranged(Invertible):
+    """Moves the values of some successive streams by a function; the other streams pass.
+
+    Args:
+        there: the function; returns a tensor or a tuple.
+        back: its inverse.
+        at: position of its first stream.
+        streams: number of streams of the state.
+        takes: number of streams that ``there`` takes.
+        gives: number of streams that it returns.
+    """
+
+    exact = True
+    guarded = False
+
+    def __init__(
+        self,
+        there: Callable[..., Tensor | State],
+        back: Callable[..., Tensor | State],
+        *,
+        at: int,
+        streams: int,
+        takes: int,
+        gives: int,
+    ) -> None:
+        super().__init__()
+        self.there, self.back = there, back
+        self.at, self.streams, self.takes, self.gives = at, streams, takes, gives
+
+    @property
+    def outputs(self) -> int:
+        return self.streams - self.takes + self.gives
+
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return self._moved(self.there, state, self.takes)
+
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return self._moved(self.back, state, self.gives)
+
+    def _moved(self, fn: Callable[..., Tensor | State], state: State, count: int) -> Tensor | State:
+        end = self.at + count
+        return bare((*state[: self.at], *as_state(fn(*state[self.at : end])), *state[end:]))

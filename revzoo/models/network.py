@@ -15,7 +15,8 @@ streams, are kept; the stages recompute their activations as usual.
 
 Methods that take images raise a ValueError if their channels or size do not fit.
 
-Shapes: B batch, C channels of all streams together, H, W height and width.
+Shapes: B batch, C channels of all streams together, H, W height and width. Networks of signals and
+volumes (:mod:`revzoo.models.dense`) have one or three axes instead of H, W.
 """
 
 from __future__ import annotations
@@ -325,7 +326,8 @@ class ImageNetwork(SavableNetwork, ABC):
                 f"z of type {got}: expected the floating-point tensor of encode(images)"
             )
         channels = self.encoded_channels
-        if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
+        axes = 2 + self.dims + min(self.channel_dim, 0)
+        if z.dim() != axes or z.shape[self.channel_dim] != channels:
             raise ValueError(
                 f"z of shape {tuple(z.shape)}: expected the result of encode(images), with "
                 f"{channels} channels; logits and pooled features have lost the rest of the image"
@@ -420,7 +422,7 @@ class ImageNetwork(SavableNetwork, ABC):
                 )
 
     def _check_images(self, x: object) -> None:
-        shape = f"(B, {self.in_chans}, H, W)"
+        shape = f"(B, {self.in_chans}, {', '.join(('L', 'HW', 'DHW')[self.dims - 1])})"
         if not isinstance(x, Tensor):
             raise TypeError(
                 f"images of type {type(x).__module__}.{type(x).__qualname__}: expected a tensor "
@@ -428,7 +430,7 @@ class ImageNetwork(SavableNetwork, ABC):
                 "revzoo.predict(image, model)"
             )
         got = f"images of shape {tuple(x.shape)}: expected {shape}"
-        if x.dim() != 4:
+        if x.dim() != 2 + self.dims:
             raise ValueError(f"{got}; give one image a batch dimension, x.unsqueeze(0)")
         if not x.is_floating_point():
             raise ValueError(
@@ -436,15 +438,16 @@ class ImageNetwork(SavableNetwork, ABC):
                 "revzoo.data hold bytes, so pass datamodule=data to the trainer, or call the model "
                 "on data.transform(images, training=False)"
             )
-        channels, height, width = x.shape[1:]
+        channels, *sizes = x.shape[1:]
         if channels != self.in_chans:
-            if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
+            # NumPy's and Pillow's order, (B, H, W, C)
+            if self.dims == 2 and sizes[1] == self.in_chans:
                 raise ValueError(f"{got}; put the channels first, x.permute(0, 3, 1, 2)")
             raise ValueError(
                 f"images of {channels} channels: expected {self.in_chans}; create the model with "
                 f"in_chans={channels}, or convert the images"
             )
-        self.check_size(height, width)
+        self.check_size(*sizes)
 
 
 class ConvolutionalClassifier(ImageNetwork):

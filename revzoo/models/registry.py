@@ -22,6 +22,7 @@ from revzoo.core.modes import set_memory
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.iresnet import IRESNETS, IResNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
+from revzoo.models.iunet import IUNETS, IUNet
 from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet
 from revzoo.models.network import FeatureNet, ImageNetwork
 from revzoo.models.pretrained import (
@@ -35,6 +36,7 @@ from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN
 from revzoo.models.revcol import REVCOLS, RevCol
 from revzoo.models.revmvit import REVMVITS, RevMViT
 from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet
+from revzoo.models.revunet import REVUNETS, RevUNet
 from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.weights_file import TensorFile, read_weights_file
@@ -99,6 +101,8 @@ TABLES: Mapping[type[ImageNetwork], Mapping[str, Any]] = {
     MomentumNet: MOMENTUMNETS,
     IResNet: IRESNETS,
     ViT: VITS,
+    IUNet: IUNETS,
+    RevUNet: REVUNETS,
 }
 MODELS: dict[str, Architecture] = _Models(
     (name, Architecture(network, row))
@@ -285,10 +289,13 @@ def create_model(
               :class:`~revzoo.models.revmvit.RevMViTVariant`,
               :class:`~revzoo.models.revcol.RevColVariant`,
               :class:`~revzoo.models.momentumnet.MomentumNetVariant`,
-              :class:`~revzoo.models.iresnet.IResNetVariant`), such as ``units=(1, 1, 1)``.
+              :class:`~revzoo.models.iresnet.IResNetVariant`,
+              :class:`~revzoo.models.iunet.IUNetVariant`,
+              :class:`~revzoo.models.revunet.RevUNetVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
-        A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
+        A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``; a U-Net
+        maps signals, images or volumes ``(B, in_chans, *sizes)`` to ``(B, num_classes, *sizes)``.
 
     Raises:
         ValueError: unknown name or keyword, or a value out of range.
@@ -421,8 +428,8 @@ def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
         "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs, "
-        "RevMViTs, RevBiFPNs, RevCols, Momentum ResNets and i-ResNets are reversible without "
-        "them"
+        "RevMViTs, RevBiFPNs, RevCols, Momentum ResNets, i-ResNets and U-Nets are reversible "
+        "without them"
     )
 
 

@@ -57,6 +57,9 @@ class SavableNetwork(nn.Module):
 
     num_classes: int
     in_chans: int
+    dims: int = 2
+    """Axes of an image after the channels: 1 of signals, 3 of volumes."""
+
     _spec: Spec | None = None
     trained_on: Mapping[str, Any] | None = None
     fresh_head: bool = False
@@ -91,6 +94,10 @@ class SavableNetwork(nn.Module):
     @abstractmethod
     def image_size(self) -> int:
         """Side in pixels of the images in the architecture's publication."""
+
+    def batch_shape(self, batch: int, side: int | None = None) -> tuple[int, ...]:
+        """The shape of ``batch`` images whose sides are ``side``, or :attr:`image_size`."""
+        return (batch, self.in_chans, *[side or self.image_size] * self.dims)
 
     def transforms(self, size: int | None = None) -> v2.Compose:
         """The transform from an image to an input, as in the evaluation of the weights.
@@ -228,9 +235,9 @@ def _check_description(network: SavableNetwork, spec: Spec) -> None:
         ) from None
     like = next(network.parameters())
     created.to(like.device, like.dtype).load_state_dict(state)
-    side = network.facts.get("input_size", (network.image_size,))[-1]
+    side = network.facts.get("input_size", (None,))[-1]
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(1, network.in_chans, side, side, generator=generator).to(like)
+    image = torch.randn(network.batch_shape(1, side), generator=generator).to(like)
     both = zip(_outputs(network, image), _outputs(created, image), strict=True)
     off = [float((a - b).abs().max() / a.abs().max().clamp(1e-6)) for a, b in both]
     if not all(error <= TOLERANCE for error in off):  # also for NaN

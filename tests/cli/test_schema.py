@@ -112,6 +112,7 @@ def test_the_trainer() -> None:
     [
         *("revnet38", "resnet32", "irevnet163", "revvit_base", "vit_cifar", "revnet104"),
         *("revbifpn_s0", "revcol_tiny", "revmvit_base", "momentumnet18", "iresnet64"),
+        *("iunet2d", "revunet3d"),
     ],
 )
 def test_models(name: str) -> None:

@@ -148,7 +148,7 @@ def check_side(model: ImageNetwork, side: int | None) -> None:
 
     check_count("--image-size", side)
     try:
-        model.check_size(side, side)
+        model.check_size(*model.batch_shape(1, side)[2:])
     except ImageSizeError as error:
         # its remedy names an option of training
         text = f"--image-size={side}: {error.reason}: use --image-size {error.side}"
@@ -159,12 +159,12 @@ def check_side(model: ImageNetwork, side: int | None) -> None:
         try_image(model, side, model.in_chans, remedy=": try --image-size {size}")
 
 
-def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
+def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, ...]:
     """The shape of a batch."""
     check_count("--batch-size", args.batch_size)
     side = model.image_size if args.image_size is None else args.image_size
     check_side(model, side)
-    return args.batch_size, model.in_chans, side, side
+    return model.batch_shape(args.batch_size, side)
 
 
 def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -> None:
@@ -180,7 +180,8 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
 
     def run(side: int) -> None:
         first = next(model.parameters())
-        image = torch.zeros(1, channels, side, side, dtype=first.dtype, device=first.device)
+        sides = [side] * getattr(model, "dims", 2)
+        image = torch.zeros(1, channels, *sides, dtype=first.dtype, device=first.device)
         # in evaluation mode, so BatchNorm's statistics stay
         with torch.no_grad(), evaluation_mode(model):
             model(image)

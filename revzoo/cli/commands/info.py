@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     size = side if args.image_size is None else args.image_size
     check_side(model, size)
-    images = torch.randn(args.batch_size, model.in_chans, size, size)
+    images = torch.randn(model.batch_shape(args.batch_size, size))
     for key, value in _costs(model, images):
         _print(key, value)
 

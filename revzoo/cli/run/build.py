@@ -26,6 +26,7 @@ from revzoo.cli.schema import MODES, model_names
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
+from revzoo.models.dense import DenseNetwork
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
 from revzoo.training.callbacks.base import ChecksModel
@@ -75,6 +76,11 @@ def build_module(
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
+    if isinstance(network, DenseNetwork):
+        raise ConfigError(
+            f"model={config['model']['name']} returns a map of classes: expected a classifier; "
+            "train it in Python (docs/how-to/volumes.md)"
+        )
     if config["model"]["name"] in model_names():
         network.check_size(side, side)
     else:
