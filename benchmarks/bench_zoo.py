@@ -53,7 +53,9 @@ def classes_of(name: str) -> int:
 def main() -> None:
     """Print the table, memory in MiB per image."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's and U-Nets")
+    parser.add_argument(
+        "--models", nargs="+", metavar="NAME", help="default: not MemCNN's, not U-Nets"
+    )
     args = parser.parse_args()
     heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in DEVICE_MODES)]
     print(f"| {' | '.join(heads)} | `store` over `invert` |")

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,7 +30,8 @@ from measure import environment, interleaved
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.models import ImageNetwork
+from revzoo.models import IUNETS, ImageNetwork
+from revzoo.models.dense import CONVOLUTIONS
 from revzoo.models.registry import MODELS
 
 BATCH = 2
@@ -123,13 +125,52 @@ def slowfast(original: Path, name: str, size: int) -> Original:
     return Original(theirs, lambda x: theirs([x]))
 
 
+def iunet(original: Path, name: str, size: int) -> Original:
+    """The iUNet of cetmann/iunets between two convolutions, as in its examples; it needs memcnn.
+
+    Its gradient of the Cayley transform is wrong, so autograd differentiates it here.
+    """
+    sys.path.insert(0, str(original))
+    from iunets import cayley, iUNet, layers  # type: ignore[import-not-found]
+
+    layers.cayley = SimpleNamespace(apply=cayley._cayley)
+    row = IUNETS[name]
+    conv, width = CONVOLUTIONS[row.dims], row.channels[0]
+    with contextlib.redirect_stdout(None):
+        inner = iUNet(row.channels, row.units, row.dims, disable_custom_gradient=True)
+    first, last = conv(3, width, 3, padding=1), conv(width, CLASSES[name], 3, padding=1)
+    theirs = nn.Sequential(first, inner, last)
+    return Original(theirs, theirs)
+
+
+def revunet(original: Path, name: str, size: int) -> Original:
+    """The U-Net of RobinBruegger/PartiallyReversibleUnet, without sigmoid; it needs revtorch."""
+    sys.path.insert(0, str(original))
+    # loggers and losses
+    sys.modules.update({key: mock.MagicMock() for key in ("comet_ml", "bratsUtils")})
+    from experiments import noNewReversible as code  # type: ignore[import-not-found]
+
+    theirs = code.NoNewReversible()
+    theirs.firstConv = nn.Conv3d(3, 60, 3, padding=1, bias=False)
+    theirs.lastConv = nn.Conv3d(60, CLASSES[name], 1)
+
+    def logits(x: Tensor) -> Tensor:
+        with mock.patch("torch.sigmoid", lambda y: y):
+            return theirs(x)  # type: ignore[no-any-return]
+
+    return Original(theirs, logits)
+
+
 ORIGINALS: dict[str, Callable[[Path, str, int], Original]] = {
     "revbifpn": revbifpn,
     "revcol": revcol,
     "revvit": slowfast,
     "revmvit": slowfast,
     "momentumnet": momentumnet,
+    **dict.fromkeys(("iunet1d", "iunet2d", "iunet3d"), iunet),
+    "revunet3d": revunet,
 }
+CLASSES = dict.fromkeys(("iunet1d", "iunet2d", "iunet3d", "revunet3d"), 10)
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentumnet": {"downsampling_stem": True},
     "revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0},
@@ -143,11 +184,11 @@ def family(name: str) -> str:
 
 
 def ours_of(name: str, size: int) -> ImageNetwork:
-    """Our network for ImageNet-1k and images of a size."""
+    """Our network for ImageNet-1k and images of a size; a U-Net for 10 classes."""
     options = dict(OPTIONS.get(family(name), {}))
     if "img_size" in MODELS[name].keywords:
         options["img_size"] = size
-    return revzoo.create_model(name, num_classes=1000, **options)
+    return revzoo.create_model(name, num_classes=CLASSES.get(name, 1000), **options)
 
 
 def randomise(model: nn.Module) -> None:
@@ -157,6 +198,8 @@ def randomise(model: nn.Module) -> None:
         if p.squeeze().dim() == 1:
             low, high = (-0.2, 0.2) if name.endswith("bias") else (0.3, 1.0)
             nn.init.uniform_(p, low, high)
+        elif not p.any():  # the rotations of an iUNet
+            nn.init.normal_(p, std=0.1)
 
 
 def counts(theirs: nn.Module, ours: ImageNetwork) -> str:
@@ -175,7 +218,10 @@ def run(
     torch.manual_seed(1)
     model.zero_grad(set_to_none=True)
     found = logits(x)
-    nn.functional.cross_entropy(found, torch.arange(len(x), device=x.device)).backward()
+    classes = torch.arange(len(x), device=x.device)
+    shape = (-1, *[1] * (found.dim() - 2))  # of a map: the same class everywhere
+    target = classes.view(shape).expand(len(x), *found.shape[2:])
+    nn.functional.cross_entropy(found, target).backward()
     grads = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     return found.detach(), grads
 
@@ -209,7 +255,7 @@ def compare(
         ours = ours_of(name, size)
         theirs.to(device, dtype), ours.to(device, dtype)
         tensors = {key: t.clone() for key, t in theirs.state_dict().items()}
-        x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(2))
+        x = torch.randn(ours.batch_shape(BATCH, size), generator=torch.Generator().manual_seed(2))
         x = x.to(device, dtype)
         for training in (False, True):
             theirs.train(training), ours.train(training)
@@ -222,7 +268,12 @@ def compare(
                 revzoo.set_memory(ours, memory)
                 own, grads = run(ours, ours, x)
                 row = (
-                    *(name, f"{size}x{size}", "train" if training else "eval", f"`{memory}`"),
+                    *(
+                        name,
+                        "x".join(map(str, x.shape[2:])),
+                        "train" if training else "eval",
+                        f"`{memory}`",
+                    ),
                     *(f"{float((own - logits).abs().max()):.0e}", f"{apart(grads, expected):.0e}"),
                 )
                 print("| " + " | ".join(row) + " |", flush=True)
@@ -231,9 +282,8 @@ def compare(
 def modes(name: str, batch: int, rounds: int, device: str) -> None:
     """Print memory, time, drift and gradients of the memory modes, in training."""
     torch.manual_seed(0)
-    model = revzoo.create_model(name, num_classes=1000).to(device)
-    size = model.image_size
-    x = torch.randn(batch, 3, size, size, device=device)
+    model = revzoo.create_model(name, num_classes=CLASSES.get(name, 1000)).to(device)
+    x = torch.randn(model.batch_shape(batch), device=device)
     print(
         "| model | `memory` | kept, MiB an image | peak, MiB an image | time | drift | gradients |"
     )
