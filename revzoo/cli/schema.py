@@ -298,7 +298,7 @@ IUNET = section(
     UNET,
     units=Option(Sequence, None, "couplings of each level, in the encoder and in the decoder"),
     stride=Option(int | Sequence, 2, "of each downsampling, or one for each axis", COUNT),
-    depth=Option(int, 2, "convolutions of a coupling", COUNT),
+    convolutions=Option(int, 2, "of a coupling", COUNT),
     rotation=Option(str, "cayley", "form of the learned rotations", choices=("cayley", "exp")),
 )
 REVUNET = section(

@@ -181,7 +181,7 @@ def _apply(fixed: Fixed, lifts: Sequence[_Lift], step: OrthogonalMix, undo: bool
     dtype = torch.promote_types(fixed.dtype, torch.float32)
     for target, weight in reversed(lifts) if undo else lifts:
         _, blocks, half, _ = weight.shape
-        halves = words.unflatten(2, (blocks, 2, half))
+        halves = torch.unflatten(words, 2, (blocks, 2, half))
         before = fixed.with_words(halves.select(3, target).contiguous(), dtype)
         source = fixed.with_words(halves.select(3, 1 - target).contiguous(), dtype)
         value = weight.to(dtype) @ source.read()
@@ -211,7 +211,8 @@ def _lifts(a: Tensor) -> Iterator[_Lift]:
         half = filled // 2
         while half:
             # (G, blocks, 2 half, 2 half): the triangles on the diagonal
-            blocks = whole.unflatten(2, (-1, 2 * half)).unflatten(1, (-1, 2 * half))
+            blocks = torch.unflatten(whole, 2, (-1, 2 * half))
+            blocks = torch.unflatten(blocks, 1, (-1, 2 * half))
             blocks = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
             own = slice(half) if target == 0 else slice(half, None)
             other = slice(half, None) if target == 0 else slice(half)

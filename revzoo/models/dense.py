@@ -60,7 +60,7 @@ class DenseNetwork(ImageNetwork):
         size: int = self.variant.image_size
         return size
 
-    def check_size(self, *sizes: int) -> None:  # type: ignore[override]
+    def check_size(self, *sizes: int) -> None:
         """Raise an ImageSizeError unless the network takes images of these sizes."""
         multiples = self.variant.size_multiples
         coarsest = [n // m for n, m in zip(sizes, multiples, strict=True)]

@@ -66,7 +66,7 @@ class IUNetVariant:
             channels give ``m (c - skipped)``, so not all numbers are possible.
         units: number of couplings of each level, in the encoder and in the decoder.
         stride: of each downsampling; or one for each axis, such as ``(1, 2, 2)``.
-        depth: convolutions of a coupling.
+        convolutions: of a coupling's F.
         rotation: ``"cayley"``, or ``"exp"`` for the matrix exponential, which does not fit mode
             ``exact``.
         image_size: side of an image, for audits and commands; other sizes work, too.
@@ -80,14 +80,14 @@ class IUNetVariant:
     channels: tuple[int, ...]
     units: tuple[int, ...]
     stride: int | tuple[int, ...] = 2
-    depth: int = 2
+    convolutions: int = 2
     rotation: Rotation = "cayley"
     image_size: int = field(compare=False)
 
     def __post_init__(self) -> None:
         check_choice("dims", self.dims, (1, 2, 3))
         check_stages(self, "channels", "units")
-        check_count("depth", self.depth)
+        check_count("convolutions", self.convolutions)
         check_count("image_size", self.image_size)
         check_choice("rotation", self.rotation, ROTATIONS)
         if not isinstance(self.stride, int):  # configurations give lists
@@ -173,9 +173,9 @@ def _turn(before: bool, after: bool, x1: Tensor, x2: Tensor) -> State:
 def _branch(variant: IUNetVariant, before: int, after: int) -> nn.Sequential:
     """F of a coupling, from ``before`` channels to ``after``."""
     layers: list[nn.Module] = []
-    for i in range(variant.depth):
+    for i in range(variant.convolutions):
         first = before if i == 0 else max(before, after)
-        last = after if i == variant.depth - 1 else max(before, after)
+        last = after if i == variant.convolutions - 1 else max(before, after)
         conv = CONVOLUTIONS[variant.dims](first, last, 3, padding=1, bias=False)
         nn.init.kaiming_uniform_(conv.weight, a=SLOPE, mode="fan_out", nonlinearity="leaky_relu")
         norm = NORMS[variant.dims](last, affine=True)
@@ -280,7 +280,8 @@ class IUNet(DenseNetwork):
                     f"1.encoder_modules.{level}.{j}": f"{down}.encoder{j}",
                     f"1.decoder_modules.{level}.{j + (mixes and j > 0)}": f"{up}.decoder{j}",
                 }
-                for (module, ours), layer in product(theirs.items(), range(3 * self.variant.depth)):
+                layers = [3 * i + k for i in range(self.variant.convolutions) for k in (0, 1)]
+                for (module, ours), layer in product(theirs.items(), layers):
                     yield f"{module}._fn.F.seq.{layer}", f"{ours}.branch.{layer}"
             if mixes:
                 yield f"1.encoder_modules.{level}.{units}._fn.weight", f"{down}.mix.weight"
@@ -333,6 +334,9 @@ def _stages(variant: IUNetVariant) -> Iterator[dict[str, Step]]:
         return OrthogonalMix(
             weight, streams=level + 1, takes=(level,), back=back, rotation=variant.rotation
         )
+
+    there: Move
+    back: Move
 
     def moved(level: int, there: Move, back: Move, *, takes: int, gives: int) -> Step:
         streams = level + takes

@@ -200,7 +200,7 @@ class FirstLevel(Invertible):
     exact = True
     sums = True
 
-    def __init__(self, branch: LevelBranch, *, level: int) -> None:
+    def __init__(self, branch: nn.Module, *, level: int) -> None:
         super().__init__()
         self.branch = branch
         self.streams = level + 1

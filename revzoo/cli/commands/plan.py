@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
     from revzoo.profiling.plan import Plan, Planner
 
-Shape = tuple[int, int, int, int]  # (B, C, H, W) of a batch
+Shape = tuple[int, ...]  # (B, C, H, W) of a batch
 DEEPEST = 8  # ``--fit depth`` tries at most this many times the network's own depth
 
 
@@ -136,7 +136,7 @@ class Fit(NamedTuple):
 
 def fit_of(args: argparse.Namespace, shape: Shape) -> Fit:
     """What ``--fit`` searches for, from this batch on."""
-    images, channels, side, _ = shape
+    images, channels, side, *others = shape
     if args.fit == "batch":
         return Fit(images, lambda n: ((n, *shape[1:]), {}), "--batch-size")
     from revzoo.models.registry import MODELS
@@ -153,9 +153,9 @@ def fit_of(args: argparse.Namespace, shape: Shape) -> Fit:
         def of_side(value: int) -> tuple[Shape, dict[str, Any]]:
             # the shapes of some weights depend on the size
             keywords = {"img_size": value} if hasattr(row, "img_size") else {}
-            return (images, channels, value, value), keywords
+            return (images, channels, value, *[value for _ in others]), keywords
 
-        return Fit(side, of_side, "--image-size", power=2)
+        return Fit(side, of_side, "--image-size", power=1 + len(others))
     if not (hasattr(row, "depth") or hasattr(row, "units")):
         raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
     units: Sequence[int] | None = None if hasattr(row, "depth") else row.units
@@ -232,7 +232,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     sentence = folded(sentence, indent=2)
     if value == fit.most or not fit.option:
         return sentence
-    images, _, side, _ = fit.variant(value)[0]
+    images, _, side, *_ = fit.variant(value)[0]
     options = {"batch-size": images, "image-size": side}
     options |= {name: getattr(args, name) for name in ("channels", "classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
