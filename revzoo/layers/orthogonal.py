@@ -38,11 +38,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_choice
-from revzoo.core.fixedpoint.words import Fixed, apply_to_words, as_floats, words_in
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import plus, read_for
-from revzoo.layers.precision import without_autocast
+from revzoo.core.words import Fixed, apply_to_words, as_floats, words_in
+from revzoo.layers.streams import without_autocast
 
 Rotation = Literal["cayley", "exp"]
 
@@ -244,5 +244,5 @@ def _joined(*parts: Tensor) -> Tensor:
 
 
 def _cut(x: Tensor, sizes: list[int]) -> State:
-    # dense copies, see revzoo.layers.split
+    # dense copies, see revzoo.layers.streams
     return (x,) if len(sizes) == 1 else tuple(t.contiguous() for t in torch.split(x, sizes, dim=1))

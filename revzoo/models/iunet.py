@@ -44,7 +44,7 @@ from revzoo.layers.orthogonal import ROTATIONS, OrthogonalMix, Rotation
 from revzoo.layers.pyramid import LevelCoupling, Rearranged
 from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.split import halves
+from revzoo.layers.streams import halves
 from revzoo.models.components import check_stages
 from revzoo.models.dense import CONVOLUTIONS, DenseNetwork, DenseStem
 

@@ -31,7 +31,7 @@ from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import Step
 from revzoo.layers.pyramid import LevelCoupling, Rearranged
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.split import Merge, halves
+from revzoo.layers.streams import Merge, halves
 from revzoo.models.components import check_stages
 from revzoo.models.dense import CONVOLUTIONS, DenseNetwork, DenseStem
 from revzoo.models.revcol import FirstLevel
