@@ -41,7 +41,7 @@ from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.audit import audit
 from revzoo.training import Finetuning
-from revzoo.training.quiet_lightning import quiet
+from revzoo.training.lightning_compat import quiet
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TUNED = ("experiment=finetune", "model.pretrained=true")

@@ -21,7 +21,7 @@ from measure import environment
 from revzoo.cli.config import compose
 from revzoo.cli.run.build import apply_precision, build_module, build_trainer
 from revzoo.training.callbacks.cuda_graph import CudaGraph
-from revzoo.training.quiet_lightning import quiet
+from revzoo.training.lightning_compat import quiet
 
 QUIET = (
     "data=cifar10",

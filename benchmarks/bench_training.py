@@ -40,7 +40,7 @@ from revzoo.cli.run.build import build_trainer, model_spec
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule
-from revzoo.training.quiet_lightning import quiet
+from revzoo.training.lightning_compat import quiet
 
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import revzoo
 from revzoo.profiling.live import LiveMemory
-from revzoo.training.quiet_lightning import quiet
+from revzoo.training.lightning_compat import quiet
 
 PAGE = Path(__file__).parents[1] / "docs" / "questions.md"
 

@@ -680,7 +680,7 @@ def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
 
     ``several`` is for a command that starts several runs: ``-m``, ``revzoo sweep``.
     """
-    from revzoo.training.distributed import started_together
+    from revzoo.training.lightning_compat import started_together
 
     count = started_together()
     if count == 1:

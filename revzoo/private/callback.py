@@ -34,7 +34,7 @@ from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.private.clipping import ClippedGradients
 from revzoo.private.gradients import refuse_unsupported
-from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
+from revzoo.training.callbacks.registry import ChecksModel, RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_epoch, data_of
 from revzoo.training.optim.optimizers import BALANCED
 

@@ -29,13 +29,13 @@ from revzoo._checks import check_count, check_number
 from revzoo.private.callback import PrivateTraining
 from revzoo.private.clipping import SampleNorms
 from revzoo.private.gradients import refuse_unsupported
-from revzoo.training.callbacks.base import (
+from revzoo.training.callbacks.pictures import add_figure, class_names, images_figure, to_pixels
+from revzoo.training.callbacks.registry import (
     ChecksModel,
     MeasuresSteps,
     RestoresAfterFit,
     is_nth_step,
 )
-from revzoo.training.callbacks.pictures import add_figure, class_names, images_figure, to_pixels
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import true_classes
 

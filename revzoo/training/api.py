@@ -2,18 +2,21 @@
 
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.compiled_branches import CompiledBranches
-from revzoo.training.callbacks.drift import DriftLogger
+from revzoo.training.callbacks.figures import DriftLogger, Footprint
 from revzoo.training.callbacks.finetuning import Finetuning
-from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.pictures import ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.progress_bar import EpochLog
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
-from revzoo.training.optim.schedules import make_schedule
-from revzoo.training.process_memory import peak_bytes, peak_host_bytes
-from revzoo.training.quiet_lightning import quiet
-from revzoo.training.tuning.lr_finder import LRCurve, find_lr
+from revzoo.training.lightning_compat import quiet
+from revzoo.training.memory import peak_bytes, peak_host_bytes
+from revzoo.training.optim.optimizers import (
+    OptimSpec,
+    build_optimizer,
+    build_schedule,
+    make_schedule,
+)
+from revzoo.training.tuning import LRCurve, find_lr
 
 __all__ = [
     "BatchNormMomentum",

@@ -10,7 +10,7 @@ and test losses never are, so they compare across recipes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
+from revzoo._checks import shortened
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
@@ -29,21 +30,24 @@ from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
 from revzoo.models.weights_file import check_module
-from revzoo.training.callbacks.every_run import EpochFigures, FiniteLoss, LastStep
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
-from revzoo.training.checkpoint.hyperparameters import check_hyperparameters, check_model_options
-from revzoo.training.class_weights import balanced_weights
+from revzoo.training.checkpoint.files import (
+    CheckpointError,
+    check_hyperparameters,
+    check_model_options,
+    read_checkpoint,
+)
 from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
 from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import (
     BALANCED,
+    ConstantSchedule,
     OptimSpec,
     build_optimizer,
     build_schedule,
+    make_schedule,
 )
-from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
-from revzoo.training.resume.run_state import RunState
-from revzoo.training.step_retry import StepRetry
+from revzoo.training.resume import RunState
+from revzoo.training.step_retry import FiniteLoss, StepRetry
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source
 
@@ -81,6 +85,7 @@ class Classifier(pl.LightningModule):
     """
 
     graph: Any = None
+    _logged_in: int | None = None  # the epoch
 
     def __init__(
         self,
@@ -97,8 +102,7 @@ class Classifier(pl.LightningModule):
         self.class_weights = self._listed_weights()
         if not isinstance(model, nn.Module):
             # a module passed as an instance cannot be created again from a file
-            plain["model"] = _without_weights(model, self.model)
-            _check_storable(plain["model"])
+            plain["model"] = _storable(model, self.model)
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         # a submodule: Lightning moves its states to the device
@@ -127,7 +131,7 @@ class Classifier(pl.LightningModule):
     ) -> Self:
         """Load a local checkpoint. Its hyperparameters must be plain options of the zoo.
 
-        Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
+        Why not Lightning's: see :mod:`revzoo.training.checkpoint.files`.
 
         Args:
             checkpoint_path: a checkpoint that a run saved, or the run's folder for its best one.
@@ -157,17 +161,12 @@ class Classifier(pl.LightningModule):
     def from_state(
         cls, state: dict[str, Any], where: str, *, strict: bool = True, **options: Any
     ) -> Self:
-        """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU.
-
-        Raises:
-            CheckpointError, ValueError: as there.
-        """
+        """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU."""
         hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
         try:
             module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
-            # the caller's own arguments may be wrong, not the file
-            if options:
+            if options:  # the caller's own arguments may be wrong, not the file
                 raise
             raise CheckpointError(
                 f"the model of {where} cannot be created ({type(error).__name__}: {error!s:.300}): "
@@ -205,12 +204,7 @@ class Classifier(pl.LightningModule):
                     step.bits = bits
 
     def setup(self, stage: str) -> None:
-        """Compare the number of classes with the data's, and count the images for the weights.
-
-        Raises:
-            ValueError: they differ, or the images of the data cannot be counted.
-            DataError: a class has no training images, and the weights are ``balanced``.
-        """
+        """Compare the number of classes with the data's, and count the images for the weights."""
         data = data_of(self.trainer)
         classes = getattr(data, "num_classes", None)
         # otherwise cross-entropy fails on a GPU without a message, or trains idle logits
@@ -257,7 +251,6 @@ class Classifier(pl.LightningModule):
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
         """Set the network's facts from the state of a data module; None if the data are unknown."""
         if isinstance(self.model, ImageNetwork):
-            # without data, the facts of pretrained weights would be wrong
             facts = {} if data_state is None else facts_of(data_state, self.model)
             self.model.trained_on, self.model.fresh_head = facts, False
 
@@ -293,12 +286,13 @@ class Classifier(pl.LightningModule):
         total = functional.cross_entropy(
             logits, labels, weight, label_smoothing=smoothing, reduction="sum"
         )
-        # why not reduction="mean": see revzoo.training.class_weights
+        # torch's "mean" divides by the weights of the labels: an image's gradient would depend on
+        # the others in its batch
         return total / len(labels)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        if self.in_graph:  # the whole step, up to the new weights
+        if self.in_graph:
             self.retry.loss = None
             loss, logits = self.graph.replay(batch)
         else:
@@ -334,20 +328,26 @@ class Classifier(pl.LightningModule):
         # super() without arguments does not work inside the lambda
         backward = super().backward
         self.retry.backward(loss, lambda loss: backward(loss, *args, **kwargs))
-        self._divide_by_batches()
-
-    def _divide_by_batches(self) -> None:
-        """Make the gradients of an optimiser step the mean over the batches that it has summed.
-
-        Lightning divides each loss by ``accumulate_grad_batches``, although the last step of an
-        epoch may sum fewer batches. Only now is it sure that a stream without a length has ended.
-        """
+        # Lightning divides each loss by accumulate_grad_batches, but the last step of an epoch may
+        # sum fewer batches; only now is it sure that a stream without a length has ended
         planned, summed = self.trainer.accumulate_grad_batches, batches_of_step(self.trainer)
-        if summed is None or summed == planned:
-            return
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.mul_(planned / summed)
+        if summed is not None and summed != planned:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(planned / summed)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the figures of the epoch; validate before a run of ``max_steps`` ends."""
+        trainer, metrics = self.trainer, self.metrics_of("train")
+        # once per epoch: Lightning computes the logged metrics at its end
+        if self._logged_in != trainer.current_epoch:
+            self._logged_in = trainer.current_epoch
+            if all(m.update_called for m in metrics.values()):  # a subclass may not use them
+                log_metrics(self, metrics)
+        if 0 < trainer.max_steps <= trainer.global_step:
+            # Lightning 2.6 validates before it obeys this, but not when it reaches max_steps by
+            # itself: the final weights could never be the best
+            trainer.should_stop = True
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits (B, num_classes), for callbacks that show them."""
@@ -362,13 +362,12 @@ class Classifier(pl.LightningModule):
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
-        always = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
+        """Callbacks of every run: stop at NaN, resume exactly."""
         if (trainer := trainer_of(self)) is not None:
             # an earlier fit left such callbacks; Lightning would log that it replaces them
-            types, present = {type(c) for c in always}, all_callbacks(trainer)
-            trainer.callbacks = [c for c in present if type(c) not in types]  # type: ignore[attr-defined]
-        return always
+            present = all_callbacks(trainer)
+            present[:] = [c for c in present if type(c) not in (FiniteLoss, RunState)]
+        return [FiniteLoss(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics of the training epoch, by name."""
@@ -416,12 +415,27 @@ class Classifier(pl.LightningModule):
         return cast(MetricCollection, self.metrics[f"{split}_metrics"])
 
 
-def model_from(spec: Mapping[str, Any]) -> nn.Module:
-    """Create the model of a plain specification; the zoo checks its name and keywords.
+def balanced_weights(labels: Tensor, classes: Sequence[str]) -> Tensor:
+    """The weights (C,) in float64 for training images with ``labels`` (n,).
+
+    As scikit-learn's ``class_weight="balanced"``, ``w_c = n / (C n_c)`` for n images of C classes
+    (G. King and L. Zeng, "Logistic Regression in Rare Events Data", Political Analysis 2001).
 
     Raises:
-        ValueError: the name is missing, or the zoo refuses it or a keyword.
+        DataError: a class has no training images.
     """
+    counts = torch.bincount(labels, minlength=len(classes)).double()
+    if empty := [name for name, n in zip(classes, counts.tolist(), strict=True) if not n]:
+        raise DataError(
+            f"optim.class_weights={BALANCED} divides by the number of images of each class, but "
+            f"there are no training images of {shortened(empty)}: add some, or give a list of "
+            "numbers, one for each class"
+        )
+    return counts.sum() / (len(classes) * counts)
+
+
+def model_from(spec: Mapping[str, Any]) -> nn.Module:
+    """Create the model of a plain specification; the zoo checks its name and keywords."""
     if not isinstance(spec, Mapping):
         raise ValueError(f'model={spec!r}: expected a module or a mapping {{"name": "revnet38"}}')
     options = dict(spec)
@@ -431,22 +445,20 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
     return create_model(name, **options)
 
 
-def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification for a checkpoint, which contains the weights itself."""
+def _storable(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The specification for a checkpoint, which contains the weights itself.
+
+    Raises:
+        ValueError: a checkpoint with these options could not be loaded.
+    """
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS_ARGUMENTS}
-    if not isinstance(model, ImageNetwork) or model.spec is None:
-        return kept
     # weights may change classes and options, and their name differs from their architecture's
-    if kept != spec or kept["name"] != model.spec.architecture:
+    made = model.spec if isinstance(model, ImageNetwork) else None
+    if made is not None and (kept != spec or kept["name"] != made.architecture):
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
-        kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
-    return kept
-
-
-def _check_storable(options: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a checkpoint with these options of the model could not be loaded."""
+        kept |= {**made.options, **sizes, "name": made.architecture}
     try:
-        check_model_options(options)
+        return check_model_options(kept)
     except CheckpointError as error:
         raise ValueError(
             f"{error}; a run's checkpoints could not be loaded: choose a number, a word, or a "
@@ -455,11 +467,7 @@ def _check_storable(options: Mapping[str, Any]) -> None:
 
 
 def class_count(model: nn.Module) -> int:
-    """The number of classes of a model.
-
-    Raises:
-        ValueError: it has no attribute ``num_classes``.
-    """
+    """The number of classes of a model; a ValueError without an attribute ``num_classes``."""
     count = getattr(model, "num_classes", None)
     if not isinstance(count, int):
         raise ValueError(
@@ -470,10 +478,7 @@ def class_count(model: nn.Module) -> int:
 
 
 def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the data module in a checkpoint; None unless there is exactly one.
-
-    Two would leave open which one trained.
-    """
+    """The state of the data module in a checkpoint; None unless there is exactly one."""
     needed = {"classes", "normalisation"}  # Lightning's key is the name of the class
     found = [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
     return found[0] if len(found) == 1 else None

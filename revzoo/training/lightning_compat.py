@@ -1,4 +1,4 @@
-"""Every use of Lightning's private parts, with its reason.
+"""Lightning's private parts, each with the reason for its use; its processes and its messages.
 
 The only other use is ``batches_of_epoch`` in :mod:`revzoo.data.order`, a floor below.
 
@@ -8,9 +8,12 @@ if a later release changes one of these parts.
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import os
 import subprocess
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
@@ -18,11 +21,28 @@ from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
+from torch import distributed
 from torch.optim.swa_utils import AveragedModel
 
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
 Kind = TypeVar("Kind", bound=pl.Callback)
+T = TypeVar("T")
+
+WAIT = 10.0  # seconds until a process that should end is killed
+# in Lightning's order; SLURM's comes last because batch scripts set it too
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+
+EXPECTED_WARNINGS = (
+    ".*does not have many workers.*",  # data in memory load fastest without workers
+    ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
+    "The number of training batches .* is smaller than the logging interval",  # of small data sets
+    "You requested to overfit",  # debug=overfit does so on purpose
+    "It is recommended to use `self.log.'footprint/",  # only the first process logs it
+    "Using `DistributedSampler` with",  # metrics.py excludes repeated images
+    "Checkpoint directory .* exists and is not empty",  # a resumed run has checkpoints
+    "Found .* in eval mode at the start of training",  # fine-tuning freezes modules in a search
+)
 
 
 def batches_of_run(trainer: pl.Trainer) -> int:
@@ -72,24 +92,6 @@ def is_fitting(trainer: pl.Trainer) -> bool:
     return trainer.state.fn == TrainerFn.FITTING
 
 
-def started_processes(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:
-    """The processes that Lightning has started from this one for the run."""
-    launcher = trainer.strategy.launcher
-    return list(launcher.procs) if isinstance(launcher, _SubprocessScriptLauncher) else []
-
-
-def stop_watching(trainer: pl.Trainer) -> None:
-    """Stop Lightning's watchdog over the processes that it has started.
-
-    It kills this process if one of them ends with an error, even while this process is ending
-    for the same reason.
-    """
-    launcher = trainer.strategy.launcher
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        # the watchdog polls this list, and ends when it is empty
-        launcher.procs.clear()
-
-
 def allow_unused_parameters(trainer: pl.Trainer) -> None:
     """Let DistributedDataParallel, if the trainer uses it, train parameters without a gradient.
 
@@ -107,7 +109,7 @@ class _Refuses:
         raise RuntimeError(f"the network or the loss reads the trainer ({name})")
 
 
-@contextlib.contextmanager
+@contextmanager
 def without_trainer(module: pl.LightningModule) -> Iterator[None]:
     """A context in which ``module`` cannot read its trainer, nor log."""
     trainer: Any = module._trainer
@@ -144,3 +146,78 @@ def average_of(callback: WeightAveraging) -> AveragedModel:
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer
+
+
+def is_first_process() -> bool:
+    """Whether this process writes files: rank 0 of node 0, or the only process."""
+    # read from the environment: the folder is created before Lightning starts the processes
+    rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
+    # LOCAL_RANK counts from 0 on each node
+    return int(rank) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
+
+
+def started_together() -> int:
+    """The number of processes that ``torchrun`` or ``srun`` started; 1 without these."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
+def process_count() -> int:
+    """The number of processes in the process group; 1 before there is one."""
+    initialized = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if initialized else 1
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all processes, by rank; each must call this, with plain data."""
+    values = [value] * process_count()
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values
+
+
+def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
+    """Leave the process group; wait for the processes that Lightning has started from this one.
+
+    Args:
+        trainer: of a run that has ended.
+        ask: send them SIGTERM, since they may not know that the run ends.
+
+    Kills processes that have not ended after :data:`WAIT` seconds.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        started = list(launcher.procs)
+        # Lightning's watchdog would kill this process if one of them ends with an error, even while
+        # this one ends for the same reason; it polls this list, and ends when it is empty
+        launcher.procs.clear()
+    if distributed.is_initialized() and distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()  # Lightning leaves groups of other backends
+    for process in started:
+        if ask:
+            process.terminate()
+    for process in started:
+        try:
+            process.wait(WAIT)
+        except subprocess.TimeoutExpired:
+            # it hangs in a collective operation, which no signal handler interrupts
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide Lightning's startup messages and the warnings of :data:`EXPECTED_WARNINGS`."""
+    logger = logging.getLogger("pytorch_lightning")
+    # warnings still show, startup messages are at INFO
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        logger.setLevel(level)

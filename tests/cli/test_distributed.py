@@ -18,9 +18,9 @@ from resumed import resume
 from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
+from revzoo.training import resume as stop_module
 from revzoo.training.checkpoint.files import read_checkpoint
-from revzoo.training.resume import graceful_stop as stop_module
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo.training.resume import GracefulStop
 from revzoo.weights.source import LAST
 
 WORLD = 2

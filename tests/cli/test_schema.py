@@ -25,10 +25,9 @@ from revzoo.models.components import ACTIVATIONS, POOLS
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
 from revzoo.models.revnet import CONVENTIONS
 from revzoo.profiling.plan import PLANNED
-from revzoo.training import loggers
+from revzoo.training import loggers, tuning
 from revzoo.training.callbacks import registry
-from revzoo.training.optim import optimizers, schedules
-from revzoo.training.tuning import batch_size_finder, lr_finder
+from revzoo.training.optim import optimizers
 
 
 def defaults_of(section: Section, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -73,7 +72,7 @@ def test_data() -> None:
         (schema.AUGMENT, Augment, ()),
         # a run's description has these
         (schema.OPTIM, optimizers.OptimSpec, ("name", "lr", "weight_decay")),
-        *((schema.SCHEDULES[name], kind, ("name",)) for name, kind in schedules.SCHEDULES.items()),
+        *((schema.SCHEDULES[name], kind, ("name",)) for name, kind in optimizers.SCHEDULES.items()),
     ],
 )
 def test_dataclasses(section: Section, kind: Any, needed: tuple[str, ...]) -> None:
@@ -91,12 +90,12 @@ def test_loggers_and_tuners() -> None:
     for kind, section in schema.LOGGERS.items():
         own = keywords(loggers.LOGGERS[kind]) if kind in loggers.LOGGERS else {}
         assert defaults_of(section, without=("kind",)) == own
-    searches = {"lr": lr_finder.find_lr, "batch_size": batch_size_finder.find_batch_size}
+    searches = {"lr": tuning.find_lr, "batch_size": tuning.find_batch_size}
     assert set(schema.TUNERS) == set(tune.KINDS) == set(searches)
     for kind, search in searches.items():
         assert set(schema.TUNERS[kind].options) - {"kind", "then"} <= set(keywords(search))
     steps = schema.TUNERS["lr"].options["steps"]
-    assert steps.within == f">= {lr_finder.LEAST_STEPS}"
+    assert steps.within == f">= {tuning.SKIPPED + 5}"
 
 
 def test_the_trainer() -> None:

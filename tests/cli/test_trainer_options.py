@@ -18,7 +18,7 @@ from revzoo.cli.run.train import train
 from revzoo.cli.terminal import ConfigError
 from revzoo.training import Classifier
 from revzoo.training.callbacks.cuda_graph import CudaGraph
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo.training.resume import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

@@ -15,8 +15,7 @@ from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.network import parts
 from revzoo.models.wrapped import LibraryNetwork
-from revzoo.training.checkpoint.files import CheckpointError
-from revzoo.training.checkpoint.hyperparameters import check_model_options
+from revzoo.training.checkpoint.files import CheckpointError, check_model_options
 from revzoo.training.classifier import Classifier
 from revzoo.weights.errors import DownloadError, StateMismatchError, UnknownWeightsError
 

@@ -61,7 +61,7 @@ def inverting(num_classes, in_chans):
 @pytest.fixture(autouse=True)
 def models(monkeypatch):
     monkeypatch.setattr("revzoo.models.registry.MODELS", table := type(MODELS)(MODELS))
-    monkeypatch.setattr("revzoo.training.checkpoint.hyperparameters.MODELS", table)
+    monkeypatch.setattr("revzoo.training.checkpoint.files.MODELS", table)
     for name, build in (("mynet", Net), ("fixed", fixed), ("inverting", inverting)):
         revzoo.register_model(name, build)
 

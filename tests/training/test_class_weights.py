@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from revzoo.data import DataError, Digits
 from revzoo.training import Classifier
-from revzoo.training.class_weights import balanced_weights
+from revzoo.training.classifier import balanced_weights
 
 LABELS = torch.tensor([0, 0, 1, 2])
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5])

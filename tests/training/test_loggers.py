@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from revzoo.training import Classifier, Footprint, loggers
 from revzoo.training.callbacks import registry
-from revzoo.training.callbacks.drift import DriftLogger
+from revzoo.training.callbacks.figures import DriftLogger
 from revzoo.training.loggers import LOGGERS, TensorBoard
 
 RUN = {"model": "revnet38", "data": "Digits", "batch": 64, "seed": 0}

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from revzoo.training import process_memory
-from revzoo.training.process_memory import peak_bytes, peak_host_bytes
+from revzoo.training import memory
+from revzoo.training.memory import peak_bytes, peak_host_bytes
 
 
 def write(path: Path, text: str) -> None:
@@ -17,19 +17,19 @@ def write(path: Path, text: str) -> None:
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of /proc."""
-    monkeypatch.setattr(process_memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(process_memory, "CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path / "cgroup")
     return tmp_path / "proc"
 
 
 def test_the_tighter_limit_of_machine_and_container_counts(proc: Path) -> None:
-    assert process_memory.free_bytes() is None
+    assert memory.free_bytes() is None
     write(proc / "meminfo", "MemTotal: 100 kB\nMemAvailable:   40 kB\n")
-    assert process_memory.free_bytes() == 40 * 1024
-    write(process_memory.CGROUP / "memory.current", "3000\n")
+    assert memory.free_bytes() == 40 * 1024
+    write(memory.CGROUP / "memory.current", "3000\n")
     for limit, free in (("max", 40 * 1024), ("5000", 2000)):
-        write(process_memory.CGROUP / "memory.max", f"{limit}\n")
-        assert process_memory.free_bytes() == free
+        write(memory.CGROUP / "memory.max", f"{limit}\n")
+        assert memory.free_bytes() == free
 
 
 def test_the_peak_of_another_system(proc: Path) -> None:

@@ -24,7 +24,7 @@ from revzoo.core.invertible import Step
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.run_state import RunState, growth_of, set_growth
+from revzoo.training.resume import RunState, growth_of, set_growth
 
 NET = {**TINY, "units": [2, 2, 2], "dropout": 0.1, "memory": "invert"}
 CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}

@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> None:
     config = compose(overrides, EVAL).config
     config["ckpt"] = resolve_source(str(config["ckpt"]))
     with status_of("loading torch and Lightning"):
-        from revzoo.training.distributed import is_first_process
-        from revzoo.training.quiet_lightning import quiet
+        from revzoo.training.lightning_compat import is_first_process, quiet
 
     with quiet():
         figures = evaluate(config, root=None if names_data else root)
@@ -113,9 +112,9 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
-    from revzoo.training.distributed import is_first_process
+    from revzoo.training.lightning_compat import is_first_process
+    from revzoo.training.memory import memory_errors
     from revzoo.training.metrics import in_order
-    from revzoo.training.tuning.out_of_memory import memory_errors
 
     check_machine(config)
     if is_first_process():
@@ -194,7 +193,7 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
 
     For weights outside the folder of a run the split is unknown: this logs a warning.
     """
-    from revzoo.training.distributed import is_first_process
+    from revzoo.training.lightning_compat import is_first_process
 
     recorded = run_data(checkpoint)
     if recorded is None:

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> None:
         import torch
 
         from revzoo.data import DataError
-        from revzoo.training.quiet_lightning import quiet
+        from revzoo.training.lightning_compat import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     log.info("%s: %s, to %s %s", folder, trials, search.options["direction"], search.metric)
     # before torch is imported: most mistakes are in the ranges
     check_space(search.fixed, search.space, search.source)
-    from revzoo.training.resume.graceful_stop import RunStopped
+    from revzoo.training.resume import RunStopped
 
     check_started_together(args.overrides, several=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -29,15 +29,12 @@ from revzoo.data.registry import DATA
 from revzoo.models.dense import DenseNetwork
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
-from revzoo.training.callbacks.base import ChecksModel
-from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks
+from revzoo.training.callbacks.registry import CALLBACKS, ChecksModel, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
-from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import allow_unused_parameters
+from revzoo.training.lightning_compat import allow_unused_parameters, is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.training.resume.csv_logger import MetricsCSV
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo.training.resume import GracefulStop
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
@@ -137,7 +134,7 @@ def build_loggers(
     kind = options.pop("kind")
     if kind is None:  # logger=none
         return []
-    from revzoo.training.loggers import EXTRAS, LOGGERS
+    from revzoo.training.loggers import EXTRAS, LOGGERS, MetricsCSV
 
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
     if kind in EXTRAS and find_spec(kind) is None:

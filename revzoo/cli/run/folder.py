@@ -111,7 +111,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         SystemExit: another program holds it; the message names the process.
     """
-    from revzoo.training.distributed import is_first_process
+    from revzoo.training.lightning_compat import is_first_process
 
     with ExitStack() as stack:
         if is_first_process():

@@ -36,10 +36,9 @@ from revzoo.profiling.twins import copied
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units
 from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier
-from revzoo.training.distributed import is_first_process
-from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.lightning_compat import callbacks_of, is_first_process
+from revzoo.training.memory import free_bytes
 from revzoo.training.optim.optimizers import build_optimizer
-from revzoo.training.process_memory import free_bytes
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ def multirun(overrides: Sequence[str], source: ConfigFiles = TRAIN) -> None:
     jobs, shared = split_jobs(overrides, source)
     runs = check_jobs(jobs, shared, source)
     # Lightning is imported only once a job can run
-    from revzoo.training.resume.graceful_stop import RunStopped
+    from revzoo.training.resume import RunStopped
 
     check_started_together(overrides, several=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
@@ -180,7 +180,7 @@ def run_program(
     Raises:
         RunStopped: this process received a signal; the program has ended.
     """
-    from revzoo.training.resume.graceful_stop import RunStopped, stop_signals
+    from revzoo.training.resume import RunStopped, stop_signals
 
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None

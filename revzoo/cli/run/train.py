@@ -57,24 +57,23 @@ from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     UnwritableCheckpointError,
+    check_hyperparameters,
     has_saved,
     read_last,
 )
-from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
-from revzoo.training.checkpoint.restore import check_complete
 from revzoo.training.classifier import Classifier
-from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import (
     all_callbacks,
     batches_of_run,
     callbacks_of,
+    end_together,
     epochs_of_run,
+    is_first_process,
+    quiet,
 )
+from revzoo.training.memory import NoMemoryError, memory_errors
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.training.quiet_lightning import quiet
-from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.resume.run_state import RunState
-from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
+from revzoo.training.resume import GracefulStop, RunState, RunStopped
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
@@ -164,6 +163,8 @@ def check_fits(
     config: Mapping[str, Any], state: Mapping[str, Any], path: Path, *, run_dir: Path
 ) -> None:
     """Check that the checkpoint ``path`` is whole, and fits the run's configuration."""
+    from revzoo.training.checkpoint.restore import check_complete  # only resumed runs
+
     # before check_complete, which builds the model that they describe
     check_hyperparameters(state.get("hyper_parameters"))
     callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)

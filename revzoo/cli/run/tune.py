@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from revzoo._files import json_bytes, write_atomically
 from revzoo.cli.run.build import build_data, build_module
 from revzoo.training.callbacks.finetuning import Finetuning
-from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
-from revzoo.training.tuning.lr_finder import LRCurve, find_lr
+from revzoo.training.tuning import BatchSize, LRCurve, find_batch_size, find_lr
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,9 @@ def search_batch_size(
     result: BatchSize = find_batch_size(module, data, **options)
     message = "data.batch_size: %d fit in memory=%s, limited by %s"
     log.info(message, result.batch_size, module.memory_mode, result.limited_by)
-    return result.batch_size, result.write(folder)
+    path = folder / "batch_size_finder.json"
+    write_atomically(path, json_bytes(result._asdict()))
+    return result.batch_size, [path]
 
 
 KINDS: Mapping[str, tuple[str, str, Callable[..., tuple[float | None, list[Path]]]]] = {

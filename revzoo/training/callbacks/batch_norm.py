@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo._checks import check_count, check_number
 from revzoo.layers.make_reversible import recalibrate_batch_norm
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.registry import RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_run
 
 log = logging.getLogger(__name__)

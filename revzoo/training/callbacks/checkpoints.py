@@ -21,11 +21,11 @@ from torch import Tensor
 from revzoo._checks import check_number
 from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.graceful_stop import (
+from revzoo.training.resume import (
+    RunState,
     can_resume_here,
     stop_requested,
 )
-from revzoo.training.resume.run_state import RunState
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)

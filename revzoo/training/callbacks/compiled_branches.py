@@ -32,7 +32,7 @@ from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
 from revzoo.models.revnet import ResidualUnit, Transition
-from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
+from revzoo.training.callbacks.registry import ChecksModel, RestoresAfterFit
 
 # training and evaluation, for full batches and other batch sizes, with and without frozen parts
 GRAPHS_PER_PART = 16

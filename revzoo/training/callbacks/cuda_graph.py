@@ -16,7 +16,7 @@ NOTE [ Which steps run in the graph ]
     3. A graph cannot read the guard's figures. So every :data:`CHECK_EVERY`-th step runs without
        it, and is repeated as always after a drift or a range error. If a stream leaves its range
        between two such steps, the loss is NaN, and the run ends with the error of
-       :mod:`revzoo.training.callbacks.every_run`.
+       :mod:`revzoo.training.step_retry`.
     4. Callbacks that act between the forward pass and the new weights would see the new weights.
        With one that we do not know, there is no graph. Hooks of modules, parameters and optimiser
        would run once, in the capture, and so would a loss that reads the trainer.
@@ -40,10 +40,9 @@ from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from revzoo.training.callbacks.base import RestoresAfterFit, is_nth_step
-from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.every_run import FiniteLoss
+from revzoo.training.callbacks.figures import DriftLogger
+from revzoo.training.callbacks.registry import RestoresAfterFit, is_nth_step
 from revzoo.training.classifier import Classifier
 from revzoo.training.graphed_step import Batch, kept, kind_of, try_to_capture, why_not
 from revzoo.training.lightning_compat import (
@@ -52,8 +51,9 @@ from revzoo.training.lightning_compat import (
     callbacks_of,
     without_trainer,
 )
+from revzoo.training.memory import free_bytes
 from revzoo.training.optim.muon import Muon
-from revzoo.training.process_memory import free_bytes
+from revzoo.training.step_retry import FiniteLoss
 
 log = logging.getLogger(__name__)
 

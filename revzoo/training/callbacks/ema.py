@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
 
 from revzoo._checks import check_number
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.registry import RestoresAfterFit
 from revzoo.training.lightning_compat import average_of, is_fitting
 
 

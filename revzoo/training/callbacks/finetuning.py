@@ -25,8 +25,8 @@ from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, is_number
 from revzoo.models.network import parts
-from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs, RestoresAfterFit
 from revzoo.training.callbacks.progress_bar import epoch_of
+from revzoo.training.callbacks.registry import ChecksModel, FollowsEpochs, RestoresAfterFit
 
 Unfreeze = Mapping[float, str] | Sequence[float] | Sequence[tuple[float, str]] | None
 

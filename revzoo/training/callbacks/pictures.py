@@ -37,7 +37,6 @@ from revzoo.training.metrics import count_unrepeated, true_classes
 
 log = logging.getLogger(__name__)
 
-COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
 NAMED = 30  # a matrix with more classes has no room for names and numbers
 
 Parts = tuple[Tensor, ...]
@@ -72,7 +71,6 @@ class PictureCallback(pl.Callback, ABC):
         """The picture of all that was gathered, in process 0."""
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        # a new validation replaces images that no epoch has shown
         self._seen = []
 
     def on_validation_batch_end(
@@ -101,11 +99,9 @@ class PictureCallback(pl.Callback, ABC):
             add_figure(trainer, self.tag, self.draw(trainer, tensors), self._step)
 
     def chosen(self, trainer: pl.Trainer, images: int, batch: int) -> list[int]:
-        """The indices of a batch's images to show, so that ``count`` spread over all batches."""
+        """The indices of a batch's images to show: ``count``, evenly spread over all batches."""
         batches = int(trainer.num_val_batches[0])
-        # differences of rounded multiples add up to `count` over all batches
         share = self.count * (batch + 1) // batches - self.count * batch // batches
-        # evenly spread, since folders list images by class
         return [images * j // share for j in range(share)] if share < images else [*range(images)]
 
 
@@ -134,10 +130,10 @@ class Reconstructions(PictureCallback):
     """Images, their reconstructions by an i-RevNet, and the differences.
 
     Below each image are the inverse of its encoding and their absolute difference, brightened until
-    its largest value is white. The error, also logged as scalar ``reconstruction/error``, is the
-    largest difference divided by the largest value of the images. The images are first rounded to
-    multiples of 2**-23, which mode ``exact`` reconstructs bit for bit. Networks that lose
-    information have no pictures.
+    its largest value is white. The error, also logged as ``reconstruction/error``, is the largest
+    difference divided by the largest value of the images. The images are first rounded to multiples
+    of 2**-23, which mode ``exact`` reconstructs bit for bit. Networks that lose information have no
+    pictures.
     """
 
     tag = "reconstructions"
@@ -173,13 +169,9 @@ class Reconstructions(PictureCallback):
 class ConfusionMatrix(PictureCallback):
     """Draws the confusion matrix, tag ``confusion``, and writes it as a CSV file.
 
-    Counts all processes' images; an image that a sampler repeats counts once. The file belongs to
-    the latest picture: a row per true class, a column per predicted class. The picture shows each
-    cell's share of its row, that is, of the true class, in percent.
-
-    Args:
-        path: the file.
-        every_n_epochs: epochs between two pictures.
+    Counts all processes' images; an image that a sampler repeats counts once. The file ``path``
+    belongs to the latest picture: a row per true class, a column per predicted class. The picture
+    shows each cell's share of its row, that is, of the true class, in percent.
     """
 
     tag = "confusion"
@@ -208,13 +200,11 @@ class ConfusionMatrix(PictureCallback):
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         (counts,) = gathered
         names = class_names(trainer, len(counts))
+        rows = [[name, *row] for name, row in zip(names, counts.tolist(), strict=True)]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with replacing_table(self.path) as file:
-                rows = zip(names, counts.tolist(), strict=True)
-                csv.writer(file).writerows(
-                    [["true / predicted", *names], *([name, *row] for name, row in rows)]
-                )
+                csv.writer(file).writerows([["true / predicted", *names], *rows])
         except OSError as error:
             log.error("cannot write %s (%s): the run continues", self.path, error.strerror)
         return matrix(counts, names)
@@ -222,15 +212,14 @@ class ConfusionMatrix(PictureCallback):
 
 def matrix(counts: Tensor, names: list[str]) -> Figure:
     """Counts (N, N) as blue cells: true classes from top to bottom, predicted classes across."""
-    named = len(names) <= NAMED
+    named, longest = len(names) <= NAMED, max(map(len, names))
     # inches: half a one for each class, and the names at two sides
-    longest = max(map(len, names))
     side = 2 + 0.5 * len(names) + 0.07 * longest if named else 8.0
-    figure = Figure(figsize=(side, side), layout="constrained")
-    axes = figure.subplots()
+    axes = (figure := Figure(figsize=(side, side), layout="constrained")).subplots()
     percent = (100 * counts / counts.sum(dim=1, keepdim=True).clamp_min(1)).round().int()
-    metric = MulticlassConfusionMatrix(len(names))
-    metric.plot(percent, ax=axes, add_text=named, labels=names, cmap="Blues")
+    MulticlassConfusionMatrix(len(names)).plot(
+        percent, ax=axes, add_text=named, labels=names, cmap="Blues"
+    )
     axes.set_title("% of each true class")
     # torchmetrics slants the names, and long ones leave the picture
     axes.tick_params(axis="x", rotation=90 if longest > 3 else 0)
@@ -256,18 +245,17 @@ def class_names(trainer: pl.Trainer, count: int) -> list[str]:
 
 
 def images_figure(
-    images: Tensor, captions: Sequence[str], *, columns: int = COLUMNS, colours: Sequence[str] = ()
+    images: Tensor, captions: Sequence[str], *, columns: int = 4, colours: Sequence[str] = ()
 ) -> Figure:
     """Images (N, C, H, W) in [0, 1], C being 1 or 3, in rows of ``columns``, with captions."""
     rows = -(-len(images) // columns)
     # inches; letters of size 9 are 0.08 inches wide, so captions do not run into each other
     width = max(1.5, 0.08 * max(len(line) for text in captions for line in text.splitlines()))
     figure = Figure(figsize=(width * columns, 2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
     pixels = images.float().clamp(0, 1).cpu().expand(-1, 3, -1, -1).permute(0, 2, 3, 1)
-    for panel in panels:
+    for i, (image, caption) in enumerate(zip(pixels, captions, strict=True)):
+        panel = figure.add_subplot(rows, columns, i + 1)
         panel.axis("off")
-    for i, (panel, image, caption) in enumerate(zip(panels, pixels, captions, strict=False)):
         panel.imshow(image.numpy())
         panel.set_title(caption, fontsize=9, color=colours[i] if colours else "black")
     return figure

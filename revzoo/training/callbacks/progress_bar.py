@@ -27,10 +27,10 @@ from tqdm import tqdm
 
 from revzoo._checks import check_count, check_number
 from revzoo.profiling.units import in_units
-from revzoo.training.callbacks.base import TimesEpochs
+from revzoo.training.callbacks.registry import TimesEpochs
 from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run, is_fitting
+from revzoo.training.memory import peak_bytes
 from revzoo.training.metrics import so_far
-from revzoo.training.process_memory import peak_bytes
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,14 @@
-"""The table of callbacks by name. A configuration holds names, never import paths.
+"""Callbacks: the table of their names, and the base classes that they share.
 
-A row is a class or a function. Its keyword-only parameters are the options of the configuration. If
-it has a positional parameter, it gets the run's folder there.
+A configuration holds names, never import paths. A row of the table is a class or a function. Its
+keyword-only parameters are the options of the configuration. If it has a positional parameter, it
+gets the run's folder there.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Mapping
 from inspect import signature
@@ -13,8 +16,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, get_type_hints
 
-import pytorch_lightning as pl
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import LearningRateMonitor
+from torch import nn
 
 from revzoo._checks import (
     check_names,
@@ -23,6 +27,7 @@ from revzoo._checks import (
     in_section,
     keyword_names,
 )
+from revzoo.training.lightning_compat import is_fitting
 
 CONFUSION_FILE = "confusion.csv"
 
@@ -39,12 +44,12 @@ class LazyTable(UserDict[str, Any]):
         return row
 
 
-def learning_rate() -> pl.Callback:
+def learning_rate() -> Callback:
     """The learning rate of every logged step."""
     return LearningRateMonitor(logging_interval="step")
 
 
-def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
+def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> Callback:
     """The confusion matrix of the validation, in TensorBoard and as ``confusion.csv``."""
     from revzoo.training.callbacks.pictures import ConfusionMatrix
 
@@ -59,9 +64,9 @@ CALLBACKS = LazyTable(
         "last_checkpoint": f"{HERE}.checkpoints:LastCheckpoint",
         "learning_rate": learning_rate,
         "progress_bar": f"{HERE}.progress_bar:Progress",
-        "footprint": f"{HERE}.footprint:Footprint",
+        "footprint": f"{HERE}.figures:Footprint",
         "epoch_log": f"{HERE}.progress_bar:EpochLog",
-        "drift": f"{HERE}.drift:DriftLogger",
+        "drift": f"{HERE}.figures:DriftLogger",
         "ema": f"{HERE}.ema:AveragedWeights",
         "samples": f"{HERE}.pictures:Samples",
         "reconstructions": f"{HERE}.pictures:Reconstructions",
@@ -78,7 +83,7 @@ CALLBACKS = LazyTable(
 )
 
 
-def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
+def register_callback(name: str, factory: Callable[..., Callback]) -> None:
     """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's own.
 
     Args:
@@ -103,7 +108,7 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
 
 def build_callbacks(
     specs: Mapping[str, Mapping[str, Any] | None], *, run_dir: Path
-) -> list[pl.Callback]:
+) -> list[Callback]:
     """The callbacks that ``specs`` names, with their options; None removes one.
 
     Raises:
@@ -117,7 +122,7 @@ def build_callbacks(
     ]
 
 
-def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
+def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> Callback:
     factory, where = CALLBACKS[name], f"callbacks.{name}"
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}={options!r}: expected a mapping of options or null")
@@ -132,3 +137,93 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
         return factory(*[run_dir] * takes_folder, **options)
     except ValueError as error:
         raise in_section(where, error) from error
+
+
+class ChecksModel(Callback, ABC):
+    """A callback with a requirement on the network, which a run checks before it begins."""
+
+    @abstractmethod
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError if the network does not fit; called again when training starts."""
+
+
+class MeasuresSteps(Callback, ABC):
+    """A callback that collects figures during a training step."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Forget the figures of a step that failed: it is computed again."""
+
+
+def is_nth_step(trainer: Trainer, every_n_steps: int) -> bool:
+    """Whether the next optimiser step is the n-th, the 2n-th and so on (``every_n_steps``)."""
+    return (trainer.global_step + 1) % every_n_steps == 0
+
+
+class FollowsEpochs(Callback, ABC):
+    """A callback that prepares each epoch.
+
+    Lightning skips ``on_train_epoch_start`` if a run resumes inside an epoch, so we also prepare
+    when training starts. A new run prepares its first epoch twice.
+    """
+
+    @abstractmethod
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare the epoch, or the rest of it."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begin_epoch(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.begin_epoch(trainer, pl_module)
+
+
+class TimesEpochs(FollowsEpochs):
+    """Counts the images and the seconds of an epoch, without its validations.
+
+    If a run resumes inside an epoch, it counts the part after the resume.
+    """
+
+    images = 0  # of all processes
+    _began = _paused = 0.0
+
+    def now(self, pl_module: LightningModule) -> float:
+        """Seconds on the clock."""
+        return time.perf_counter()
+
+    def seconds(self, pl_module: LightningModule) -> float:
+        """Seconds of the epoch so far."""
+        return self.now(pl_module) - self._began
+
+    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.images, self._began = 0, self.now(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.images += len(batch[0]) * trainer.world_size
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._paused = self.now(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began += self.now(pl_module) - self._paused
+
+
+class RestoresAfterFit(Callback, ABC):
+    """Restores the module after ``fit``. Lightning calls ``teardown`` only if no error occurred."""
+
+    @abstractmethod
+    def undo(self, pl_module: LightningModule) -> None:
+        """Restore ``pl_module``; called once or twice, possibly before the first change."""
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.undo(pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # an exception in a test has nothing to restore: fit has ended by then
+        if is_fitting(trainer):
+            self.undo(pl_module)

@@ -14,8 +14,8 @@ from torch import nn
 
 from revzoo._checks import check_count
 from revzoo.layers.side_bits import MAX_BITS, SideBits
-from revzoo.training.callbacks.base import ChecksModel, FollowsEpochs
 from revzoo.training.callbacks.progress_bar import epoch_of
+from revzoo.training.callbacks.registry import ChecksModel, FollowsEpochs
 
 log = logging.getLogger(__name__)
 

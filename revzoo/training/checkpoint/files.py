@@ -1,7 +1,10 @@
 """Writes and reads checkpoint files: a kill never damages a file, reading never runs code.
 
 Lightning's writer may move a file between file systems, which a kill can cut short, and never calls
-``fsync``. Its reader runs the code of pickles unless ``weights_only=True``.
+``fsync``. Its reader runs the code of pickles unless ``weights_only=True``, and the hyperparameters
+of a file choose which code it imports and which files it reads. A checkpoint may come from anyone,
+so we check them against an exact list: the names of the zoo, whose constructors refuse unknown
+options and wrong values, as your own networks should.
 
 NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
@@ -15,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,9 @@ from pytorch_lightning.plugins import CheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from revzoo._checks import UserError, shortened
+from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
 from revzoo.models.weights_file import REMEDY, read_torch_file
-from revzoo.training.distributed import is_first_process
+from revzoo.training.lightning_compat import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.source import LAST, PREVIOUS
 
@@ -34,6 +38,8 @@ log = logging.getLogger(__name__)
 
 TEMPORARY = ".saving"  # suffix of unfinished files
 GIVE_UP_AFTER = 3600.0  # a run ends after so many seconds without a successful save
+HYPERPARAMETERS = ("model", "optim", "channels_last")
+SCALARS = (str, int, float, bool, type(None))  # by exact type; no subclasses
 
 
 # a RuntimeError as well, as torch raises for a state that does not fit
@@ -195,3 +201,49 @@ class PlainCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
+    """Return ``values`` if they are hyperparameters of :class:`~revzoo.training.Classifier`.
+
+    Args:
+        values: ``hyper_parameters`` of a checkpoint.
+        replaced: keys that the caller overrides: they may be missing, or unknown to a classifier.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    if not isinstance(values, dict) or ("model" not in values and "model" not in replaced):
+        raise CheckpointError(
+            "the checkpoint has no hyperparameters of a model: it was trained on a module passed "
+            "as an instance; create that module again and pass it as model=..."
+        )
+    for key in values:
+        if key not in HYPERPARAMETERS and key not in replaced:
+            raise _refused(
+                key,
+                f"expected only {', '.join(HYPERPARAMETERS)}; pass the parameters of a subclass "
+                f"to load_from_checkpoint: {key}=...",
+            )
+    if "model" in values:
+        check_model_options(values["model"])
+    return values
+
+
+def check_model_options(options: Any) -> dict[str, Any]:
+    """Return ``options`` if they are the name of a model and plain keywords."""
+    name = options.get("name") if isinstance(options, dict) else options
+    # the table is the exact list of what may be built; a path is not a name in it
+    if not isinstance(options, dict) or not isinstance(name, str) or name not in MODELS:
+        raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
+    for key, value in options.items():
+        if key in WEIGHTS_ARGUMENTS:  # checkpoint_path would read a file of the sender's choice
+            raise _refused(f"model.{key}", "a checkpoint contains the weights; remove the key")
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            if type(item) not in SCALARS:
+                raise _refused(f"model.{key}", f"got {item!r:.80}, expected numbers or words")
+    return options
+
+
+def _refused(key: object, why: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint's hyperparameter {key} is refused: {why}")

@@ -20,7 +20,7 @@ from revzoo.training.checkpoint.files import (
     read_checkpoint,
 )
 from revzoo.training.classifier import Classifier, facts_of, saved_data
-from revzoo.training.resume.run_state import RunState
+from revzoo.training.resume import RunState
 from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 

@@ -1,27 +1,38 @@
-"""Optimisers: SGD for RevNets and i-RevNets, AdamW for transformers, Muon for short runs.
+"""Optimisers and learning-rate schedules.
 
-For fine-tuning, ``layer_decay`` lowers the learning rate from the classifier to the stem, by a
-factor for each part of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
+SGD is for RevNets and i-RevNets, AdamW for transformers, Muon for short runs. For fine-tuning,
+``layer_decay`` lowers the learning rate from the classifier to the stem, by a factor for each part
+of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
 
 Weight decay acts on the weights of convolutions and linear layers only, by the type of their
 module; ``decay_all`` decays norms and biases, too. A weight that torch computes from parameters
 (``weight_norm``, pruning) decays by these parameters.
 
 Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.04585).
+
+Torch's schedules count in steps, a recipe in fractions of a run. They advance after every optimiser
+step, so a recipe does not depend on the size of the data set.
+
+* ``step``: multiply at fixed fractions of the run. RevNet (Gomez et al. 2017) divides by 10 at 40k
+  and 60k of 80k steps, that is at 1/2 and 3/4.
+* ``onecycle``: rise, then anneal (Smith and Topin 2017, arXiv 1708.07120).
+* ``cosine``: linear warm-up, then half a cosine (Loshchilov and Hutter 2017, arXiv 1608.03983).
+* ``constant``: for debugging.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils import parametrize
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
 from revzoo._checks import (
     build_dataclass,
@@ -33,14 +44,10 @@ from revzoo._checks import (
 )
 from revzoo.models.network import parts
 from revzoo.training.optim.muon import Muon
-from revzoo.training.optim.schedules import make_schedule
 
 Group = dict[str, Any]  # a parameter group of torch
 # _ConvNd is private in torch 2.15, but the one base of all convolutions
 DECAYED = (_ConvNd, nn.Linear, nn.MultiheadAttention)
-WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
 BALANCED = "balanced"  # of class_weights
 
 
@@ -60,7 +67,7 @@ class OptimSpec:
         decay_all: decay norms and biases too, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
         class_weights: of the training loss: one number > 0 per class, ``"balanced"`` (see
-            :mod:`revzoo.training.class_weights`) or None for equal weights.
+            :mod:`revzoo.training.classifier`) or None for equal weights.
         layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
             it twice, and so on to the stem.
         schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
@@ -80,7 +87,6 @@ class OptimSpec:
 
     def __post_init__(self) -> None:
         check_choice("optim.name", self.name, OPTIMIZERS)
-        # an unused rate is probably a mistake
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
@@ -101,7 +107,6 @@ class OptimSpec:
             # plain numbers, which a checkpoint can hold
             object.__setattr__(self, "class_weights", _checked_weights(self.class_weights))
         check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
-        # torch's SGD raises for this only when it is built
         if self.name == "sgd" and self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
         make_schedule(self.schedule)  # only for its errors
@@ -124,7 +129,6 @@ class OptimSpec:
 
 
 def _checked_weights(weights: str | Sequence[float]) -> str | tuple[float, ...]:
-    """``"balanced"``, or the weights as floats."""
     if isinstance(weights, str):
         if weights != BALANCED:
             raise ValueError(
@@ -160,7 +164,6 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
 def plain_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
     """Two groups with rate and weight decay; the second one decays only with ``decay_all``."""
     weights, others = split_weights(model)
-    # True counts as 1
     decay = {"weights": spec.weight_decay, "norms_biases": spec.weight_decay * spec.decay_all}
     # the names appear in the log of learning rates
     return [
@@ -180,17 +183,18 @@ def muon_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
 
     A model without ``classifiers``, which is not from the zoo, ends with its classifier.
     """
-    for path, module in model.named_modules():
-        for name in WEIGHTS if isinstance(module, DECAYED) else ():
-            if len(sources := list(_sources(module, name))) > 1:
-                shapes = ", ".join(str(tuple(p.shape)) for p in sources)
-                raise ValueError(
-                    f"optim.name=muon with {path}.{name} computed from {len(sources)} parameters "
-                    f"of shapes {shapes}, as by weight_norm: Muon orthogonalises weights "
-                    "themselves; use sgd or adamw, or remove the parametrization"
-                )
-    weights, others = split_weights(model)
     layers = [m for m in model.modules() if isinstance(m, DECAYED)]
+    for layer in layers:
+        # the names that weight_norm gives, and its older form
+        if {"parametrizations.weight.original1", "weight_g"} & dict(
+            layer.named_parameters()
+        ).keys():
+            raise ValueError(
+                f"optim.name=muon with {layer}, whose weight is computed from two parameters, as by "
+                "weight_norm: Muon orthogonalises weights themselves; use sgd or adamw, or remove "
+                "the parametrization"
+            )
+    weights, others = split_weights(model)
     paths = getattr(model, "classifiers", None)
     heads = layers[-1:] if paths is None else [model.get_submodule(path) for path in paths]
     ids = {id(p) for head in heads for p in head.parameters()}
@@ -210,21 +214,12 @@ def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramet
     A parameter shared by several modules is a weight if one of them is such a layer.
     """
     layers = [module for module in model.modules() if isinstance(module, DECAYED)]
+    named = itertools.chain.from_iterable(layer.named_parameters() for layer in layers)
     # by identity: `==` of tensors compares values
-    decayed = {id(p) for layer in layers for name in WEIGHTS for p in _sources(layer, name)}
+    decayed = {id(p) for name, p in named if "bias" not in name}
     trainable = [p for p in model.parameters() if p.requires_grad]
     weights = [p for p in trainable if id(p) in decayed]
     return weights, [p for p in trainable if id(p) not in decayed]
-
-
-def _sources(layer: nn.Module, name: str) -> Iterator[nn.Parameter]:
-    """The parameters from which a layer's weight is computed: usually the weight itself."""
-    if parametrize.is_parametrized(layer, name):
-        yield from layer.parametrizations[name].parameters()  # type: ignore[index,union-attr]
-    # torch.nn.utils.prune, and the older weight_norm and spectral_norm
-    for kept in (name, f"{name}_orig", f"{name}_g", f"{name}_v"):
-        if (parameter := layer._parameters.get(kept)) is not None:
-            yield parameter
 
 
 def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
@@ -277,3 +272,125 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
 def build_schedule(optimizer: Optimizer, spec: OptimSpec, *, total_steps: int) -> LRScheduler:
     """The spec's schedule for a run of ``total_steps`` optimiser steps."""
     return make_schedule(spec.schedule).build(optimizer, total_steps)
+
+
+class Schedule(ABC):
+    """A recipe's learning rate, independent of the length of the run."""
+
+    @abstractmethod
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        """Torch's scheduler for a run of ``total_steps`` optimiser steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule(Schedule):
+    """Multiply the rate by ``gamma`` at each of ``milestones`` (fractions of the run)."""
+
+    milestones: Sequence[float] = (0.5, 0.75)
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        for milestone in self.milestones:
+            check_number("optim.schedule.milestones", milestone, high=1, open_low=True)
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(
+                f"optim.schedule.milestones={list(self.milestones)}: expected fractions of the "
+                "run in rising order, such as [0.5, 0.75]"
+            )
+        check_number("optim.schedule.gamma", self.gamma, high=1, open_low=True)
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # at least 1: a milestone at step 0 would lower the first rate
+        steps = [max(1, round(milestone * total_steps)) for milestone in self.milestones]
+        return MultiStepLR(optimizer, milestones=steps, gamma=self.gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycleSchedule(Schedule):
+    """Rise from ``lr * start`` to ``lr`` in the fraction ``warmup`` of the run, then anneal."""
+
+    warmup: float = 0.25
+    start: float = 0.04
+    end: float = 1e-5
+    anneal: str = "cos"
+
+    def __post_init__(self) -> None:
+        check_number("optim.schedule.warmup", self.warmup, high=1, open_low=True, open_high=True)
+        check_number("optim.schedule.start", self.start, high=1, open_low=True)
+        check_number("optim.schedule.end", self.end, high=1, open_low=True)
+        check_choice("optim.schedule.anneal", self.anneal, ("cos", "linear"))
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # torch divides by warmup * total_steps - 1, so a warm-up of one step is impossible
+        rises = self.warmup * total_steps > 1
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=total_steps,
+            pct_start=self.warmup if rises else 0.0,
+            # torch's factors divide; ours multiply
+            div_factor=1 / self.start,
+            final_div_factor=self.start / self.end,
+            anneal_strategy=self.anneal,  # type: ignore[arg-type]  # checked in __post_init__
+            cycle_momentum=False,  # keep the recipe's momentum
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule(Schedule):
+    """Linear rise in the fraction ``warmup`` of the run, then half a cosine to ``lr * end``."""
+
+    warmup: float = 0.05
+    end: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_number("optim.schedule.warmup", self.warmup, high=1, open_high=True)
+        check_number("optim.schedule.end", self.end, high=1)
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        rise = round(self.warmup * total_steps)
+        # at least 1: the scheduler also computes the rate after the last step
+        fall = max(1, total_steps - rise)
+
+        def factor(step: int) -> float:
+            if step < rise:
+                # above 0 at the first step, which would otherwise change nothing
+                return (step + 1) / (rise + 1)
+            cosine = math.cos(math.pi * min(1.0, (step - rise) / fall))
+            return self.end + (1 - self.end) * (1 + cosine) / 2
+
+        # not CosineAnnealingLR, whose floor is one rate for all groups
+        return LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantSchedule(Schedule):
+    """Keep the learning rate."""
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # a scheduler without effect, so that all recipes log and save one
+        return ConstantLR(optimizer, factor=1.0, total_iters=0)
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "step": StepSchedule,
+    "onecycle": OneCycleSchedule,
+    "cosine": CosineSchedule,
+    "constant": ConstantSchedule,
+}
+
+
+def make_schedule(spec: Mapping[str, Any]) -> Schedule:
+    """The schedule that ``{"name": ..., **options}`` describes.
+
+    Raises:
+        ValueError: for an unknown name or option, naming the nearest valid one.
+    """
+    if not isinstance(spec, Mapping):
+        raise ValueError(
+            f'optim.schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}'
+        )
+    options = dict(spec)
+    name = options.pop("name", None)
+    check_choice("optim.schedule.name", name, sorted(SCHEDULES))
+    return build_dataclass(SCHEDULES[str(name)], options, where="optim.schedule")

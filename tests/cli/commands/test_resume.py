@@ -23,10 +23,10 @@ from revzoo.cli.run.folder import locked, moved, take_root
 from revzoo.cli.run.train import check_same_run, train
 from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
+from revzoo.training import resume as stop_module
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
-from revzoo.training.resume import graceful_stop as stop_module
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo.training.resume import GracefulStop
 from revzoo.weights.source import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"

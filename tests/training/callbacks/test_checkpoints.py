@@ -22,7 +22,7 @@ from revzoo.training.checkpoint.files import (
     read_checkpoint,
 )
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.run_state import RunState
+from revzoo.training.resume import RunState
 
 NAN, INF = float("nan"), float("inf")
 

@@ -22,7 +22,7 @@ from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import cuda_graph as graph_module
 from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.resume import GracefulStop, RunStopped
 from revzoo.weights.source import LAST
 
 NET = {**TINY, "num_classes": 10}

@@ -10,10 +10,10 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.every_run import FiniteLoss
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.training.resume.run_state import RunState
+from revzoo.training.resume import RunState
+from revzoo.training.step_retry import FiniteLoss
 from revzoo.weights.source import LAST
 
 

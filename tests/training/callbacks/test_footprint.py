@@ -58,7 +58,7 @@ def test_a_resumed_epoch_counts_from_the_resume(
 def test_without_a_source_no_memory_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.training.process_memory.peak_host_bytes", lambda: None)
+    monkeypatch.setattr("revzoo.training.memory.peak_host_bytes", lambda: None)
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(TinyNet()), loader())
     assert "footprint/epoch_seconds" in runner.callback_metrics

@@ -39,8 +39,8 @@ from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.progress_bar import Progress
 from revzoo.training.callbacks.registry import CALLBACKS
 from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.resume.csv_logger import MetricsCSV
-from revzoo.training.resume.graceful_stop import GracefulStop
+from revzoo.training.loggers import MetricsCSV
+from revzoo.training.resume import GracefulStop
 
 ALL: dict[str, dict[str, int]] = {name: {} for name in CALLBACKS} | {"side_bits": {"epochs": 1}}
 

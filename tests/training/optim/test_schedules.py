@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from revzoo.training.optim.schedules import make_schedule
+from revzoo.training.optim.optimizers import make_schedule
 
 
 def rates(spec: dict[str, object], steps: int, lr: float = 1.0) -> list[float]:

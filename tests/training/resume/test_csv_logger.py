@@ -14,8 +14,8 @@ from small_task import trainer
 from revzoo.data import Digits
 from revzoo.training import Classifier, Reconstructions, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
-from revzoo.training.resume.csv_logger import MetricsCSV
-from revzoo.training.resume.graceful_stop import RunStopped
+from revzoo.training.loggers import MetricsCSV
+from revzoo.training.resume import RunStopped
 from revzoo.weights.source import LAST
 
 

@@ -10,8 +10,8 @@ import pytorch_lightning as pl
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
-from revzoo.training.resume import graceful_stop as stop_module
-from revzoo.training.resume.graceful_stop import SIGNALS, GracefulStop, RunStopped
+from revzoo.training import resume as stop_module
+from revzoo.training.resume import SIGNALS, GracefulStop, RunStopped
 
 
 class SignalIn(pl.Callback):

@@ -15,14 +15,19 @@ from small_task import TINY, trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
+from revzoo.training import resume as stop_module
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
-from revzoo.training.resume import graceful_stop as stop_module
-from revzoo.training.resume.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.resume.run_state import RunState, generator_states, set_generator_states
+from revzoo.training.resume import (
+    GracefulStop,
+    RunState,
+    RunStopped,
+    generator_states,
+    set_generator_states,
+)
 from revzoo.weights.source import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}

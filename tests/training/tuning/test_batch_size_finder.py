@@ -9,9 +9,8 @@ from small_task import TINY
 
 import revzoo
 from revzoo.data import Digits
-from revzoo.training import Classifier
-from revzoo.training.tuning import batch_size_finder
-from revzoo.training.tuning.batch_size_finder import find_batch_size
+from revzoo.training import Classifier, tuning
+from revzoo.training.tuning import find_batch_size
 
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
 CPU: dict[str, Any] = {"trainer": {"accelerator": "cpu"}}
@@ -57,7 +56,7 @@ def test_other_limits(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_room_raises(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"not even a batch of two .* raise tuner\.max_bytes"):
         find_batch_size(Classifier(TEN), data, max_bytes=1e3, **CPU)
-    monkeypatch.setattr(batch_size_finder, "free_bytes", lambda device: None)
+    monkeypatch.setattr(tuning, "free_bytes", lambda device: None)
     with pytest.raises(ValueError, match=r"give tuner\.max_bytes"):
         find_batch_size(Classifier(TEN), data, **CPU)
 

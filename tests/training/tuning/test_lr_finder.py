@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from revzoo.data import Digits
 from revzoo.training import Classifier
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.optim.optimizers import build_optimizer
-from revzoo.training.tuning import lr_finder
-from revzoo.training.tuning.lr_finder import LRCurve, find_lr, rates_at
+from revzoo.training.tuning import LRCurve, _Sweep, find_lr, rates_at
 
 CPU = {"accelerator": "cpu"}
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
@@ -88,10 +86,9 @@ def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
 )
 def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
     """Lightning gave all groups one rate: sgd_lr and layer_decay had no effect in the sweep."""
-    module, sweep = Classifier(TEN, optim=optim), lr_finder._Sweep([0.7])
-    runner: Any = SimpleNamespace(accumulate_grad_batches=1, precision_plugin=None)
+    module, sweep = Classifier(TEN, optim=optim), _Sweep([0.7])
+    runner: Any = None
     optimizer = build_optimizer(module.model, module.optim)
-    sweep.on_before_backward(runner, module, torch.ones(()))
     sweep.on_before_optimizer_step(runner, module, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == rates_at(module, replace(module.optim, lr=0.7))

@@ -15,7 +15,7 @@ from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.core.modes import set_memory
 from revzoo.training import Classifier
-from revzoo.training.tuning.out_of_memory import is_out_of_memory, memory_advice
+from revzoo.training.memory import is_out_of_memory, memory_advice
 
 SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
 CONFIGS = Path(__file__).parents[3] / "configs"

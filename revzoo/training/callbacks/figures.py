@@ -1,11 +1,9 @@
-"""Peak memory and throughput of each training epoch.
+"""Figures of a run: memory and throughput of each epoch, drift of each replayed step.
 
 Peak memory on a GPU is ``torch.cuda.max_memory_allocated`` over the epoch. On the CPU it is the
 process's peak since it started, with libraries, data and what the allocator keeps. To see what a
 memory mode saves, read ``footprint/activation_bytes``: the peak of the activations of one training
 step, counted on the first batch (see :func:`revzoo.audit`).
-
-The clock runs during training steps and stops during validation.
 """
 
 from __future__ import annotations
@@ -14,13 +12,16 @@ import logging
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from revzoo._checks import check_count
+from revzoo.core.guard import drift
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import wait_for
-from revzoo.training.callbacks.base import TimesEpochs
-from revzoo.training.process_memory import peak_bytes
+from revzoo.training.callbacks.registry import TimesEpochs, is_nth_step
+from revzoo.training.memory import peak_bytes
 
 log = logging.getLogger(__name__)
 
@@ -88,3 +89,38 @@ class Footprint(TimesEpochs):
         for name, value in figures.items():
             # float32, Lightning's default, is exact only up to 16 MiB
             pl_module.log(name, torch.tensor(value, dtype=torch.float64), rank_zero_only=True)
+
+
+class DriftLogger(Callback):
+    """Logs the relative drift of every replayed step: a curve over depth.
+
+    The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
+    is relative to the largest sampled value (see :mod:`revzoo.core.guard`). Stored steps have
+    none.
+
+    Args:
+        every_n_steps: log at the n-th optimiser step, the 2n-th and so on; Lightning counts from 0,
+            so the rows have the numbers n - 1, 2n - 1.
+
+    Raises:
+        ValueError: ``every_n_steps`` is not a positive whole number.
+    """
+
+    def __init__(self, *, every_n_steps: int = 100) -> None:
+        check_count("every_n_steps", every_n_steps)
+        self.every_n_steps = every_n_steps
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Log the drift of the last backward pass."""
+        if not is_nth_step(trainer, self.every_n_steps):
+            return
+        figures = drift(pl_module)
+        if not figures:
+            return
+        curve = {f"drift/{path}": value for path, value in figures.items()}
+        # TensorBoard draws only this one; metrics.csv has the whole curve
+        curve["drift/max"] = max(figures.values())
+        for logger in trainer.loggers:
+            logger.log_metrics(curve, step=trainer.global_step)

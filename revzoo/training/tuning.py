@@ -1,9 +1,14 @@
-"""The learning-rate range test: train at a rising rate, and find where the loss falls fastest.
+"""Searches before a run: the learning rate, and the largest batch that fits into memory.
 
-Leslie Smith 2017, arXiv 1506.01186, section 3.3. Why not Lightning's ``Tuner``: it gives every
-group of parameters the same rate, does not end when activations cannot be recomputed
-(``DriftError``, ``RangeError``), and suggests the steepest fall per rate, not per *logarithm* of
-the rate, so that the smallest rates win.
+The rate is found by the range test of Leslie Smith (2017, arXiv 1506.01186, section 3.3): train at
+a rising rate, and see where the loss falls fastest. Why not Lightning's ``Tuner``: it gives every
+group of parameters the same rate, does not end when activations cannot be recomputed, and suggests
+the steepest fall per rate, not per *logarithm* of the rate, so that the smallest rates win.
+
+For the batch, training steps are counted on fake tensors. Why not Lightning's finder: it waits for
+an allocation to fail, and on the CPU none does: the system swaps, or kills the process. Known
+limits: the count has the tensors of a step, not what the process and the allocator take besides. In
+a batch job, which may use a part of the machine, give ``max_bytes``.
 """
 
 from __future__ import annotations
@@ -15,35 +20,33 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.seed import isolate_rng
-from torch import Tensor
 from torch.optim import Optimizer
 
-from revzoo._checks import check_number
+from revzoo._checks import check_count, check_number
 from revzoo._files import replacing_table
-from revzoo.core.guard import DriftError, RangeError
+from revzoo.core.guard import DriftError
+from revzoo.core.guard import RangeError
+from revzoo.data import ImageData
+from revzoo.profiling.count import trace_step, undisturbed
+from revzoo.profiling.plan import largest, state_bytes
+from revzoo.profiling.twins import copied, fake_twin, images_for
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import trainer_of
+from revzoo.training.memory import free_bytes
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 
 log = logging.getLogger(__name__)
 
 BETA, DIVERGED = 0.98, 4.0  # running mean and its largest rise, as in Lightning's sweep
 SKIPPED = 10  # first steps, which are noisy; as in Lightning's suggestion
-LEAST_STEPS = SKIPPED + 5
-CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
-# options of a run's trainer that affect a step or its device
-KEPT = (
-    "accelerator",
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-)
+SHARE = 0.8  # of the free memory; the run validates and saves, too
+# how the names of a trainer's options begin that affect a step or its device
+KEPT = ("accelerator", "precision", "accumulate_grad_batches", "gradient_clip")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class LRCurve:
 
     def write(self, folder: Path) -> list[Path]:
         """Write ``lr_finder.csv`` and ``lr_finder.png``."""
-        with replacing_table(folder / CURVE_FILE) as file:
+        table, picture = folder / "lr_finder.csv", folder / "lr_finder.png"
+        with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
         from matplotlib.figure import Figure  # not pyplot, which would change the backend
 
@@ -82,8 +86,8 @@ class LRCurve:
             axes.axvline(self.suggestion, linestyle=":", label=f"suggested: {self.suggestion:.2g}")
             axes.legend()
         axes.set(xlabel="learning rate", ylabel="training loss, running mean")
-        figure.savefig(folder / PICTURE_FILE)
-        return [folder / CURVE_FILE, folder / PICTURE_FILE]
+        figure.savefig(picture)
+        return [table, picture]
 
 
 def find_lr(
@@ -110,9 +114,7 @@ def find_lr(
     """
     check_number("min_lr", min_lr, open_low=True, open_high=True)
     check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
-    # fewer steps leave too few points after the skipped ones
-    if not isinstance(steps, int) or steps < LEAST_STEPS:
-        raise ValueError(f"steps={steps!r}: expected a whole number >= {LEAST_STEPS}")
+    check_count("steps", steps, least=SKIPPED + 5)
     spec = module.optim
     # with Muon and frozen layers, all trained parameters may use sgd_lr
     if rates_at(module, replace(spec, lr=min_lr)) == rates_at(module, replace(spec, lr=max_lr)):
@@ -123,12 +125,8 @@ def find_lr(
             "(callbacks.finetuning.unfreeze=[0])"
         )
     rates = [min_lr * (max_lr / min_lr) ** (i / (steps - 1)) for i in range(steps)]
-    # the copy has no trainer, which may hold the data and the optimiser of a run
-    before, module.trainer = trainer_of(module), None
-    try:
-        trained = copy.deepcopy(module)
-    finally:
-        module.trainer = before
+    # without the trainer, which may hold the data and the optimiser of a run
+    trained = copy.deepcopy(module, {id(trainer_of(module)): None})
     trained.optim = replace(spec, schedule={"name": "constant"})
     sweep = _Sweep(rates)
     with isolate_rng():
@@ -142,22 +140,12 @@ def find_lr(
 
 
 class _Sweep(pl.Callback):
-    """Trains at the rates of a sweep, until the running mean of the loss diverges.
-
-    Attributes:
-        means: the running mean of the loss at each step.
-    """
+    """Trains at the rates of a sweep, until the running mean of the loss diverges."""
 
     def __init__(self, rates: Sequence[float]) -> None:
-        self.means: list[float] = []
+        self.means: list[float] = []  # the running mean of the loss, by step
         self._rates, self._mean = rates, 0.0
-        self._losses: list[Tensor] = []  # of the batches of a step
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Tensor) -> None:
-        # undo Lightning's division, and the scale of precision=fp16
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        self._losses.append(loss.detach() * trainer.accumulate_grad_batches / scale)
+        self._losses: list[torch.Tensor] = []  # of the batches of a step
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer
@@ -165,13 +153,20 @@ class _Sweep(pl.Callback):
         spec = replace(pl_module.optim, lr=self._rates[len(self.means)])
         for group, rate in zip(optimizer.param_groups, rates_at(pl_module, spec), strict=True):
             group["lr"] = rate
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *args: Any
+    ) -> None:
+        # Lightning divides the loss of each batch by the number of them
+        self._losses.append(outputs["loss"] * trainer.accumulate_grad_batches)
+        if trainer.global_step == len(self.means):
+            return  # more batches of this step follow
         loss, self._losses = float(torch.stack(self._losses).mean()), []
-        if not math.isfinite(loss):
-            trainer.should_stop = True
-            return
         self._mean = BETA * self._mean + (1 - BETA) * loss
-        self.means.append(self._mean / (1 - BETA ** (len(self.means) + 1)))
-        trainer.should_stop = self.means[-1] > DIVERGED * min(self.means)
+        mean = self._mean / (1 - BETA ** (len(self.means) + 1))
+        trainer.should_stop = not mean <= DIVERGED * min([mean, *self.means])
+        if math.isfinite(mean):
+            self.means.append(mean)
 
 
 def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
@@ -181,9 +176,10 @@ def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
 
 def search_trainer(options: Mapping[str, Any], **more: Any) -> pl.Trainer:
     """A trainer on one device, with the :data:`KEPT` options, that does not validate or save."""
+    kept = {name: value for name, value in options.items() if name.startswith(KEPT)}
     return pl.Trainer(
         # as in configs/trainer/auto.yaml
-        **{"accelerator": "auto", **{n: options[n] for n in KEPT if n in options}, **more},
+        **{"accelerator": "auto", **kept, **more},
         devices=1,
         limit_val_batches=0,
         logger=False,
@@ -191,3 +187,59 @@ def search_trainer(options: Mapping[str, Any], **more: Any) -> pl.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+class BatchSize(NamedTuple):
+    """The largest batch: images per step; ``memory``, ``max_size`` or ``training images``."""
+
+    batch_size: int
+    limited_by: str
+
+
+def find_batch_size(
+    module: Classifier,
+    data: ImageData,
+    *,
+    max_bytes: float | None = None,
+    max_size: int = 8192,
+    trainer: Mapping[str, Any] | None = None,
+) -> BatchSize:
+    """Search for the largest batch that can be trained.
+
+    Moves the images of ``data`` to the device if a run would; changes nothing else.
+
+    Args:
+        module: its model and its optimiser's state are counted.
+        data: a data module after ``setup``.
+        max_bytes: limit for the tensors of a step; None for four fifths of the device's free
+            memory.
+        max_size: largest batch to try, in images.
+        trainer: options of the run's trainer, such as its precision.
+
+    Raises:
+        ValueError: not even two images fit, or the system does not report free memory.
+    """
+    runner = search_trainer(trainer or {})
+    model, device = module.model, runner.strategy.root_device
+    data.place(device)  # as in the run that follows, which has less memory then
+    free = free_bytes(device)
+    if max_bytes is None and free is None:
+        raise ValueError("the system does not report its free memory: give tuner.max_bytes")
+    budget = int(SHARE * (free or 0) if max_bytes is None else max_bytes)
+    extra = state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), module.optim))
+
+    def need(images: int) -> int:
+        twin = fake_twin(model, device)  # a step changes it
+        shape = (images, data.in_chans, data.image_size, data.image_size)
+        return trace_step(twin, images_for(twin, shape)).peak + extra
+
+    most = min(max_size, data.train_count)
+    with undisturbed(model), runner.precision_plugin.forward_context():
+        best = largest(need, budget, start=min(data.batch_size, most), most=most)
+    if best is None or best < 2:
+        raise ValueError(
+            "not even a batch of two images fits into memory: free some, raise tuner.max_bytes, or "
+            "choose a smaller model or memory mode"
+        )
+    limits = {most: "max_size" if most == max_size else "training images"}
+    return BatchSize(best, limits.get(best, "memory"))

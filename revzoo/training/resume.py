@@ -1,0 +1,400 @@
+"""Exact resumes and safe kills: a resumed run equals one that was never stopped, bit for bit.
+
+Lightning 2.6 restores weights, optimiser, schedule, callbacks and counters. It lacks the random
+states and the metrics of an open epoch (:class:`RunState`). After SIGTERM it ends a run without
+saving, SIGHUP and SIGUSR1 kill the run, and ``ModelCheckpoint(save_on_exception=True)`` saves
+anywhere, also inside an optimiser step, where Lightning cannot resume exactly
+(:class:`GracefulStop`). Its ``CSVLogger`` deletes the earlier rows when a run resumes
+(:mod:`revzoo.training.loggers`). docs/decisions/008-runs-that-can-be-stopped.md gives the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torchmetrics import Metric
+
+from revzoo.core.kernels import Growth
+from revzoo.core.invertible import Step, all_steps
+from revzoo.core.modes import mode_of
+from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.lightning_compat import (
+    batches_of_epoch,
+    batches_of_run,
+    callbacks_of,
+    count_epochs,
+    epoch_is_open,
+    gathered,
+    is_first_process,
+    is_fitting,
+    process_count,
+)
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
+PATIENCE = 15.0
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that stop a run here: not SIGHUP and SIGUSR1 if they are ignored or in use."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return [s for s in SIGNALS if s in always or signal.getsignal(s) is signal.SIG_DFL]
+
+
+class RunStopped(BaseException):
+    """A signal ends the run. ``except Exception`` does not catch it (as ``KeyboardInterrupt``)."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def status(self) -> int:
+        """The exit status of a program that the signal ended, as in a shell: 143 for SIGTERM."""
+        return 128 + self.signum
+
+
+class GracefulStop(pl.Callback):
+    """SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C save a run and stop it where it can resume exactly.
+
+    - Training finishes the batch (with accumulated gradients, the optimiser step), writes
+      ``last.ckpt`` and stops. A due or running validation is finished first: a run cannot resume
+      before its end.
+    - After :data:`PATIENCE` the rest of the step or validation is dropped. A resumed run computes
+      it again, with the same figures.
+    - A test stops after the batch. Anywhere else, or at a second Ctrl-C, the run stops at once.
+    - Distributed processes stop after the same batch, whichever of them receives the signal.
+
+    SIGHUP comes from a terminal that closes, SIGUSR1 from SLURM (``sbatch --signal=USR1@60``). A
+    run under ``nohup`` ignores SIGHUP.
+
+    Attributes:
+        hint: how to resume the run, for the last line after a second Ctrl-C; None for no line.
+        requested: the signal that this process has received, if any.
+        agreed: the signal that all processes know since the end of a batch. Collective actions
+            (saving, leaving a loop) depend only on this signal.
+    """
+
+    def __init__(self) -> None:
+        self.hint: Callable[[], str] | None = None
+        self.requested: int | None = None
+        self.agreed: int | None = None
+        self._since = 0.0  # time.monotonic when the signal arrived
+        self._may_end = False  # whether the run may end before the next batch
+        self._in_loop = False  # whether a loop is running that checks ``requested``
+        self._signals: list[signal.Signals] = []  # that this handles now
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals inside the context, in the main thread; restore the old handlers after."""
+        # Python sets signal handlers in the main thread only
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        # a sweep or a notebook has handlers, which work again after the run
+        self._signals = stop_signals()
+        before = {signum: signal.getsignal(signum) for signum in self._signals}
+        self._listen()
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            self._signals = []
+
+    def _listen(self) -> None:
+        for signum in self._signals:
+            signal.signal(signum, self._handle)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # the user wants to stop now: no clean-up, which may be what hangs
+        if self.requested is not None and signum == signal.SIGINT:
+            if self.hint is not None and is_first_process():
+                os.write(2, f"revzoo: stopped; {self.hint()}\n".encode(errors="surrogateescape"))
+            os._exit(128 + signum)
+        if self.requested is not None:
+            return  # batch systems send SIGTERM both to the process and to its group
+        self.requested, self._since = signum, time.monotonic()
+        # outside a loop nothing polls ``requested``, and no step is half done
+        if not self._in_loop:
+            raise RunStopped(signum)
+        message = "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now"
+        log.warning(message, signal.Signals(signum).name, PATIENCE)
+
+    def _loop_starts(self, *args: Any) -> None:
+        self._listen()  # Lightning has installed its handler
+        self._in_loop = True
+
+    def _loop_ends(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._in_loop = False
+        self._end_if_requested(trainer)
+
+    def _end_if_requested(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._agree(trainer)
+        if self.agreed is not None:
+            raise RunStopped(self.agreed)
+
+    # Lightning passes further arguments to these hooks, which they ignore
+    on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
+    on_train_end = on_test_end = _loop_ends  # type: ignore[assignment]
+    on_test_batch_end = _end_if_requested  # type: ignore[assignment]
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """Stop a validation that takes longer than :data:`PATIENCE`."""
+        self._agree(trainer)
+        if self.agreed is not None and self._is_late(trainer):
+            raise RunStopped(self.agreed)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """Agree with the other processes, before the callbacks that save."""
+        self._agree(trainer)
+        # LastCheckpoint saves after this hook; the run ends before the next batch
+        self._may_end = bool(self.agreed) and (can_resume_here(trainer) or self._is_late(trainer))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agree(trainer)
+        self._may_end = bool(self.agreed)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """End the run here: the figures of the last batch are logged by now."""
+        if self._may_end:
+            assert self.agreed is not None
+            raise RunStopped(self.agreed)
+
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Share a signal with all processes, which call this at the same point of the run."""
+        requested = self.requested  # read once: a signal may arrive at any instant
+        if trainer.world_size > 1:
+            # the maximum is one collective; 0 is no signal
+            number = torch.tensor(float(requested or 0), device=trainer.strategy.root_device)
+            requested = int(trainer.strategy.reduce(number, reduce_op="max")) or None
+        if self.agreed is None and requested is not None:
+            # a process that did not get the signal starts its clock here
+            self.agreed, self._since = requested, self._since or time.monotonic()
+
+    def _is_late(self, trainer: pl.Trainer) -> bool:
+        """Whether :data:`PATIENCE` is over; the same answer in all processes."""
+        # the clock of process 0 decides
+        late = time.monotonic() - self._since >= PATIENCE
+        return trainer.strategy.broadcast(late)
+
+
+def stop_requested(trainer: pl.Trainer) -> bool:
+    """Whether a signal has requested the end of the run; the same answer in all processes."""
+    return any(stop.agreed for stop in callbacks_of(trainer, GracefulStop))
+
+
+def can_resume_here(trainer: pl.Trainer) -> bool:
+    """Whether a run saved after this batch resumes exactly.
+
+    Not between the batches of one optimiser step, because gradients are not saved; not before a due
+    validation or the end of an epoch, because Lightning would skip these.
+    """
+    batches, gathers = batches_of_epoch(trainer), trainer.accumulate_grad_batches
+    if batches % gathers or batches >= trainer.num_training_batches:
+        return False
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return False
+    every = trainer.val_check_batch
+    # no validation, or none inside an epoch
+    if every is None or every == float("inf"):
+        return True
+    # without check_val_every_n_epoch, Lightning counts across epochs
+    count = batches if trainer.check_val_every_n_epoch else batches_of_run(trainer)
+    # the validation may fall inside an optimiser step; then the step's end counts
+    return count < every or count % int(every) >= gathers
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
+    # lists: weights_only refuses NumPy's arrays
+    numpy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = numpy
+    assert name == "MT19937", "NumPy's global generator is always of this type"
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        # of all devices: this process learns its device later
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Restore :func:`generator_states`; states of missing devices are ignored."""
+    torch.set_rng_state(states["torch"].cpu())
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    keys, position, has_gauss, cached = states["numpy"]
+    # uint32: lists lose the type
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+def can_drift(step: Step) -> bool:
+    """Whether the step's memory mode inverts it in floating point."""
+    mode = mode_of(step.memory)
+    # modes with a grid invert integers, exactly
+    return mode.inverts and mode.grid is None
+
+
+class RunState(pl.Callback):
+    """Saves and restores the random states of each process, training metrics and logged figures.
+
+    Attributes:
+        figures: the logged figures when the run was saved; empty in a new run.
+        notes: warnings for the run's summary, by topic.
+        recomputed: names of the steps whose drift was too large to invert; they are recomputed.
+    """
+
+    _trainer: pl.Trainer  # both from setup
+    _module: pl.LightningModule
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        self.recomputed: list[str] = []
+        self._loaded: dict[str, Any] | None = None
+        self._planned_steps: float | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
+        # before Lightning restores its loops
+        count_epochs(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
+        is_open = epoch_is_open(self._trainer)
+        for logger in self._trainer.loggers:
+            logger.save()  # a resumed run does not log the rows before this state again
+        return {
+            # one state for each rank
+            "random": gathered(generator_states()),
+            # sums over all processes: see on_train_start
+            "metrics": states_of(self._metrics() if is_open else {}, sync=True),
+            "figures": {**self.figures, **figures},
+            "planned_steps": self._planned_steps,
+            "notes": dict(self.notes),
+            "recomputed": list(self.recomputed),
+            # of each process: its grids have adapted to its own samples
+            "growth": gathered(growth_of(self._module)),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a saved state, to restore it when training starts."""
+        # a test may use a different number of devices
+        if is_fitting(self._trainer):
+            self._check_same_length(state_dict)
+        self._loaded = state_dict
+        self.figures = dict(state_dict["figures"])
+        self.notes = dict(state_dict.get("notes", {}))
+        # .get: earlier versions lack the key
+        self.recomputed = list(state_dict.get("recomputed", []))
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._planned_steps = self._plan()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore here, not earlier: the setup of a run may draw random numbers, too."""
+        for name, step in all_steps(pl_module).items():
+            # the resumed run may use a different memory mode
+            if name in self.recomputed and can_drift(step):
+                step.memory = "recompute"
+        if self._loaded is None:
+            return
+        state, self._loaded = self._loaded, None
+        if (growth := state.get("growth")) is not None:
+            set_growth(pl_module, growth[trainer.global_rank])
+        if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
+            set_states(self._metrics(), state["metrics"])
+        set_generator_states(state["random"][trainer.global_rank])
+
+    def _check_same_length(self, saved: Mapping[str, Any]) -> None:
+        path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
+        if before != now:
+            raise CheckpointError(
+                f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
+                f"use {before}, because each process resumes with its images and random numbers"
+            )
+        planned, steps = saved.get("planned_steps"), self._plan()
+        if planned is not None and steps is not None and planned != steps:
+            raise CheckpointError(
+                f"{path} comes from a run of {planned} optimiser steps, this run has {steps}, and "
+                "the learning rates depend on their number: use the same epochs, steps, images and "
+                "batch size, or begin a new run"
+            )
+
+    def _plan(self) -> float | None:
+        """The optimiser steps of the run; None if the learning rates do not depend on them."""
+        # a user's own module may have no schedule
+        steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
+        return steps
+
+    def _metrics(self) -> dict[str, Metric]:
+        """The metrics of the training steps, by their path in the module."""
+        metrics: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
+        return metrics
+
+
+def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str, Any]:
+    """Copies of the metrics' states; with ``sync``, sums over all processes, on the CPU."""
+    states = {}
+    for name, metric in metrics.items():
+        with metric.sync_context(should_sync=sync):
+            # inside the context these are the sums; it restores the process's values
+            state: dict[str, Any] = metric.metric_state
+            values = {key: value.detach().clone() for key, value in state.items()}
+        if sync:
+            values = {key: value.cpu() for key, value in values.items()}
+        states[name] = {"updates": metric.update_count, "values": values}
+    return states
+
+
+def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`states_of`; metrics without a state start again."""
+    for name, metric in metrics.items():
+        state = states.get(name, {})
+        for key, value in state.get("values", {}).items():
+            # torchmetrics keeps each state as an attribute
+            setattr(metric, key, value.to(metric.device))
+        # torchmetrics warns if compute() follows no update, and has no public setter
+        metric._update_count = state.get("updates", 0)
+
+
+def growth_of(module: torch.nn.Module) -> dict[str, list[Any]]:
+    """What grids have adapted to, by path of the step: ratio, floor, grid of the first pass."""
+    return {
+        path: [g.ratio, g.floor, g.seen]
+        for path, step in all_steps(module).items()
+        if (g := step.growth) is not None
+    }
+
+
+def set_growth(module: torch.nn.Module, saved: Mapping[str, Sequence[Any]]) -> None:
+    """Restore :func:`growth_of`; paths that the module lacks are ignored."""
+    for path, step in all_steps(module).items():
+        if path in saved:
+            step.growth = Growth()
+            step.growth.ratio, step.growth.floor, step.growth.seen = saved[path]

@@ -1,1 +1,0 @@
-"""Searches before a run: learning rate and batch size, within a limit of memory."""
