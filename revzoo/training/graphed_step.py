@@ -108,13 +108,7 @@ class GraphedStep:
             # a cast that is kept would stay as it was in the capture
             "cache_enabled": False,
         }
-        self._replay: Callable[[], None] | None = None
         self._value: Tensor | None = None
-        # of the last capture
-        self._gradients: list[Tensor | None] = []
-        self._grids: list[Any] = []
-        self._trained: list[Any] = []
-        self.reason = ""
         self._capture()
 
     def __call__(self, *batch: Any) -> Tensor:
@@ -125,8 +119,7 @@ class GraphedStep:
         if self._replay is not None and self._trained != self._trained_now():
             self._capture()  # parameters were frozen, unfrozen, added or given other memory
         alike = [kind_of(t) for t in tensors] == [kind_of(t) for t in self._static]
-        checks = self._calls % self._check_every == 0
-        if self._replay is None or not alike or checks:
+        if self._replay is None or not alike or self._calls % self._check_every == 0:
             try:
                 value = self._run(tensors)
             finally:
@@ -166,26 +159,23 @@ class GraphedStep:
 
     def _capture(self) -> None:
         """Capture the pass; leaves buffers and gradients as they were."""
-        self._replay = None
+        self._replay: Callable[[], None] | None = None
         self.reason = why_not(self._static[0].device)
         if not self.reason:
             parameters = self._parameters
             with kept(parameters, [*self._module.buffers()]):
-                self._warm_up()
+                for _ in range(_WARM_UP):  # with the guard
+                    try:
+                        self._run(self._static)
+                    except RangeError as error:
+                        if not error.adapted:
+                            raise
                 self._replay, self.reason = try_to_capture(self._pass, self._module)
                 self._gradients = [p.grad for p in parameters]
             self._grids = _grids_of(self._module)
             self._trained = self._trained_now()
         if self.reason:
             _log.info("the training step runs without a CUDA graph: %s", self.reason)
-
-    def _warm_up(self) -> None:
-        for _ in range(_WARM_UP):  # with the guard
-            try:
-                self._run(self._static)
-            except RangeError as error:
-                if not error.adapted:
-                    raise
 
     def _pass(self) -> None:
         self._value = self._run(self._static)

@@ -103,8 +103,6 @@ def allow_unused_parameters(trainer: pl.Trainer) -> None:
 
 
 class _Refuses:
-    """In a trainer's place."""
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"the network or the loss reads the trainer ({name})")
 
@@ -150,7 +148,7 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 
 def is_first_process() -> bool:
     """Whether this process writes files: rank 0 of node 0, or the only process."""
-    # read from the environment: the folder is created before Lightning starts the processes
+    # from the environment: the run's folder is created before Lightning starts the processes
     rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
     # LOCAL_RANK counts from 0 on each node
     return int(rank) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
@@ -165,8 +163,7 @@ def started_together() -> int:
 
 def process_count() -> int:
     """The number of processes in the process group; 1 before there is one."""
-    initialized = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if initialized else 1
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def gathered(value: T) -> list[T]:
@@ -180,11 +177,8 @@ def gathered(value: T) -> list[T]:
 def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
     """Leave the process group; wait for the processes that Lightning has started from this one.
 
-    Args:
-        trainer: of a run that has ended.
-        ask: send them SIGTERM, since they may not know that the run ends.
-
-    Kills processes that have not ended after :data:`WAIT` seconds.
+    ``ask`` sends them SIGTERM, since they may not know that the run ends. Kills processes that have
+    not ended after :data:`WAIT` seconds.
     """
     started: list[subprocess.Popen[bytes]] = []
     launcher = trainer.strategy.launcher
@@ -209,7 +203,13 @@ def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide Lightning's startup messages and the warnings of :data:`EXPECTED_WARNINGS`."""
+    """Hide Lightning's startup messages and advice that is wrong here, as in scripts and notebooks.
+
+    Example:
+        >>> with revzoo.training.quiet():  # doctest: +SKIP
+        ...     trainer = pl.Trainer(max_epochs=10)
+        ...     trainer.fit(module, datamodule=data)
+    """
     logger = logging.getLogger("pytorch_lightning")
     # warnings still show, startup messages are at INFO
     level = logger.level

@@ -12,6 +12,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's
 
 class MetricsCSV(Logger):
     """Writes ``path``; columns are ``step`` and the names of the figures, in order of appearance.
+
+    Why not Lightning's ``CSVLogger``: when a run resumes, it deletes the figures from before.
 
     Args:
         path: the file.
@@ -97,12 +100,9 @@ class MetricsCSV(Logger):
         if not self._columns:
             self._begin()
         # figures of a validation appear later, so the header changes; a user may remove the file
-        columns = list(
-            dict.fromkeys([*self._columns, *(name for row in self._rows for name in row)])
-        )
+        columns = [*dict.fromkeys(chain(self._columns, *self._rows))]
         if columns != self._columns or not self.path.exists():
             self._write(columns, self._read())
-        # appending costs the same at every step, however long the run
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(self._rows)
         self._rows = []
@@ -111,7 +111,7 @@ class MetricsCSV(Logger):
         # the killed session may have logged past its last checkpoint
         first = self._first_step or 0
         kept = [row for row in self._read() if int(row["step"]) < first]
-        self._write(list(dict.fromkeys(["step", *(name for row in kept for name in row)])), kept)
+        self._write([*dict.fromkeys(chain(["step"], *kept))], kept)
 
     def _read(self) -> list[dict[str, str]]:
         if not self.path.exists():
@@ -136,8 +136,7 @@ class TensorBoard(TensorBoardLogger):
     TensorBoard orders groups of charts by name and opens the first two. So the figures besides
     training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
     throughput, rates, and the largest drift (``metrics.csv`` has the drift of each step). Other
-    test figures get no chart: with two points, TensorBoard's axis ends at 1, which hides the losses
-    of two runs.
+    test figures get no chart.
 
     TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
 
@@ -237,9 +236,8 @@ def wandb(
     """Weights & Biases; a run resumed in the same folder continues its record."""
     name = name_of(run_dir)
     logger = WandbLogger(
-        # the same id continues the record
         name=name,
-        # two sweeps may have folders of the same name
+        # the same id continues the record; two sweeps may have folders of the same name
         id=f"{name}-{zlib.crc32(str(run_dir.absolute()).encode()):08x}",
         save_dir=run_dir,
         project=project,

@@ -87,15 +87,10 @@ def memory_errors(
     *,
     eval_option: str = "data.eval_batch_size",
 ) -> Iterator[None]:
-    """Turn an out-of-memory error into :class:`NoMemoryError` with advice.
+    """Turn an out-of-memory error of ``trainer`` into :class:`NoMemoryError` with advice.
 
-    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes unchanged.
-
-    Args:
-        trainer: runs inside the context.
-        module: the module that it trains or evaluates.
-        data: the data module.
-        eval_option: the option that sets ``data.eval_batch_size``, for the message.
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes unchanged. ``eval_option``, for
+    the message, sets ``data.eval_batch_size``.
     """
     try:
         yield
@@ -116,10 +111,7 @@ def memory_errors(
 
 
 def memory_advice(module: Classifier, data: ImageData, had: int | None = None) -> str:
-    """The activations of a training step in each memory mode, and a remedy.
-
-    ``had``: the bytes that the step could take before memory ran out, if they are known.
-    """
+    """The activations of a training step in each mode; ``had``: bytes before memory ran out."""
     smaller = f"lower data.batch_size ({data.batch_size})"
     shape = (data.batch_size, module.hparams["model"]["in_chans"], *[data.image_size] * 2)
     # counting fails if the model is broken or too little memory is left

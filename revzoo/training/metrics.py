@@ -24,7 +24,7 @@ class BalancedAccuracy(MulticlassStatScores):
     """The mean over the classes of the share of their images that are classified correctly.
 
     A class without images does not count, as in scikit-learn's ``balanced_accuracy_score``.
-    ``MulticlassAccuracy(average="macro")`` counts it as 0 if an image is taken for it.
+    Torchmetrics' macro average counts it as 0 if an image is taken for it.
     """
 
     def compute(self) -> Tensor:
@@ -34,10 +34,7 @@ class BalancedAccuracy(MulticlassStatScores):
 
 
 def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and accuracy of each split; more accuracies of validation and test.
-
-    These are the balanced one, and above 5 classes the top-5 accuracy.
-    """
+    """Mean loss and accuracy of each split; of validation and test also balanced and top-5."""
 
     def metrics(split: str, *top: int) -> MetricCollection:
         # no checks of values: reading them at every step would make the host wait for the GPU
@@ -63,10 +60,8 @@ def make_metrics(num_classes: int) -> nn.ModuleDict:
 
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:
     """Sort figures by :data:`ORDER`; Lightning sorts them by name."""
-    last = len(ORDER)
-    # unknown names come last
     places = {name: i for i, name in enumerate(ORDER)}
-    ordered = sorted(figures, key=lambda name: places.get(name.rpartition("/")[2], last))
+    ordered = sorted(figures, key=lambda n: places.get(n.rpartition("/")[2], len(ORDER)))
     return {name: figures[name] for name in ordered}
 
 
@@ -79,7 +74,6 @@ def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labe
 
 def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:
     """Log ``metrics`` as ``SPLIT/NAME``; Lightning computes them when the epoch ends."""
-    # batch_size has no effect, because metrics weigh their values themselves
     module.log_dict(metrics, prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
 
 
@@ -105,12 +99,9 @@ def true_classes(labels: Tensor) -> Tensor:
 
 
 def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:
-    """The number of images at the start of a batch that are not repeated by a sampler.
+    """How many of the ``size`` images at the start of a batch no sampler has repeated.
 
-    Args:
-        loaders: the trainer's loaders for validation or test; the first one counts.
-        batch_idx: the number of the batch in this process.
-        size: images in the batch.
+    ``loaders`` are the trainer's for validation or test; the first one counts.
     """
     # Lightning passes a list only if there are several
     loader = loaders[0] if isinstance(loaders, list | tuple) else loaders

@@ -100,15 +100,13 @@ def predict(
     else:
         network = restore(model).network.to("cuda" if torch.cuda.is_available() else "cpu")
     sources = images if isinstance(images, list | tuple) else [images]
-    # a generator: only one batch of images is in memory
     opened = (opened_image(image, network.in_chans) for image in sources)
     results = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
-    # a list in, a list out
     return results if sources is images else results[0]
 
 
 def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
-    """Open an image if it is a file; return Pillow images and tensors unchanged."""
+    """Open an image if it is a file; check others."""
     if isinstance(image, Tensor):
         return _checked(image, channels)
     if channels not in (1, 3):
@@ -167,13 +165,7 @@ def classify(
     size: int | None = None,
     batch_size: int = 64,
 ) -> Iterator[Probabilities]:
-    """Yield the probabilities of each image, computed on the network's device.
-
-    Args:
-        network: with known classes and normalisation.
-        images: Pillow images or tensors (C, H, W).
-        size: side in pixels; None for the weights' size.
-        batch_size: images per forward pass.
+    """Yield the probabilities of each image, computed on the network's device; see :func:`predict`.
 
     Raises:
         CheckpointError: an output is NaN or Inf.

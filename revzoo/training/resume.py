@@ -101,11 +101,9 @@ class GracefulStop(pl.Callback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals inside the context, in the main thread; restore the old handlers after."""
-        # Python sets signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # a sweep or a notebook has handlers, which work again after the run
         self._signals = stop_signals()
         before = {signum: signal.getsignal(signum) for signum in self._signals}
         self._listen()
@@ -193,8 +191,7 @@ class GracefulStop(pl.Callback):
             self.agreed, self._since = requested, self._since or time.monotonic()
 
     def _is_late(self, trainer: pl.Trainer) -> bool:
-        """Whether :data:`PATIENCE` is over; the same answer in all processes."""
-        # the clock of process 0 decides
+        """Whether :data:`PATIENCE` is over, by the clock of process 0."""
         late = time.monotonic() - self._since >= PATIENCE
         return trainer.strategy.broadcast(late)
 
@@ -227,16 +224,14 @@ def can_resume_here(trainer: pl.Trainer) -> bool:
 
 def generator_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
-    # lists: weights_only refuses NumPy's arrays
     numpy: Any = np.random.get_state()
-    name, keys, position, has_gauss, cached = numpy
-    assert name == "MT19937", "NumPy's global generator is always of this type"
+    _, keys, *rest = numpy
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         # of all devices: this process learns its device later
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "numpy": [keys.tolist(), *rest],  # weights_only refuses NumPy's arrays
         "python": [version, list(internal), gauss],
     }
 
@@ -246,17 +241,14 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
-    keys, position, has_gauss, cached = states["numpy"]
-    # uint32: lists lose the type
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    np.random.set_state(("MT19937", *states["numpy"]))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
 
 
 def can_drift(step: Step) -> bool:
-    """Whether the step's memory mode inverts it in floating point."""
+    """Whether the step's memory mode inverts it in floating point, not in integers."""
     mode = mode_of(step.memory)
-    # modes with a grid invert integers, exactly
     return mode.inverts and mode.grid is None
 
 
@@ -270,7 +262,7 @@ class RunState(pl.Callback):
     """
 
     _trainer: pl.Trainer  # both from setup
-    _module: pl.LightningModule
+    _module: Any  # a Classifier
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
@@ -281,8 +273,7 @@ class RunState(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
-        # before Lightning restores its loops
-        count_epochs(trainer)
+        count_epochs(trainer)  # before Lightning restores its loops
 
     def state_dict(self) -> dict[str, Any]:
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
@@ -292,7 +283,6 @@ class RunState(pl.Callback):
         return {
             # one state for each rank
             "random": gathered(generator_states()),
-            # sums over all processes: see on_train_start
             "metrics": states_of(self._metrics() if is_open else {}, sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
@@ -310,7 +300,6 @@ class RunState(pl.Callback):
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])
         self.notes = dict(state_dict.get("notes", {}))
-        # .get: earlier versions lack the key
         self.recomputed = list(state_dict.get("recomputed", []))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -319,7 +308,6 @@ class RunState(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore here, not earlier: the setup of a run may draw random numbers, too."""
         for name, step in all_steps(pl_module).items():
-            # the resumed run may use a different memory mode
             if name in self.recomputed and can_drift(step):
                 step.memory = "recompute"
         if self._loaded is None:
@@ -327,7 +315,7 @@ class RunState(pl.Callback):
         state, self._loaded = self._loaded, None
         if (growth := state.get("growth")) is not None:
             set_growth(pl_module, growth[trainer.global_rank])
-        if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
+        if trainer.is_global_zero:  # the saved states are sums over all processes
             set_states(self._metrics(), state["metrics"])
         set_generator_states(state["random"][trainer.global_rank])
 
@@ -348,13 +336,12 @@ class RunState(pl.Callback):
 
     def _plan(self) -> float | None:
         """The optimiser steps of the run; None if the learning rates do not depend on them."""
-        # a user's own module may have no schedule
-        steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
+        steps: float | None = self._module.planned_steps()
         return steps
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""
-        metrics: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
+        metrics: dict[str, Metric] = self._module.training_metrics()
         return metrics
 
 

@@ -18,12 +18,9 @@ inputs, and compute the step again from the same state. If a stream leaves the r
 5. Distributed processes agree on the drifted parts, and repeat the step together. Each adapts its
    own grids.
 
-Without gradients, sequences run again on their own.
-
-Networks without a part in mode ``invert`` or ``exact`` make no copies, unless the plan can be
-lowered.
-
-Known limit: float16's scaled loss keeps the rest of a failed graph until the step ends.
+Without gradients, sequences run again on their own. Networks without a part in mode ``invert`` or
+``exact`` make no copies, unless the plan can be lowered. Known limit: float16's scaled loss keeps
+the rest of a failed graph until the step ends.
 
 A run whose loss is NaN or infinite ends, and never saves such weights (:class:`FiniteLoss`). On the
 CPU we check each loss before its backward pass; in mode ``exact`` after it, since a stream beyond
@@ -79,10 +76,8 @@ class Failure(NamedTuple):
 
     error: DriftError | RangeError | torch.OutOfMemoryError
     drifted: list[str]
-    beyond: bool
-    """Whether a stream left its range."""
-    adapted: bool
-    """Whether the grids of these streams fit now."""
+    beyond: bool  # whether a stream left its range
+    adapted: bool  # whether the grids of these streams fit now
 
 
 class StepRetry:
@@ -107,8 +102,7 @@ class StepRetry:
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
-        # the forward pass of the repetition: the copies are still of the first one
-        if self.running:
+        if self.running:  # the copies are still of the first forward pass
             return
         self._attempt = self.loss = None
         steps = all_steps(self.module).values()  # each time: modes may change between two steps
@@ -118,9 +112,8 @@ class StepRetry:
             # after a drift the metrics stay, so only the other failures need the copies
             counts = self.may_widen or self.lower is not None
             metrics = states_of(self.module.training_metrics()) if counts else {}
-            device = self.module.device
+            device, random = self.module.device, torch.get_rng_state()
             on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            random = torch.get_rng_state()
             self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
 
     def forward(self, run: Callable[[], T]) -> T:
@@ -230,21 +223,24 @@ class StepRetry:
         self.may_widen = any(s.grid is not None for s in all_steps(self.module).values())
         torch.cuda.empty_cache()  # its blocks fit the tensors of the former plan
         self._report(f"a leaner plan ({change})", "the device is out of memory")
-        for state in callbacks_of(self.module.trainer, RunState):
-            state.notes["memory"] = f"the device was out of memory: a leaner plan ({change})"
+        self._note("memory", f"the device was out of memory: a leaner plan ({change})")
 
     def _note_range(self, failure: Failure) -> None:
         if not failure.adapted:
             raise failure.error
         self._report("coarser units for its samples", failure.error)
-        for state in callbacks_of(self.module.trainer, RunState):
-            state.notes["range"] = "streams left their range in memory=exact: its grids adapted"
+        self._note("range", "streams left their range in memory=exact: its grids adapted")
 
     def _report(self, change: str, error: object) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
             step, reason = trainer.global_step, getattr(error, "reason", None) or error
             log.warning("computing step %d again, with %s: %s", step, change, reason)
+
+    def _note(self, topic: str, text: str) -> None:
+        """Note ``text`` for the summary of the run."""
+        for state in callbacks_of(self.module.trainer, RunState):
+            state.notes[topic] = text
 
     def _restore(self, attempt: Attempt) -> None:
         """Restore buffers and random states, and let callbacks measure the step anew."""
@@ -266,7 +262,6 @@ class StepRetry:
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
-        # training_step must neither log again nor count twice
         self.running, self.counted = True, counted
         try:
             loss = trainer.strategy.training_step(attempt.batch, attempt.batch_idx)
@@ -279,9 +274,8 @@ class StepRetry:
 
     def _final(self, error: DriftError) -> DriftError:
         folder = self.module.trainer.default_root_dir
-        return DriftError(
-            f"{error}. To continue with stored activations: --resume {folder} memory=store"
-        )
+        remedy = f"To continue with stored activations: --resume {folder} memory=store"
+        return DriftError(f"{error}. {remedy}")
 
 
 def _drifted(step: Step) -> bool:
@@ -301,13 +295,9 @@ class FiniteLoss(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss, self._pending = None, []
 
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
         """Check the loss, or record it on the device."""
-        # only revzoo's Classifier repeats steps
-        retry = getattr(pl_module, "retry", None)
-        if retry is not None and retry.may_widen:
+        if pl_module.retry.may_widen:
             self._loss = loss.detach()
         else:
             self._check(trainer, pl_module, loss)
@@ -316,7 +306,6 @@ class FiniteLoss(Callback):
         """Check the loss of a network in mode ``exact``; for a repeated step, the last loss."""
         loss, self._loss = self._loss, None
         if loss is not None:
-            # the NaN of the first attempt does not count if the step was repeated
             again = pl_module.retry.loss
             self._check(trainer, pl_module, loss if again is None else again)
 
@@ -349,45 +338,38 @@ class FiniteLoss(Callback):
             step, epoch = trainer.global_step, trainer.current_epoch
             raise divergence_error(pl_module, step, epoch, what=f"the parameter {name}")
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Warn if the epoch's mean training loss is above :data:`DIVERGED` times ln(classes)."""
         # callback_metrics reduces over all processes, so each must call it
-        figure = trainer.callback_metrics.get("train/loss")
-        classes = getattr(getattr(pl_module, "model", None), "num_classes", None)
-        if figure is None or not isinstance(classes, int):
+        loss = float(trainer.callback_metrics.get("train/loss", 0.0))
+        if not loss > DIVERGED * math.log(max(pl_module.model.num_classes, 2)):  # ln(1) is 0
             return
-        limit = DIVERGED * math.log(max(classes, 2))  # ln(1) is 0
-        loss, epoch = float(figure), trainer.current_epoch
-        if loss > limit:
-            for state in callbacks_of(trainer, RunState):
-                note = (
-                    f"the mean training loss of epoch {epoch + 1} is {loss:.3g}, more than "
-                    f"{DIVERGED} times the loss of uniform guessing: training has diverged; lower "
-                    f"optim.lr{_rate(pl_module)}"
-                )
-                # warn once; the note keeps the last epoch's figures
-                if "loss" not in state.notes and trainer.is_global_zero:
-                    log.warning("%s", note)
-                state.notes["loss"] = note
+        for state in callbacks_of(trainer, RunState):
+            note = (
+                f"the mean training loss of epoch {trainer.current_epoch + 1} is {loss:.3g}, more "
+                f"than {DIVERGED} times the loss of uniform guessing: training has diverged; lower "
+                f"optim.lr (now {pl_module.optim.lr:g})"
+            )
+            # warn once; the note keeps the last epoch's figures
+            if "loss" not in state.notes and trainer.is_global_zero:
+                log.warning("%s", note)
+            state.notes["loss"] = note
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._read(pl_module)
 
 
 def divergence_error(
-    module: LightningModule, step: int, epoch: int, *, what: str = "the training loss"
+    module: Any, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
-    """The error of a run that has diverged, with the step, the epoch and the remedy.
-
-    ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
-    """
+    """The error of a run that has diverged, with the step, the epoch (from 0) and the remedy."""
     saved = [has_saved(c.path.parent) for c in callbacks_of(module.trainer, LastCheckpoint)]
     end = (
         "No checkpoint was written, and a resumed run would end the same way: start a new run"
         if saved and not any(saved)
         else "Earlier checkpoints are intact"
     )
-    if getattr(module, "graph", None) is not None:
+    if module.graph is not None:
         folder = module.trainer.default_root_dir
         end += (
             ". If a stream of memory=exact left its range, a step without a CUDA graph repeats "
@@ -395,10 +377,5 @@ def divergence_error(
         )
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "
-        f"optim.lr{_rate(module)} or raise the precision. {end}"
+        f"optim.lr (now {module.optim.lr:g}) or raise the precision. {end}"
     )
-
-
-def _rate(module: LightningModule) -> str:
-    lr = getattr(getattr(module, "optim", None), "lr", None)
-    return f" (now {lr:g})" if lr is not None else ""

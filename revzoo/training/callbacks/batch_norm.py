@@ -73,7 +73,6 @@ class BatchNormMomentum(RestoresAfterFit):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.recalibrate or trainer.global_step:  # a resumed run has its statistics
             return
-        # Lightning types it as any collection of loaders
         loader: Any = trainer.train_dataloader
         with torch.random.fork_rng():  # training draws the same numbers with and without
             # a separate iterator: training still starts with the first batch
@@ -90,8 +89,7 @@ class BatchNormMomentum(RestoresAfterFit):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning has counted this batch already
-        least = 9 / (10 + (batches_of_run(trainer) - 1))
+        least = 9 / (9 + batches_of_run(trainer))  # Lightning has counted this batch already
         for norm, momentum in self._targets.items():
             norm.momentum = max(momentum, least)
         if least <= min(self._targets.values(), default=1):

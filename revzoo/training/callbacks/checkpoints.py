@@ -39,10 +39,7 @@ class LastCheckpoint(Checkpoint):
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/last.ckpt``.
-        minutes: a killed run loses at most about this much training.
-
-    Raises:
-        ValueError: ``minutes`` is not above 0.
+        minutes: a killed run loses at most about this much training; above 0.
     """
 
     def __init__(self, run_dir: Path, *, minutes: float = 10.0) -> None:
@@ -81,7 +78,6 @@ class LastCheckpoint(Checkpoint):
 
 def was_saved(trainer: Trainer, path: Path) -> bool:
     """Whether the last save to ``path`` succeeded; the same answer in all processes."""
-    # a user's trainer may have another plugin
     saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
     return trainer.strategy.broadcast(saved)  # only process 0 writes
 
@@ -101,10 +97,8 @@ class BestCheckpoint(ModelCheckpoint):
     """Saves ``best.ckpt`` at the best ``monitor``; ties go to the lower ``val/loss``.
 
     An epoch is never the best if its ``monitor`` or ``val/loss`` is not finite: logits of NaN count
-    as the first class. Without a validation there is no ``best.ckpt``.
-
-    If a checkpoint could not be written, its score does not count, so a later one can still be the
-    best.
+    as the first class. Without a validation there is no ``best.ckpt``. If a checkpoint could not be
+    written, its score does not count, so a later one can still be the best.
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/best.ckpt``.
@@ -209,18 +203,12 @@ def best_checkpoint_path(trainer: Trainer) -> Path | None:
     path = Path(best.best_model_path)
     if path.is_file():
         return path
-    # a user may have removed it during the run
     log.error("%s is missing: using the last weights instead", path)
     return None
 
 
 def check_validated(trainer: Trainer, figures: Mapping[str, float]) -> None:
-    """Refuse the end of a run with validations of which none is finite.
-
-    Args:
-        trainer: the run's, after training.
-        figures: of the whole run, also before a resume.
-    """
+    """Refuse the end of a run with validations of which none is finite, by its last figures."""
     if _saved_best(trainer) is not None:
         return
     for best in callbacks_of(trainer, BestCheckpoint):

@@ -64,7 +64,6 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
     """
 
     def __init__(self, *, backend: str = "inductor") -> None:
-        # backends for debugging work, but the message does not suggest them
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend

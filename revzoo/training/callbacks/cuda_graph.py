@@ -5,18 +5,14 @@ all of them at once (:mod:`revzoo.training.graphed_step`). Metrics and logs foll
 of it, as always, and read no value.
 
 NOTE [ Which steps run in the graph ]
-    1. What differs from step to step enters by tensors that the graph reads: the batch, with its
-       crops and mixup, and the learning rates. Dropout draws from torch's generator, which a graph
-       advances as a step does.
-    2. The rest is fixed in the graph: shapes, frozen parameters, the memory of weights
-       (``p.data``), the optimiser's other options, plain attributes of modules (such as dropout's
-       ``p`` and memory modes), grids. We compare it before each step. If it has changed, the step
-       runs without the graph; once it is the same in two steps, we capture anew. So neither the
-       smaller last batch of an epoch nor BatchNorm's warm-up needs a rule of its own.
+    1. What differs from step to step enters by tensors that the graph reads: the batch and the
+       learning rates. Dropout draws from torch's generator, which a graph advances as a step does.
+    2. The rest is fixed in the graph: see ``_fixed_now``. We compare it before each step. If it has
+       changed, the step runs without the graph; once it is the same in two steps, we capture anew.
+       So neither the smaller last batch of an epoch nor BatchNorm's warm-up needs a rule.
     3. A graph cannot read the guard's figures. So every :data:`CHECK_EVERY`-th step runs without
        it, and is repeated as always after a drift or a range error. If a stream leaves its range
-       between two such steps, the loss is NaN, and the run ends with the error of
-       :mod:`revzoo.training.step_retry`.
+       between two such steps, the loss is NaN, and the run ends with an error.
     4. Callbacks that act between the forward pass and the new weights would see the new weights.
        With one that we do not know, there is no graph. Hooks of modules, parameters and optimiser
        would run once, in the capture, and so would a loss that reads the trainer.
@@ -89,15 +85,10 @@ class CudaGraph(RestoresAfterFit):
 
     On another device it does nothing. What cannot be captured runs as without it, and one line of
     the log says why.
-
-    Attributes:
-        replaying: whether the graph runs the current step.
-        captures: number of captures in the last fit.
     """
 
-    replaying = False
-    captures = 0
-    # the rest of the initial state
+    replaying = False  # whether the graph runs the current step
+    captures = 0  # in the last fit
     _module: Any = None  # if its steps may be captured
     _replay: Callable[[], None] | None = None
     _last: Mapping[str, Any] = {}  # what was fixed in the last step
@@ -120,7 +111,8 @@ class CudaGraph(RestoresAfterFit):
             log.info("training runs without a CUDA graph: %s", reason)
             return
         self._trainer, self._module, self.captures = trainer, pl_module, 0
-        # collected once: they stay the same during a fit, and walking through all modules is slow
+        self._optimizer = trainer.optimizers[0]
+        # collected once: walking through all modules is slow
         self._tables = [vars(m) for m in pl_module.modules()]
         self._attributes = [
             (table, name)
@@ -149,7 +141,10 @@ class CudaGraph(RestoresAfterFit):
         if self._last == last != self._fixed:
             self._capture(batch)
         elif self._replay is None:
-            self._wait(last)
+            self._waited += 1
+            if self._waited == PATIENCE:
+                changed = ", ".join(name for name, v in self._last.items() if v != last[name])
+                log.info("training runs without a CUDA graph until it stays the same: %s", changed)
         self.replaying = self._replay is not None and self._last == self._fixed
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -169,10 +164,6 @@ class CudaGraph(RestoresAfterFit):
         """Set the parameters' gradients to those of the last replay."""
         for p, g in zip(self._parameters, self._gradients, strict=True):
             p.grad = g
-
-    @property
-    def _optimizer(self) -> Optimizer:
-        return self._trainer.optimizers[0]
 
     def _optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
@@ -220,13 +211,6 @@ class CudaGraph(RestoresAfterFit):
         found = [owner.get(name) for owner in owners for name in HOOKS]
         found += [getattr(p, name, None) for p in self._parameters for name in HOOKS]
         return [hook for hooks in found if hooks for hook in hooks.values()]
-
-    def _wait(self, last: Mapping[str, Any]) -> None:
-        """Run a step without the graph; say why once, if this lasts."""
-        self._waited += 1
-        if self._waited == PATIENCE:
-            changed = ", ".join(name for name, value in self._last.items() if value != last[name])
-            log.info("training runs without a CUDA graph until it stays the same: %s", changed)
 
     def _capture(self, batch: Batch) -> None:
         self._replay = None  # frees the memory of the last one
@@ -326,7 +310,6 @@ def _too_little_memory(device: torch.device) -> str:
         return ""
     # of the last epoch's steps
     step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    free = free_bytes(device) or 0
-    if free >= 2 * step:
+    if (free_bytes(device) or 0) >= 2 * step:
         return ""
     return f"a step takes {step / 2**20:.0f} MiB, a second one needs more than is free"

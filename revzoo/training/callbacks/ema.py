@@ -47,7 +47,6 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
 
     def decay_after(self, updates: Tensor | int) -> Tensor:
         """The decay of the next update, after ``updates`` updates; the first one copies."""
-        # a tensor on the weights' device: reading its value would make the host wait for a GPU
         t = torch.as_tensor(updates)
         warm = (1 + t) / (10 + t) if self.warmup else torch.ones_like(t, dtype=torch.float32)
         return warm.clamp(max=self.decay)

@@ -27,15 +27,11 @@ log = logging.getLogger(__name__)
 
 
 def activation_bytes(pl_module: LightningModule, images: Any) -> int | None:
-    """Peak bytes of the activations of a training step on ``images``; None if counting fails.
-
-    Counting runs the model on fake tensors. It fails if the model reads values, for instance.
-    """
+    """Peak bytes of the activations of a training step on ``images``; None if counting fails."""
     model = getattr(pl_module, "model", None)
     if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
         return None
     try:
-        # under the run's autocast, which halves most activations
         with pl_module.trainer.precision_plugin.forward_context():
             return audit(model, tuple(images.shape), modes=[]).activation_bytes
     except Exception as error:
@@ -47,9 +43,9 @@ def activation_bytes(pl_module: LightningModule, images: Any) -> int | None:
 class Footprint(TimesEpochs):
     """Logs peak memory, activations, throughput and time of each epoch, as ``footprint/...``.
 
-    The scalars are ``peak_bytes``, ``activation_bytes``, ``images_per_second``, ``epoch_seconds``.
-
-    Under data parallelism it counts the images of all processes and the memory of the first.
+    The scalars are ``peak_bytes``, ``activation_bytes``, ``images_per_second``, ``epoch_seconds``,
+    without validations. Under data parallelism it counts the images of all processes and the memory
+    of the first.
     """
 
     _activations: int | None = None
@@ -63,7 +59,6 @@ class Footprint(TimesEpochs):
     def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().begin_epoch(trainer, pl_module)
         if pl_module.device.type == "cuda":
-            # a peak of each epoch; the CPU's VmHWM covers the whole process
             torch.cuda.reset_peak_memory_stats(pl_module.device)
 
     def on_train_batch_start(
@@ -113,7 +108,6 @@ class DriftLogger(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Log the drift of the last backward pass."""
         if not is_nth_step(trainer, self.every_n_steps):
             return
         figures = drift(pl_module)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning import Trainer
 from torch import nn
 
 from revzoo._checks import did_you_mean, is_count, is_number
@@ -70,55 +70,51 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
         """
         names = [part.name for part in parts(network)]
         reached = [first for start, first in self._plan(names).items() if self._at(start) <= epoch]
-        # the last part is the classifier, which always trains
         return names[min(reached, default=len(names) - 1)]
 
     def check_model(self, network: nn.Module) -> None:
         self.first_trained(network, epoch=0)
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Unfreeze every parameter: the optimiser, which is built next, gets all of them."""
         if stage != "fit":
             return
-        network = _network(pl_module)
-        self.check_model(network)
-        # max_epochs is -1 or None in a run without an end
-        epochs = trainer.max_epochs or -1
+        self.check_model(pl_module.model)
+        epochs = trainer.max_epochs or -1  # -1 or None in a run without an end
         if epochs < 1 and any(0 < start < 1 for start in self.unfreeze):
             raise ValueError(
                 f"unfreeze={list(self.unfreeze)} are fractions of trainer.max_epochs, and this run "
                 "has none: give epochs, such as [2, 4], or set trainer.max_epochs"
             )
         self._max_epochs = epochs if epochs > 0 else None
-        network.requires_grad_(True)
+        pl_module.model.requires_grad_(True)
         self._applies = True
 
-    def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.freeze(_network(pl_module), epoch=trainer.current_epoch)
+    def begin_epoch(self, trainer: Trainer, pl_module: Any) -> None:
+        self.freeze(pl_module.model, epoch=trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         super().on_train_epoch_start(trainer, pl_module)
         epoch = trainer.current_epoch
         if trainer.is_global_zero and (epoch == 0 or epoch in map(self._at, self.unfreeze)):
-            first = self.first_trained(_network(pl_module), epoch=epoch)
+            first = self.first_trained(pl_module.model, epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
-    def undo(self, pl_module: LightningModule) -> None:
+    def undo(self, pl_module: Any) -> None:
         if self._applies:
             self._applies = False
-            for part in parts(_network(pl_module)):
+            for part in parts(pl_module.model):
                 part.train(True)
 
     def freeze(self, network: nn.Module, *, epoch: float) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
         first, trained = self.first_trained(network, epoch=epoch), False
         for part in parts(network):
-            # from `first` on, all parts train
             trained = trained or part.name == first
             part.train(trained)
 
     def _at(self, start: float) -> float:
-        """The epoch of an entry; a fraction stays one while the number of epochs is not known."""
+        """The epoch of an entry; a fraction stays one while the number of epochs is unknown."""
         return round(start * self._max_epochs) if self._max_epochs and 0 < start < 1 else start
 
     def _plan(self, names: list[str]) -> dict[float, int]:
@@ -130,7 +126,6 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
                     f"unfreeze={self.unfreeze}: got {len(self.unfreeze)} epochs, expected at most "
                     f"{len(backbone)}, one for each part ({', '.join(reversed(backbone))})"
                 )
-            # from the last stage towards the stem
             plan = {epoch: len(backbone) - 1 - i for i, epoch in enumerate(self.unfreeze)}
         else:
             for name in self.unfreeze.values():
@@ -141,26 +136,18 @@ class Finetuning(FollowsEpochs, RestoresAfterFit, ChecksModel):
                         f"one of {', '.join(backbone)}" + did_you_mean(str(name), backbone)
                     )
             plan = {epoch: names.index(name) for epoch, name in self.unfreeze.items()}
-        # indices count from the stem, so they must fall
         if any(earlier <= later for earlier, later in pairwise(plan.values())):
             raise ValueError(
                 f"unfreeze={self.unfreeze}: a part includes all parts after it, so each later "
                 f"epoch must name an earlier part; expected an order from {backbone[-1]} to "
                 f"{backbone[0]}"
             )
-        # freezes nothing: probably a mistake
         if plan.get(0) == 0:
             raise ValueError(
                 f"unfreeze={self.unfreeze} trains the whole network from epoch 0 on: remove the "
                 "callback, or name a later epoch or part"
             )
         return plan
-
-
-def _network(pl_module: LightningModule) -> nn.Module:
-    network = pl_module.model
-    assert isinstance(network, nn.Module)
-    return network
 
 
 def _parse(unfreeze: Any) -> dict[float, str] | list[float]:

@@ -69,7 +69,6 @@ class Progress(TimesEpochs, ProgressBar):
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        # above the bar
         tqdm.write(" ".join(map(str, args)))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,15 +87,10 @@ class Progress(TimesEpochs, ProgressBar):
         # in a log file, the line of the epoch follows its last batch
         ended = batches_of_epoch(trainer) >= self.total_train_batches
         if self._due(i + 1) and (sys.stdout.isatty() or not ended):
-            # a mean over the epoch: single steps vary
-            rate = self.images / self.seconds(pl_module)
-            figures = _figures(pl_module)
-            self._show(
-                f"epoch {epoch_of(trainer)}",
-                batches_of_epoch(trainer),
-                self.total_train_batches,
-                [*self._memory(pl_module), per_second(rate), *figures, *self._left(trainer)],
-            )
+            rate = per_second(self.images / self.seconds(pl_module))
+            words = [*self._memory(pl_module), rate, *_figures(pl_module), *self._left(trainer)]
+            done, head = batches_of_epoch(trainer), f"epoch {epoch_of(trainer)}"
+            self._show(head, done, self.total_train_batches, words)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
@@ -122,12 +116,11 @@ class Progress(TimesEpochs, ProgressBar):
             self._show(head, batch_idx + 1, total, [])
 
     def _due(self, batch: int) -> bool:
-        if not self._enabled:
+        drawn = sys.stdout.isatty()
+        waited = time.perf_counter() - self._shown
+        if waited < (REDRAW_SECONDS if drawn else self.log_seconds):
             return False
-        if not sys.stdout.isatty():
-            return time.perf_counter() - self._shown >= self.log_seconds
-        waited = time.perf_counter() - self._shown >= REDRAW_SECONDS
-        return waited and batch % self.refresh_rate == 0
+        return self._enabled and (not drawn or batch % self.refresh_rate == 0)
 
     def _show(self, head: str, done: int, total: float, words: Sequence[str]) -> None:
         self._shown = time.perf_counter()
@@ -174,11 +167,7 @@ class Progress(TimesEpochs, ProgressBar):
 
 
 class EpochLog(Callback):
-    """Logs the figures of every epoch at level INFO, from the first process only.
-
-    So the log file shows a run's curve without a viewer. The figures of a validation appear in the
-    line of its epoch only.
-    """
+    """Logs the figures of every epoch at level INFO: a curve in the log file."""
 
     _validated_in: int | None = None  # the epoch
 

@@ -33,10 +33,7 @@ CONFUSION_FILE = "confusion.csv"
 
 
 class LazyTable(UserDict[str, Any]):
-    """A table whose values may be written as ``module:name``, to be imported on first use.
-
-    A run uses a few rows; importing all of them takes time and, for some, a library.
-    """
+    """A table whose values may be written as ``module:name``, to be imported on first use."""
 
     def __getitem__(self, name: str) -> Any:
         if isinstance(row := self.data[name], str):
@@ -127,10 +124,8 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> Callback:
     if not isinstance(options, Mapping):
         raise ValueError(f"{where}={options!r}: expected a mapping of options or null")
     check_names(options, keyword_names(factory), where=where)
-    # type hints of a class belong to its constructor
     constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
     check_types(options, get_type_hints(constructor), where=where)
-    # see above: only a callback that writes files has a positional parameter
     parameters = signature(factory).parameters.values()
     takes_folder = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     try:
@@ -161,10 +156,9 @@ def is_nth_step(trainer: Trainer, every_n_steps: int) -> bool:
 
 
 class FollowsEpochs(Callback, ABC):
-    """A callback that prepares each epoch.
+    """Prepares each epoch, and when training starts.
 
-    Lightning skips ``on_train_epoch_start`` if a run resumes inside an epoch, so we also prepare
-    when training starts. A new run prepares its first epoch twice.
+    Lightning skips ``on_train_epoch_start`` if a run resumes inside an epoch.
     """
 
     @abstractmethod
@@ -179,20 +173,15 @@ class FollowsEpochs(Callback, ABC):
 
 
 class TimesEpochs(FollowsEpochs):
-    """Counts the images and the seconds of an epoch, without its validations.
-
-    If a run resumes inside an epoch, it counts the part after the resume.
-    """
+    """Counts the images and the seconds of an epoch, or its rest, without its validations."""
 
     images = 0  # of all processes
     _began = _paused = 0.0
 
     def now(self, pl_module: LightningModule) -> float:
-        """Seconds on the clock."""
         return time.perf_counter()
 
     def seconds(self, pl_module: LightningModule) -> float:
-        """Seconds of the epoch so far."""
         return self.now(pl_module) - self._began
 
     def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:

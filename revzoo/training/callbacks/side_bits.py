@@ -40,7 +40,6 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
         self._first: dict[SideBits, int] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the bits to start from."""
         if stage != "fit":
             return
         # None or -1: a run that max_steps or a time limit ends
@@ -50,7 +49,6 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
         self._first = {m: m.bits for m in pl_module.modules() if isinstance(m, SideBits)}
 
     def check_model(self, network: nn.Module) -> None:
-        """Raise a ValueError if the network has no blocks with side bits."""
         if not any(isinstance(m, SideBits) for m in network.modules()):
             raise ValueError(
                 "the network has no blocks with side bits: give model.reversible_bits=4, or call "
@@ -74,5 +72,4 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
             )
 
     def _bits(self) -> int:
-        """One number for all blocks: they start equal, except blocks that a user has set."""
         return max(step.bits for step in self._first)

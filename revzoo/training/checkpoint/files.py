@@ -80,7 +80,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             "disk, or make the folder writable"
         ) from error
     finally:
-        # after a rename it is gone; the disk may refuse as before
+        # after a rename it is gone
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
     if unsafe:
@@ -140,11 +140,8 @@ def read_last(
     """The newest good state of a run and its path: ``last.ckpt``, or ``previous.ckpt``.
 
     A damaged ``last.ckpt`` is renamed, so that the next save does not make it ``previous.ckpt``.
-
-    Args:
-        folder: of the checkpoints.
-        check: of a content and its path: a :class:`DamagedCheckpointError` falls back to
-            ``previous.ckpt``, another error refuses both.
+    ``check`` gets a content and its path; its :class:`DamagedCheckpointError` falls back to
+    ``previous.ckpt``, another error refuses both.
 
     Raises:
         DamagedCheckpointError: both are damaged.
@@ -160,7 +157,6 @@ def read_last(
         if damages:
             what = damages[0].partition(f": {REMEDY}")[0]  # without the remedy: we have one
             log.warning("%s; resuming from %s, the checkpoint before it", what, path)
-            # the other processes only read
             if last.exists() and is_first_process():
                 last.replace(last.with_name(f"{LAST}.damaged"))
         return path, state
@@ -172,13 +168,10 @@ class PlainCheckpointIO(CheckpointIO):
 
     A failed save is logged as an error, and training continues: earlier checkpoints are good. The
     run ends only if no save has succeeded for :data:`GIVE_UP_AFTER`.
-
-    Attributes:
-        failed: for each path whose last save failed, the reason.
     """
 
     def __init__(self) -> None:
-        self.failed: dict[Path, str] = {}
+        self.failed: dict[Path, str] = {}  # for each path whose last save failed, the reason
         self._failing_since: float | None = None
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
@@ -206,9 +199,7 @@ class PlainCheckpointIO(CheckpointIO):
 def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
     """Return ``values`` if they are hyperparameters of :class:`~revzoo.training.Classifier`.
 
-    Args:
-        values: ``hyper_parameters`` of a checkpoint.
-        replaced: keys that the caller overrides: they may be missing, or unknown to a classifier.
+    Keys in ``replaced``, which the caller overrides, may be missing, or unknown to a classifier.
 
     Raises:
         CheckpointError: naming the key.

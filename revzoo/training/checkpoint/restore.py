@@ -29,24 +29,17 @@ EXPORTS = {
     ".onnx": "ONNX Runtime",
 }  # files of ``revzoo export``, and how to run them
 PARTS = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
-UNIT = 1  # the largest pixel value to which mean and std of an entry refer
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained classifier and its data.
+    """A trained classifier and its data."""
 
-    Attributes:
-        module: in evaluation mode, on the CPU.
-        data_state: the state of the data module.
-    """
-
-    module: Classifier
-    data_state: dict[str, Any]
+    module: Classifier  # in evaluation mode, on the CPU
+    data_state: dict[str, Any]  # the state of the data module
 
     @property
     def network(self) -> ImageNetwork:
-        """The model of the module."""
         network = self.module.model
         assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
         return network
@@ -58,7 +51,6 @@ class Restored:
 
     @property
     def in_chans(self) -> int:
-        """The channels of the images."""
         return self.network.in_chans
 
     @property
@@ -85,7 +77,6 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
     """
     source = resolve_source(source)
     path = Path(source)
-    # after resolve_source: first check that it exists, then its kind
     if path.suffix in EXPORTS:
         raise CheckpointError(
             f"{path} is an exported program, which has no classes and normalisation: give the "
@@ -100,7 +91,6 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
-    # checks hyperparameters, tensors and the state of the data
     module = Classifier.from_state(state, str(path))
     if (data := saved_data(state)) is None:
         raise CheckpointError(
@@ -118,7 +108,6 @@ def _from_weights(source: str | Path) -> Restored:
     entry = model.entry
     assert entry is not None, "pretrained weights have one"
     facts = {name: getattr(entry, name) for name in ("classes", "mean", "std")}
-    # an entry may omit them, like weights of other programs
     if lacking := [name for name, value in facts.items() if not value]:
         raise EntryError(
             f"the entry of the weights {source} lacks {', '.join(lacking)}: add them in Python, "
@@ -127,8 +116,7 @@ def _from_weights(source: str | Path) -> Restored:
         )
     data = {
         "classes": list(facts["classes"]),
-        # an entry refers to pixels in [0, 1]; a checkpoint may refer to 0 to 255
-        "pixel_max": UNIT,
+        "pixel_max": 1,  # an entry refers to pixels in [0, 1], a checkpoint perhaps to 0 to 255
         "normalisation": {"mean": list(facts["mean"]), "std": list(facts["std"])},
         "image_size": entry.input_size[-1],
         "crop_pct": entry.crop_pct,
@@ -142,13 +130,8 @@ def check_complete(
     """Refuse to resume from a state that lacks a part, or whose weights do not fit its model.
 
     Lightning ignores missing parts: without ``loops`` a run counts from 0 again, without
-    ``callbacks`` it draws other random numbers.
-
-    Args:
-        state: with hyperparameters that were checked.
-        where: its file, for errors.
-        data: name of the data module's class, which is the key of its state.
-        callbacks: new instances of the run's callbacks; the state needs their keys.
+    ``callbacks`` it draws other random numbers. ``data`` is the name of the data module's class,
+    ``callbacks`` are new instances of the run's; the state needs their keys.
 
     Raises:
         DamagedCheckpointError: names the parts.

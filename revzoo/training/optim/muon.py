@@ -78,10 +78,7 @@ class Muon(Optimizer):
 
 
 def _alike(parameters: list[Tensor], as_matrices: bool) -> Iterator[list[Tensor]]:
-    """The parameters with gradients, in lists that share calls: of one size, if as matrices.
-
-    On a GPU, one call for many small tensors takes less time than a call for each.
-    """
+    """The parameters with gradients, in lists that share calls: of one size, if as matrices."""
     lists: dict[tuple[Any, ...], list[Tensor]] = {}
     for p in parameters:
         if p.grad is None:
@@ -100,8 +97,7 @@ def _alike(parameters: list[Tensor], as_matrices: bool) -> Iterator[list[Tensor]
 def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
     """Orthogonalise updates of one size as matrices (out, in), and scale by ``sqrt(out / in)``.
 
-    The factor, at least 1, makes the change of a layer's output independent of the number of
-    inputs.
+    The factor is at least 1.
     """
     stack = torch.stack([update.flatten(1) for update in updates])
     _, rows, columns = stack.shape

@@ -183,19 +183,18 @@ def muon_groups(model: nn.Module, spec: OptimSpec) -> list[Group]:
 
     A model without ``classifiers``, which is not from the zoo, ends with its classifier.
     """
-    layers = [m for m in model.modules() if isinstance(m, DECAYED)]
-    for layer in layers:
-        # the names that weight_norm gives, and its older form
-        if {"parametrizations.weight.original1", "weight_g"} & dict(
-            layer.named_parameters()
-        ).keys():
+    for path, layer in model.named_modules():
+        names = dict(layer.named_parameters()) if isinstance(layer, DECAYED) else {}
+        # of weight_norm, and of its older form
+        if {"parametrizations.weight.original1", "weight_g"} & names.keys():
             raise ValueError(
-                f"optim.name=muon with {layer}, whose weight is computed from two parameters, as by "
+                f"optim.name=muon with {path}.weight computed from 2 parameters, as by "
                 "weight_norm: Muon orthogonalises weights themselves; use sgd or adamw, or remove "
                 "the parametrization"
             )
     weights, others = split_weights(model)
     paths = getattr(model, "classifiers", None)
+    layers = [m for m in model.modules() if isinstance(m, DECAYED)]
     heads = layers[-1:] if paths is None else [model.get_submodule(path) for path in paths]
     ids = {id(p) for head in heads for p in head.parameters()}
     hidden = [p for p in weights if id(p) not in ids]
