@@ -151,7 +151,6 @@ class Classifier(pl.LightningModule):
         if Path(checkpoint_path).is_dir():
             checkpoint_path = resolve_source(checkpoint_path)
         state = read_checkpoint(checkpoint_path, map_location=map_location)
-        # by class: a subclass may take more options
         module = cls.from_state(state, str(checkpoint_path), strict=strict, **options)
         tensors = (v for v in state["state_dict"].values() if isinstance(v, Tensor))
         # the constructor ignores map_location; the tensors have followed it
@@ -191,7 +190,6 @@ class Classifier(pl.LightningModule):
         model = checkpoint["hyper_parameters"].get("model") or {}
         bits = [step.bits for step in self.model.modules() if isinstance(step, SideBits)]
         if bits and model.get("reversible_bits"):
-            # copies: the mappings are the module's
             model = {**model, "reversible_bits": max(bits)}
             checkpoint["hyper_parameters"] = {**checkpoint["hyper_parameters"], "model": model}
 
@@ -217,12 +215,7 @@ class Classifier(pl.LightningModule):
             self.balance(data)
 
     def balance(self, data: Any) -> None:
-        """Compute the weights ``balanced`` from the training images, after their ``setup``.
-
-        Raises:
-            DataError: a class has no training images.
-            ValueError: ``data`` is not a data module of the package.
-        """
+        """Compute the weights ``balanced`` from the training images, after their ``setup``."""
         if self.optim.class_weights != BALANCED:
             return
         if not isinstance(data, ImageData):
@@ -300,9 +293,7 @@ class Classifier(pl.LightningModule):
             loss, logits = self.retry.forward(lambda: self.loss_and_logits(images, labels))
         if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        # after a drift the metrics already contain this step; a range error restored them
-        if not self.retry.counted:
-            update_metrics(self.metrics_of("train"), loss, logits, labels)
+        update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
     def loss_and_logits(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,12 +307,7 @@ class Classifier(pl.LightningModule):
         return self.graph is not None and self.graph.replaying
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; compute the step again after a failure that can be mended.
-
-        Raises:
-            DriftError: activations drift again although no step is inverted any more.
-            RangeError: a stream left its range, and the grid cannot adapt.
-        """
+        """Run the backward pass; compute the step again after a failure that can be mended."""
         if self.in_graph:
             self.graph.give_gradients()
             return
@@ -370,7 +356,6 @@ class Classifier(pl.LightningModule):
         return [FiniteLoss(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
-        """The metrics of the training epoch, by name."""
         return dict(self.metrics_of("train").items(keep_base=True))
 
     def planned_steps(self) -> float | None:
@@ -380,11 +365,7 @@ class Classifier(pl.LightningModule):
         return self.trainer.estimated_stepping_batches
 
     def configure_optimizers(self) -> Any:
-        """The optimiser, and its schedule over the whole run, which advances every optimiser step.
-
-        Raises:
-            ValueError: the run has no end, which the schedule needs.
-        """
+        """The optimiser, and its schedule over the whole run, which follows every step."""
         total = self.planned_steps() or 1  # a constant rate ignores it
         if total == float("inf"):
             raise ValueError(
@@ -393,11 +374,8 @@ class Classifier(pl.LightningModule):
             )
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, total_steps=int(total))
-        return {
-            "optimizer": optimizer,
-            # Lightning's default interval is the epoch
-            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
-        }
+        scheduler = {"scheduler": schedule, "interval": "step", "name": "lr"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
@@ -446,11 +424,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _storable(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification for a checkpoint, which contains the weights itself.
-
-    Raises:
-        ValueError: a checkpoint with these options could not be loaded.
-    """
+    """The specification for a checkpoint; a ValueError if a checkpoint could not be loaded."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS_ARGUMENTS}
     # weights may change classes and options, and their name differs from their architecture's
     made = model.spec if isinstance(model, ImageNetwork) else None

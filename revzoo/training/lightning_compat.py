@@ -51,19 +51,13 @@ def batches_of_run(trainer: pl.Trainer) -> int:
 
 
 def epochs_of_run(trainer: pl.Trainer) -> int:
-    """Finished epochs of the run so far; ``current_epoch`` misses the last one of a finished run.
-
-    A state saved at the end of an epoch counts it as processed, but not yet as completed.
-    """
+    """Finished epochs of the run; ``current_epoch`` misses the last one of a finished run."""
     progress: Any = trainer.fit_loop.epoch_progress.current  # Lightning's type is too general
     return int(progress.processed)
 
 
 def batches_of_step(trainer: pl.Trainer) -> int | None:
-    """The batches whose gradients the optimiser step after this batch sums; None if none follows.
-
-    The last step of an epoch sums what is left.
-    """
+    """The batches that the optimiser step after this batch sums; None if none follows."""
     if trainer.fit_loop._should_accumulate():
         return None
     count = trainer.accumulate_grad_batches
@@ -93,11 +87,8 @@ def is_fitting(trainer: pl.Trainer) -> bool:
 
 
 def allow_unused_parameters(trainer: pl.Trainer) -> None:
-    """Let DistributedDataParallel, if the trainer uses it, train parameters without a gradient.
-
-    Lightning takes the option only with the name of the strategy, which it then starts on one
-    device, too.
-    """
+    """Let DistributedDataParallel, if the trainer uses it, train parameters without a gradient."""
+    # Lightning takes the option only with the strategy's name, which it then starts on one device
     if isinstance(trainer.strategy, DDPStrategy):
         trainer.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 

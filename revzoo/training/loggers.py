@@ -41,10 +41,8 @@ class MetricsCSV(Logger):
 
     Why not Lightning's ``CSVLogger``: when a run resumes, it deletes the figures from before.
 
-    Args:
-        path: the file.
-        first_step: for a resumed run, which logs the rows from this step on again: they are
-            removed from the file. None for a new run, which begins with an empty file.
+    From ``first_step`` on, a resumed run logs the rows again: they are removed from the file. None
+    is for a new run, which begins with an empty file.
     """
 
     def __init__(self, path: Path, *, first_step: int | None = None) -> None:
@@ -139,14 +137,10 @@ class TensorBoard(TensorBoardLogger):
     test figures get no chart.
 
     TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
+    HPARAMS compares runs by :data:`COMPARED`; Lightning's logger writes all options of the
+    optimiser there.
 
-    HPARAMS compares runs by :data:`COMPARED`. Lightning's logger writes all options of the
-    optimiser there, and a figure ``hp_metric`` of -1.
-
-    Args:
-        run_dir: the run's folder.
-        run: a short description of the run; ``model`` and ``data`` name the folder.
-        first_step: TensorBoard drops older figures from this step on; the run logs them again.
+    From ``first_step`` on TensorBoard drops older figures; a resumed run logs them again.
     """
 
     def __init__(self, run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> None:

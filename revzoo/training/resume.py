@@ -84,14 +84,12 @@ class GracefulStop(pl.Callback):
 
     Attributes:
         hint: how to resume the run, for the last line after a second Ctrl-C; None for no line.
-        requested: the signal that this process has received, if any.
-        agreed: the signal that all processes know since the end of a batch. Collective actions
-            (saving, leaving a loop) depend only on this signal.
     """
 
     def __init__(self) -> None:
         self.hint: Callable[[], str] | None = None
-        self.requested: int | None = None
+        self.requested: int | None = None  # the signal that this process has received
+        # the one that all processes know; saving and leaving a loop depend only on it
         self.agreed: int | None = None
         self._since = 0.0  # time.monotonic when the signal arrived
         self._may_end = False  # whether the run may end before the next batch
@@ -253,21 +251,15 @@ def can_drift(step: Step) -> bool:
 
 
 class RunState(pl.Callback):
-    """Saves and restores the random states of each process, training metrics and logged figures.
-
-    Attributes:
-        figures: the logged figures when the run was saved; empty in a new run.
-        notes: warnings for the run's summary, by topic.
-        recomputed: names of the steps whose drift was too large to invert; they are recomputed.
-    """
+    """Saves and restores the random states of each process, training metrics and logged figures."""
 
     _trainer: pl.Trainer  # both from setup
     _module: Any  # a Classifier
 
     def __init__(self) -> None:
-        self.figures: dict[str, float] = {}
-        self.notes: dict[str, str] = {}
-        self.recomputed: list[str] = []
+        self.figures: dict[str, float] = {}  # when the run was saved
+        self.notes: dict[str, str] = {}  # warnings for the run's summary, by topic
+        self.recomputed: list[str] = []  # names of the steps that drifted
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 

@@ -9,12 +9,10 @@ inputs, and compute the step again from the same state. If a stream leaves the r
 1. Before the forward pass, copy buffers (BatchNorm's statistics) and torch's random states: 1.3 ms
    for revnet38 on the CPU, 0.2 % of a step of 32 images.
 2. Before the backward pass, copy the gradients of earlier batches of the same optimiser step.
-3. After a failure, restore both and run the step again. After a drift the metrics stay, since the
-   first forward pass was right. After a range error they are restored, since its loss was NaN;
-   ``train/loss_step`` still shows NaN.
+3. After a failure, restore all of these and the metrics, and run the step again;
+   ``train/loss_step`` still shows the first loss, NaN after a range error.
 4. If a GPU is out of memory, ``lower`` sets a leaner plan of memory modes, once in a run of one
-   process. Buffers, random states, gradients and metrics are restored, so the run goes on as if
-   this step had begun with that plan. ``train/loss_step`` shows the first loss.
+   process. The run goes on as if this step had begun with that plan.
 5. Distributed processes agree on the drifted parts, and repeat the step together. Each adapts its
    own grids.
 
@@ -85,7 +83,6 @@ class StepRetry:
 
     Attributes:
         running: whether a step is being repeated.
-        counted: whether the metrics have counted the repeated step already.
         may_widen: whether this step has streams on a grid, whose range may cause a NaN loss.
         lower: sets a leaner plan of memory modes, given the bytes in use (None on the CPU), and
             describes it; returns an empty text if there is none. None if the plan stays.
@@ -94,7 +91,7 @@ class StepRetry:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module: Any = module
-        self.running = self.counted = self.may_widen = False
+        self.running = self.may_widen = False
         self.loss: Tensor | None = None
         self.lower: Callable[[int | None], str] | None = None
         self._attempt: Attempt | None = None
@@ -109,9 +106,7 @@ class StepRetry:
         self.may_widen = any(step.grid is not None for step in steps)
         if self.lower is not None or any(mode_of(step.memory).inverts for step in steps):
             buffers = [buffer.clone() for buffer in self.module.buffers()]
-            # after a drift the metrics stay, so only the other failures need the copies
-            counts = self.may_widen or self.lower is not None
-            metrics = states_of(self.module.training_metrics()) if counts else {}
+            metrics = states_of(self.module.training_metrics())
             device, random = self.module.device, torch.get_rng_state()
             on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
             self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
@@ -127,8 +122,8 @@ class StepRetry:
         except torch.OutOfMemoryError as error:
             if self._attempt is None or self.lower is None:
                 raise
-            failure = self._out_of_memory(error)
-        self._lower(failure)
+            short = self._out_of_memory(error)
+        self._lower(short)
         self._restore(self._attempt)
         return run()
 
@@ -153,15 +148,17 @@ class StepRetry:
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         # each failure removes a cause, so this ends: fewer inverted steps, coarser grids, one plan
         while (failure := self._failure(loss, run)) is not None:
-            short = failure.error if isinstance(failure.error, torch.OutOfMemoryError) else None
-            if short is not None:
+            if isinstance(failure.error, torch.OutOfMemoryError):
                 loss.detach_()  # Lightning holds the loss, and so the rest of the graph
-                self._lower(short)
+                self._lower(failure.error)
             elif failure.beyond:
-                self._note_range(failure)
+                if not failure.adapted:
+                    raise failure.error
+                note = "streams left their range in memory=exact: its grids adapted"
+                self._report("coarser units for its samples", failure.error, "range", note)
             else:
                 self._switch(failure)
-            loss = self._forward(attempt, counted=not (short is not None or failure.beyond))
+            loss = self._forward(attempt)
             self.loss = loss.detach()
             for p, gradient in zip(params, gradients, strict=True):
                 # a copy: the next attempt may fail as well
@@ -203,11 +200,13 @@ class StepRetry:
             raise self._final(failure.error) from failure.error
         for name in switched:
             steps[name].memory = "recompute"
-        self._report(f"memory=recompute from now on for {', '.join(switched)}", failure.error)
+        names: list[str] = []
         for state in callbacks_of(self.module.trainer, RunState):
             state.recomputed += switched
-            names = ", ".join(state.recomputed)
-            state.notes["drift"] = f"activations drifted: memory=recompute for {names}"
+            names = state.recomputed
+        change = f"memory=recompute from now on for {', '.join(switched)}"
+        note = f"activations drifted: memory=recompute for {', '.join(names)}"
+        self._report(change, failure.error, "drift", note)
 
     def _out_of_memory(self, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
         """The error without its frames, which hold the tensors of the failed pass."""
@@ -222,28 +221,21 @@ class StepRetry:
             raise error
         self.may_widen = any(s.grid is not None for s in all_steps(self.module).values())
         torch.cuda.empty_cache()  # its blocks fit the tensors of the former plan
-        self._report(f"a leaner plan ({change})", "the device is out of memory")
-        self._note("memory", f"the device was out of memory: a leaner plan ({change})")
+        note = f"the device was out of memory: a leaner plan ({change})"
+        self._report(f"a leaner plan ({change})", "the device is out of memory", "memory", note)
 
-    def _note_range(self, failure: Failure) -> None:
-        if not failure.adapted:
-            raise failure.error
-        self._report("coarser units for its samples", failure.error)
-        self._note("range", "streams left their range in memory=exact: its grids adapted")
-
-    def _report(self, change: str, error: object) -> None:
+    def _report(self, change: str, error: object, topic: str, note: str) -> None:
+        """Warn of the change, and note it in the summary of the run."""
         trainer = self.module.trainer
         if trainer.is_global_zero:
             step, reason = trainer.global_step, getattr(error, "reason", None) or error
             log.warning("computing step %d again, with %s: %s", step, change, reason)
-
-    def _note(self, topic: str, text: str) -> None:
-        """Note ``text`` for the summary of the run."""
-        for state in callbacks_of(self.module.trainer, RunState):
-            state.notes[topic] = text
+        for state in callbacks_of(trainer, RunState):
+            state.notes[topic] = note
 
     def _restore(self, attempt: Attempt) -> None:
-        """Restore buffers and random states, and let callbacks measure the step anew."""
+        """Restore the state of the attempt, and let callbacks measure the step anew."""
+        set_states(self.module.training_metrics(), attempt.metrics)
         for buffer, before in zip(self.module.buffers(), attempt.buffers, strict=True):
             buffer.copy_(before)
         torch.set_rng_state(attempt.random)
@@ -252,21 +244,19 @@ class StepRetry:
         for callback in callbacks_of(self.module.trainer, MeasuresSteps):  # type: ignore[type-abstract]
             callback.restart()
 
-    def _forward(self, attempt: Attempt, *, counted: bool) -> Tensor:
+    def _forward(self, attempt: Attempt) -> Tensor:
         """Compute the loss of the attempt again, scaled as Lightning scales it."""
         trainer: Any = self.module.trainer
         self._restore(attempt)
-        if not counted:
-            set_states(self.module.training_metrics(), attempt.metrics)
         if isinstance(trainer.strategy, DDPStrategy):
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
-        self.running, self.counted = True, counted
+        self.running = True
         try:
             loss = trainer.strategy.training_step(attempt.batch, attempt.batch_idx)
         finally:
-            self.running = self.counted = False
+            self.running = False
         # Lightning does these two after training_step, before backward
         loss = loss / trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)

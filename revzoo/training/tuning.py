@@ -204,17 +204,11 @@ def find_batch_size(
     max_size: int = 8192,
     trainer: Mapping[str, Any] | None = None,
 ) -> BatchSize:
-    """Search for the largest batch that can be trained.
+    """Search for the largest batch that can be trained, of at most ``max_size`` images.
 
-    Moves the images of ``data`` to the device if a run would; changes nothing else.
-
-    Args:
-        module: its model and its optimiser's state are counted.
-        data: a data module after ``setup``.
-        max_bytes: limit for the tensors of a step; None for four fifths of the device's free
-            memory.
-        max_size: largest batch to try, in images.
-        trainer: options of the run's trainer, such as its precision.
+    Moves the images of ``data`` to the device if a run would; changes nothing else. ``max_bytes``
+    limits the tensors of a step, by default to four fifths of the device's free memory;
+    ``trainer`` has the options of the run's trainer, such as its precision.
 
     Raises:
         ValueError: not even two images fit, or the system does not report free memory.

@@ -106,10 +106,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest parts of ``module`` that store, and the residual functions of its other steps.
-
-    Parts are steps and networks of this package: torch may be unable to compile other modules.
-    """
+    """The largest parts of this package that store, and the residual functions of other steps."""
     steps = steps_in(module).values()
     if not steps:
         return

@@ -1,11 +1,9 @@
 """Pictures of a run for TensorBoard and W&B: predictions, reconstructions, the confusion matrix.
 
 They show the batches of the validation, by the validated weights (the moving average, if there is
-one). Samples are the same images in every validation, spread evenly over the split. A run has the
-same weights, bit for bit, with and without. Sanity checks and ``fast_dev_run`` show none.
-
-Known limits: under data parallelism the samples come from the first process's part of the split.
-Only the first validation loader is shown, and only if its length is known.
+one). A run has the same weights, bit for bit, with and without. Known limits: under data
+parallelism the samples come from the first process's part of the split. Only the first validation
+loader is shown, and only if its length is known.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ class PictureCallback(pl.Callback, ABC):
 
     Args:
         every_n_epochs: epochs between two pictures.
-        count: number of images.
-
-    Raises:
-        ValueError: an argument is not a positive whole number.
+        count: number of images, spread evenly over the split.
     """
 
     tag: str

@@ -156,15 +156,13 @@ def is_nth_step(trainer: Trainer, every_n_steps: int) -> bool:
 
 
 class FollowsEpochs(Callback, ABC):
-    """Prepares each epoch, and when training starts.
-
-    Lightning skips ``on_train_epoch_start`` if a run resumes inside an epoch.
-    """
+    """Prepares each epoch."""
 
     @abstractmethod
     def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare the epoch, or the rest of it."""
 
+    # Lightning skips on_train_epoch_start if a run resumes inside an epoch
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begin_epoch(trainer, pl_module)
 

@@ -1,10 +1,9 @@
 """Writes and reads checkpoint files: a kill never damages a file, reading never runs code.
 
 Lightning's writer may move a file between file systems, which a kill can cut short, and never calls
-``fsync``. Its reader runs the code of pickles unless ``weights_only=True``, and the hyperparameters
-of a file choose which code it imports and which files it reads. A checkpoint may come from anyone,
-so we check them against an exact list: the names of the zoo, whose constructors refuse unknown
-options and wrong values, as your own networks should.
+``fsync``. With its reader, a file chooses which code is imported and which files are read. So we
+check its hyperparameters against an exact list: the names of the zoo, whose constructors refuse
+unknown options and wrong values, as your own networks should.
 
 NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
@@ -119,7 +118,6 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     except UnreadableWeightsError as error:
         raise DamagedCheckpointError(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        # the keys show the kind of the file
         got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpointError(
             f"{path} is not a checkpoint of a run: got {got}, expected a dictionary with "
@@ -224,7 +222,6 @@ def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict
 def check_model_options(options: Any) -> dict[str, Any]:
     """Return ``options`` if they are the name of a model and plain keywords."""
     name = options.get("name") if isinstance(options, dict) else options
-    # the table is the exact list of what may be built; a path is not a name in it
     if not isinstance(options, dict) or not isinstance(name, str) or name not in MODELS:
         raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
     for key, value in options.items():

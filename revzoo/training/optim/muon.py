@@ -111,17 +111,13 @@ def _orthogonal(updates: list[Tensor]) -> list[Tensor]:
 def newton_schulz(matrices: Tensor) -> Tensor:
     """Approximate ``U V^T`` of wide matrices ``U S V^T``: its singular values are 0.7 to 1.2.
 
-    The iteration runs in bfloat16, whose error it tolerates. A zero matrix stays zero.
-
-    Args:
-        matrices: (..., out, in).
+    The iteration runs in bfloat16, whose error it tolerates. Shapes (..., out, in).
     """
     a, b, c = COEFFICIENTS
     x = matrices.bfloat16()
     # Frobenius norm: all singular values are at most 1, as the iteration needs
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(STEPS):
-        # an odd polynomial of x of degree 5, which acts on each singular value separately
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

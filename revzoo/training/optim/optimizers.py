@@ -12,12 +12,6 @@ Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.
 
 Torch's schedules count in steps, a recipe in fractions of a run. They advance after every optimiser
 step, so a recipe does not depend on the size of the data set.
-
-* ``step``: multiply at fixed fractions of the run. RevNet (Gomez et al. 2017) divides by 10 at 40k
-  and 60k of 80k steps, that is at 1/2 and 3/4.
-* ``onecycle``: rise, then anneal (Smith and Topin 2017, arXiv 1708.07120).
-* ``cosine``: linear warm-up, then half a cosine (Loshchilov and Hutter 2017, arXiv 1608.03983).
-* ``constant``: for debugging.
 """
 
 from __future__ import annotations
@@ -113,18 +107,13 @@ class OptimSpec:
 
     @classmethod
     def of(cls, spec: OptimSpec | Mapping[str, Any] | None) -> OptimSpec:
-        """``spec``, or an OptimSpec built from a mapping; None for the defaults.
-
-        Raises:
-            ValueError: for an unknown key or a value out of range.
-        """
-        if isinstance(spec, OptimSpec):
-            return spec
-        return build_dataclass(cls, spec or {}, where="optim")
+        """``spec``, or one from a mapping, with errors for its keys; None for the defaults."""
+        return (
+            spec if isinstance(spec, OptimSpec) else build_dataclass(cls, spec or {}, where="optim")
+        )
 
     def plain(self) -> dict[str, Any]:
-        """This spec as plain containers, which a checkpoint can hold."""
-        # a configuration's mapping may be of Hydra's type
+        """This spec as plain containers, not Hydra's, which a checkpoint can hold."""
         return {**asdict(self), "schedule": dict(self.schedule)}
 
 
@@ -154,8 +143,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
     groups = divide(model, spec)
     if spec.layer_decay < 1:
         groups = split_by_depth(model, groups, spec.layer_decay)
-    # frozen parts leave groups empty
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # frozen parts leave some empty
     if not groups:
         raise ValueError("no parameter of the model requires a gradient: unfreeze some of them")
     return build(groups)
@@ -214,7 +202,6 @@ def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramet
     """
     layers = [module for module in model.modules() if isinstance(module, DECAYED)]
     named = itertools.chain.from_iterable(layer.named_parameters() for layer in layers)
-    # by identity: `==` of tensors compares values
     decayed = {id(p) for name, p in named if "bias" not in name}
     trainable = [p for p in model.parameters() if p.requires_grad]
     weights = [p for p in trainable if id(p) in decayed]
@@ -283,7 +270,10 @@ class Schedule(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSchedule(Schedule):
-    """Multiply the rate by ``gamma`` at each of ``milestones`` (fractions of the run)."""
+    """Multiply the rate by ``gamma`` at each of ``milestones`` (fractions of the run).
+
+    RevNet (Gomez et al. 2017) divides by 10 at 40k and 60k of 80k steps, that is at 1/2 and 3/4.
+    """
 
     milestones: Sequence[float] = (0.5, 0.75)
     gamma: float = 0.1
@@ -306,7 +296,10 @@ class StepSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycleSchedule(Schedule):
-    """Rise from ``lr * start`` to ``lr`` in the fraction ``warmup`` of the run, then anneal."""
+    """Rise from ``lr * start`` to ``lr`` in the fraction ``warmup`` of the run, then anneal.
+
+    Smith and Topin 2017, arXiv 1708.07120.
+    """
 
     warmup: float = 0.25
     start: float = 0.04
@@ -337,7 +330,10 @@ class OneCycleSchedule(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule(Schedule):
-    """Linear rise in the fraction ``warmup`` of the run, then half a cosine to ``lr * end``."""
+    """Linear rise in the fraction ``warmup`` of the run, then half a cosine to ``lr * end``.
+
+    Loshchilov and Hutter 2017, arXiv 1608.03983.
+    """
 
     warmup: float = 0.05
     end: float = 0.0
@@ -386,9 +382,7 @@ def make_schedule(spec: Mapping[str, Any]) -> Schedule:
         ValueError: for an unknown name or option, naming the nearest valid one.
     """
     if not isinstance(spec, Mapping):
-        raise ValueError(
-            f'optim.schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}'
-        )
+        raise ValueError(f'optim.schedule={spec!r}: expected a mapping, {{"name": "onecycle"}}')
     options = dict(spec)
     name = options.pop("name", None)
     check_choice("optim.schedule.name", name, sorted(SCHEDULES))

@@ -16,6 +16,7 @@ from pytorch_lightning.callbacks import LambdaCallback
 from small_task import TINY, loader, trainer
 
 import revzoo
+from revzoo.cli.run import build
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
@@ -83,9 +84,15 @@ def assert_same(found: Any, expected: Any) -> None:
     ],
 )
 def test_a_run_is_the_same(
-    mode: str, options: tuple[str, ...], compose: Any, captured: None, tmp_path: Path
+    mode: str,
+    options: tuple[str, ...],
+    compose: Any,
+    captured: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights, averages, optimiser and logged figures, bit for bit."""
+    monkeypatch.setattr(build, "GRAPHED", ("cpu",))
     states = []
     for graph in ("false", "auto"):
         config = compose(*RUN, f"memory={mode}", "trainer=cpu", *options)
