@@ -101,13 +101,12 @@ def memory_errors(
         used = f"out of memory at a peak of {in_units(peak)}" if peak else "out of memory"
         # Lightning leaves the module as it was when the error came
         if module.training:
-            on_gpu = module.device.type == "cuda"
-            advice = memory_advice(module, data, peak if on_gpu else None)
-            raise NoMemoryError(f"step {trainer.global_step}: {used}{advice}") from error
-        size = data.eval_batch_size
-        raise NoMemoryError(
-            f"{used}, evaluating {size} images at once: lower {eval_option}"
-        ) from error
+            had = peak if module.device.type == "cuda" else None
+            text = f"step {trainer.global_step}: {used}{memory_advice(module, data, had)}"
+        else:
+            size = data.eval_batch_size
+            text = f"{used}, evaluating {size} images at once: lower {eval_option}"
+        raise NoMemoryError(text) from error
 
 
 def memory_advice(module: Classifier, data: ImageData, had: int | None = None) -> str:

@@ -71,15 +71,16 @@ class PictureCallback(pl.Callback, ABC):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        writes = not (trainer.sanity_checking or trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if is_fitting(trainer) and writes and not loader:
-            if not isinstance(outputs, Tensor):
-                raise ValueError(
-                    f"{type(self).__name__} expected the logits (B, classes) of validation_step, "
-                    f"got {type(outputs).__name__}: return them, or remove the callback"
-                )
-            if found := self.gather(trainer, pl_module, outputs.detach(), batch, i):
-                self._seen.append(found)
+        dry = trainer.sanity_checking or trainer.fast_dev_run  # type: ignore[attr-defined]
+        if dry or loader or not is_fitting(trainer):
+            return
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"{type(self).__name__} expected the logits (B, classes) of validation_step, "
+                f"got {type(outputs).__name__}: return them, or remove the callback"
+            )
+        if found := self.gather(trainer, pl_module, outputs.detach(), batch, i):
+            self._seen.append(found)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._step = trainer.global_step - 1  # counted from 0 as in Lightning's logs
@@ -148,7 +149,6 @@ class Reconstructions(PictureCallback):
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, back = gathered
         difference = (back - images).abs()
-        # relative, as normalised images have no fixed range
         errors = difference.flatten(1).amax(1) / images.abs().max()
         # `tiny` keeps a perfect reconstruction black, not NaN
         brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
