@@ -194,12 +194,9 @@ def end_together(trainer: pl.Trainer, *, ask: bool) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide Lightning's startup messages and advice that is wrong here, as in scripts and notebooks.
+    """Hide Lightning's startup messages, and advice that is wrong for data held in memory.
 
-    Example:
-        >>> with revzoo.training.quiet():  # doctest: +SKIP
-        ...     trainer = pl.Trainer(max_epochs=10)
-        ...     trainer.fit(module, datamodule=data)
+    In scripts and notebooks: ``with revzoo.training.quiet(): trainer.fit(module, datamodule=data)``
     """
     logger = logging.getLogger("pytorch_lightning")
     # warnings still show, startup messages are at INFO
