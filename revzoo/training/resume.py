@@ -26,8 +26,8 @@ import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
-from revzoo.core.kernels import Growth
 from revzoo.core.invertible import Step, all_steps
+from revzoo.core.kernels import Growth
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.lightning_compat import (

@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 
 from revzoo._checks import check_count, check_number
 from revzoo._files import replacing_table
-from revzoo.core.guard import DriftError
-from revzoo.core.guard import RangeError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import ImageData
 from revzoo.profiling.count import trace_step, undisturbed
 from revzoo.profiling.plan import largest, state_bytes
