@@ -55,6 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests neither read nor write the user's cache of plans and weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REVZOO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def global_switches_restored() -> Iterator[None]:
     """A run switches TF32, determinism, threads and the seed for its process; a test may not."""

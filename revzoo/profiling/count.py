@@ -322,8 +322,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             mode = effective_mode(step)
             # a step that is called again adds to the gradients of its first call
             alone = context or step.extras or path in dict(self.named_calls())
-            signature = _signature(step) if self._shortens and not alone else path
-            key = mode, layout, signature
+            kind = signature(step) if self._shortens and not alone else path
+            key = mode, layout, kind
             call = Call(path, key, mode, step.moves_values, layout, inputs)
             if self._repeats(call):
                 self.calls[-2].copies.append(self.calls[-1].name)
@@ -437,8 +437,8 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
     return int(1e9 * (flops / _FLOPS + moved / _BYTES + _START))
 
 
-def _signature(step: Step) -> list[object]:
-    """What distinguishes steps, beyond their inputs: types, options and layouts of tensors."""
+def signature(module: nn.Module) -> list[object]:
+    """What distinguishes modules, beyond their inputs: types, options and layouts of tensors."""
     ignored = "label", "_members", "_modules"  # the path; made by the first call; one by one below
 
     def plain(value: Any) -> object:
@@ -451,7 +451,7 @@ def _signature(step: Step) -> list[object]:
         known = isinstance(value, (bool, int, float, str)) or inspect.isroutine(value)
         return value if known else type(value)
 
-    return [(type(m), plain(vars(m))) for m in step.modules()]
+    return [(type(m), plain(vars(m))) for m in module.modules()]
 
 
 def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> Trace:

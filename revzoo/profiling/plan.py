@@ -178,12 +178,12 @@ class Planner:
                     f"{len(steps_in(model))} steps, so there is nothing to plan: expected a call "
                     "such as self.steps(x), not self.steps.forward(x)"
                 )
-            # what fake tensors do not show: the guard keeps a sample of each stream in the forward
-            # pass, and one in the backward pass; replays update copies of a norm's statistics
+            # bytes that fake tensors do not show: the guard keeps a sample of each stream in either
+            # pass, and replays update copies of a norm's statistics
             widths = sum(t.dtype.itemsize for _, call in calls for t in call.layout)
             norms = (m for m in model.modules() if isinstance(m, _NormBase))
-            self._reserve = _RANDOM_STATES * len(calls) + 2 * SAMPLED * widths
-            self._reserve += sum(t.nbytes for m in norms for t in m.buffers())
+            self.reserve = _RANDOM_STATES * len(calls) + 2 * SAMPLED * widths
+            self.reserve += sum(t.nbytes for m in norms for t in m.buffers())
             self._speed = speed(self._images) if clock else 1.0
 
     def _modes(self) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ class Planner:
     @property
     def least(self) -> int:
         """The smallest possible budget, in bytes."""
-        return self.leanest.peak_bytes + self._reserve
+        return self.leanest.peak_bytes + self.reserve
 
     def plan(self, budget: int | str) -> Plan:
         """The fastest plan within ``budget`` bytes.
@@ -230,7 +230,7 @@ class Planner:
             ValueError: the budget is not a number of bytes.
         """
         limit = bytes_from(budget)
-        room = goal = limit - self._reserve
+        room = goal = limit - self.reserve
         store = self._pure("store")
         if store.peak <= goal:  # nothing is faster
             modes = dict.fromkeys(self._called or (), "store")
@@ -264,7 +264,7 @@ class Planner:
         least = self.pure(self.inverting) or self.pure("recompute")
         assert least is not None
         # even the leanest plan may peak higher than the chain predicted
-        return self.within(int(SLACK * least.peak) + self._reserve)[0]
+        return self.within(int(SLACK * least.peak) + self.reserve)[0]
 
     def pure(self, mode: str) -> Outcome | None:
         """Peak and nanoseconds with every step in one mode; None if the mode does not fit.
@@ -294,7 +294,7 @@ class Planner:
     def frontier(self, points: int = 20) -> list[Plan]:
         """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
         low = self.least
-        high = max(low, self._pure("store").peak + self._reserve)
+        high = max(low, self._pure("store").peak + self.reserve)
         intervals = max(1, points - 1)
         return [self.plan(low + (high - low) * k // intervals) for k in range(points)]
 
@@ -341,7 +341,7 @@ class Planner:
         return (
             f"budget={shown} is less than any plan needs: at least {sized(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}. Of these, {sized(fixed)} are "
-            f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
+            f"parameters, gradients{extra}, and {sized(self.reserve)} a reserve for random "
             f"states, statistics and the guard; use {either(remedies)}"
         )
 

@@ -3,8 +3,9 @@
 The plan fits the run's batch and precision; ``auto`` also asks the device what is free. The run's
 configuration records the plan and the conditions that it was made for. A resumed run uses the plan
 again unless the conditions have changed, or the plan no longer fits. A plan that the user wrote has
-no such record and is never replaced. If a GPU runs out of memory in ``auto``, the run continues
-with a leaner plan, once (:mod:`revzoo.training.step_retry`).
+no such record and is never replaced. A new run takes the plan of an earlier one under the same
+conditions (:mod:`revzoo.cli.run.plan_cache`). If a GPU runs out of memory in ``auto``, the run
+continues with a leaner plan, once (:mod:`revzoo.training.step_retry`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 
+from revzoo.cli.run import plan_cache
 from revzoo.cli.run.folder import write_config
+from revzoo.cli.run.plan_cache import Planned
 from revzoo.cli.schema import MEMORY
 from revzoo.core.modes import in_table_order, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,
-    Plan,
+    PlannedMode,
     Planner,
     count_modes,
     inverting_mode,
@@ -82,15 +85,8 @@ def with_plan(
             names = ", ".join(changed).replace("_", " ")
             log.info("memory=%s: plans again, since the run has a different %s", mode.name, names)
         if plan is None or changed:
-            start = time.perf_counter()
-            with trainer.precision_plugin.forward_context():  # autocast halves most activations
-                planner = _planner(conditions, module, trainer)
-                plan = made = mode.plan(planner, limit)
-            if is_first_process():
-                seconds = clock(time.perf_counter() - start)
-                summary = _summary(made, planner, free, conditions["budget"])
-                log.info("memory=%s: %s; planned in %s", mode.name, summary, seconds)
-            made_for = {**conditions, "peak_bytes": made.peak_bytes}
+            made = _new_plan(mode, conditions, config, module, trainer, limit, free)
+            plan, made_for = made.modes, {**conditions, "peak_bytes": made.peak}
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so continuing without one does not help
         if mode.bounded:
@@ -182,6 +178,53 @@ def _changed(
     return changed or ["free memory"] * too_large
 
 
+def _new_plan(
+    mode: PlannedMode,
+    conditions: Mapping[str, Any],
+    config: Mapping[str, Any],
+    module: Classifier,
+    trainer: pl.Trainer,
+    limit: Any,
+    free: int | None,
+) -> Planned:
+    """Make a plan, or take an earlier run's, and log it."""
+    start = time.perf_counter()
+    most = 0 if limit is None else bytes_from(limit)
+    key = plan_cache.key_of(module.model, mode, config["model"], conditions)
+    plan = plan_cache.find(key, most)
+    done = "planned by an earlier run"
+    if plan is None:
+        with trainer.precision_plugin.forward_context():  # autocast halves most activations
+            plan = _planned(mode, _planner(conditions, module, trainer), limit, most)
+        done = f"planned in {clock(time.perf_counter() - start)}"
+        if is_first_process():
+            plan_cache.keep(key, plan)
+    if is_first_process():
+        given = conditions["budget"]
+        if free is None:
+            summary = _summary(plan)
+        else:
+            bound = f"{in_units(free)} free" if given is None else f"memory.bytes={given}"
+            summary = _summary_of_auto(plan, bound)
+        log.info("memory=%s: %s; %s", mode.name, summary, done)
+    return plan
+
+
+def _planned(mode: PlannedMode, planner: Planner, limit: Any, most: int) -> Planned:
+    plan = mode.plan(planner, limit)
+    pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
+    return Planned(
+        modes=plan.modes,
+        limit=most,
+        need=plan.peak_bytes + planner.reserve,
+        peak=plan.peak_bytes,
+        seconds=plan.seconds,
+        extra=plan.extra,
+        inverting=planner.inverting,
+        pure={name: [o.peak, o.cost / 1e9] for name, o in pure.items() if o is not None},
+    )
+
+
 def _planner(conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trainer) -> Planner:
     return Planner(
         module.model,
@@ -194,25 +237,26 @@ def _planner(conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trai
     )
 
 
-def _summary(plan: Plan, planner: Planner, free: int | None, given: Any) -> str:
-    modes = count_modes([*plan.values()])
-    if free is not None:  # store, 99 MiB of 18 GiB free (exact: 18 MiB in 1.4 times the time)
-        limit = f"{in_units(free)} free" if given is None else f"memory.bytes={given}"
-        what = modes if len({*plan.values()}) > 1 else next(iter(plan.values()))
-        text = f"{what}, {in_units(plan.peak_bytes)} of {limit}"
-        other = planner.pure(planner.inverting)
-        if other is None or what == planner.inverting:
-            return text
-        times = other.cost / 1e9 / plan.seconds
-        peak = in_units(other.peak)
-        return f"{text} ({planner.inverting}: {peak} in {times:.1f} times the time)"
-    pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
-    peaks = {mode: outcome.peak for mode, outcome in pure.items() if outcome is not None}
-    sized = in_one_unit(max(plan.peak_bytes, *peaks.values()))
-    others = ", ".join(f"{mode} {sized(peak)}" for mode, peak in peaks.items())
+def _summary(plan: Planned) -> str:
+    sized = in_one_unit(max(plan.peak, *(peak for peak, _ in plan.pure.values())))
+    others = ", ".join(f"{mode} {sized(peak)}" for mode, (peak, _) in plan.pure.items())
     # an audit does not count these
     extra = f", {sized(plan.extra)} of it for the optimiser" if plan.extra else ""
-    return f"steps: {modes}; peak {sized(plan.peak_bytes)}{extra} ({others})"
+    return (
+        f"steps: {count_modes([*plan.modes.values()])}; peak {sized(plan.peak)}{extra} ({others})"
+    )
+
+
+def _summary_of_auto(plan: Planned, limit: str) -> str:
+    """``store, 99 MiB of 18 GiB free (exact: 18 MiB in 1.4 times the time)``."""
+    modes = {*plan.modes.values()}
+    what = modes.pop() if len(modes) == 1 else count_modes([*plan.modes.values()])
+    text = f"{what}, {in_units(plan.peak)} of {limit}"
+    if plan.inverting not in plan.pure or what == plan.inverting:
+        return text
+    peak, seconds = plan.pure[plan.inverting]
+    times = seconds / plan.seconds
+    return f"{text} ({plan.inverting}: {in_units(peak)} in {times:.1f} times the time)"
 
 
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:

@@ -36,6 +36,11 @@ FEW = (
 ACCUMULATE = "trainer.accumulate_grad_batches"
 
 
+@pytest.fixture(autouse=True)
+def no_earlier_plans(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Classifier]:
     """The trained classifiers."""
