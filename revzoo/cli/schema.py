@@ -35,7 +35,9 @@ PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 PLANS = ("auto", "balanced", "budget")
 OPTIMIZERS = ("sgd", "adamw", "muon")
 BITS = ("saved", *range(1, 9))
-MONITORED = dict.fromkeys(("val/acc", "val/balanced_acc", "val/acc5", "train/acc"), "max") | {
+MONITORED = dict.fromkeys(
+    ("val/acc", "val/balanced_acc", "val/acc5", "val/dice", "val/iou", "train/acc"), "max"
+) | {
     "val/loss": "min",
     "train/loss": "min",
 }  # logged figures -> whether the best is the largest or the smallest
@@ -551,6 +553,7 @@ DATA = {
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
     "revzoo.data.ImageFolder": FOLDER,
+    "revzoo.data.Shapes": DIGITS,
     "revzoo.data.Table": TABLE,
 }
 FITTED = {

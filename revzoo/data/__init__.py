@@ -10,6 +10,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.module import ImageData
 from revzoo.data.registry import DATA, register_data
+from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Digits",
     "ImageData",
     "ImageFolder",
+    "Shapes",
     "Table",
     "register_data",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 Batch = tuple[Tensor, Tensor]
-"""Images uint8 (B, C, S, S) and labels int64 (B,)."""
+"""Images uint8 (B, C, S, S) and labels int64 (B,), or masks uint8 (B, S, S), 255 not to count."""
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ class ImageSet(Dataset[Batch]):
     """A set of images: :class:`TensorImages`, or ``FileImages`` in ``file_images.py``.
 
     Attributes:
-        labels: int64 (N,).
+        labels: int64 (N,), or masks uint8 (N, S, S) with a class for each pixel.
         classes: names, by label.
         groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
             if each image is its own.
@@ -48,6 +48,11 @@ class ImageSet(Dataset[Batch]):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @property
+    def strata(self) -> Tensor:
+        """The class of each image, int64 (N,), whose frequencies a split keeps; 0 with masks."""
+        return self.labels if self.labels.dim() == 1 else torch.zeros(len(self), dtype=torch.long)
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S) and its label ()."""
@@ -74,7 +79,7 @@ class TensorImages(ImageSet):
 
     Args:
         images: uint8 (N, C, S, S).
-        labels: int64 (N,).
+        labels: int64 (N,), or masks uint8 (N, S, S).
         classes: names, by label.
     """
 

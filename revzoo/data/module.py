@@ -112,6 +112,9 @@ class ImageData(pl.LightningDataModule, ABC):
     pixel_max: ClassVar[int] = BYTE_MAX
     """Largest value of a stored pixel."""
 
+    task: ClassVar[str] = "classification"
+    """``"segmentation"`` if labels are masks, with a class for each pixel."""
+
     classes: list[str]
     in_chans: int
     image_size: int
@@ -269,6 +272,7 @@ class ImageData(pl.LightningDataModule, ABC):
         source = self.read("train")
         assert source is not None, "every set has training images"
         self._describe(source)
+        self._check_augment(source)
         self.normalisation = self._measured = Normalisation.measure(source.sample())
         val = self._read_once("val")
         if val is not None and self.folds > 1:
@@ -278,7 +282,7 @@ class ImageData(pl.LightningDataModule, ABC):
             )
         if val is None:
             rest, held = held_back(
-                source.labels,
+                source.strata,
                 source.groups,
                 self.val_fraction,
                 self.split_seed,
@@ -302,7 +306,7 @@ class ImageData(pl.LightningDataModule, ABC):
             raise DataError(
                 f"{of} leaves no validation image: raise data.val_fraction, or lower data.folds"
             )
-        there = set(source.labels[rest].tolist())
+        there = {*torch.unique(source.labels[rest]).tolist()}
         if lost := [n for i, n in enumerate(source.classes) if i not in there]:
             raise DataError(
                 f"{of} leaves no image of {shortened(lost)} to train with: their groups are all "
@@ -399,6 +403,7 @@ class ImageData(pl.LightningDataModule, ABC):
             images, labels = self._augmented(images, labels)
         else:
             images = self.transform(images, training=False)
+            labels = _classes_of(labels)
         # Lightning converts floats before the transfer, when these images were still bytes
         images = self.trainer.precision_plugin.convert_input(images)
         return images, labels.to(images.dtype) if labels.is_floating_point() else labels
@@ -407,6 +412,9 @@ class ImageData(pl.LightningDataModule, ABC):
         """A training batch, augmented, mixed and normalised."""
         assert self.trainer is not None
         draws = self._draws(images)
+        if labels.dim() == 3:
+            with seeded(batch_seed(self._order_seed or 0, self.trainer)):
+                return self._augmented_masks(images, labels, draws)
         if draws is not None:
             images = self.normalisation(self.augment(images, draws))
             if not self.augment.mixes:
@@ -418,6 +426,12 @@ class ImageData(pl.LightningDataModule, ABC):
             else:  # again, so that the numbers of Mixup and CutMix follow them as elsewhere
                 self.augment.draw(len(images), self.image_size)
             return self.augment.mix(images, labels, num_classes=self.num_classes)
+
+    def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
+        """Images and masks with the same crops and flips; pixels of the padding do not count."""
+        # masks as a channel, one more than the class: 0 is the padding, and wraps 255
+        both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1), draws)
+        return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
 
     def _draws(self, images: Tensor) -> Tensor | None:
         """The crops and flips of this batch, drawn with those of its epoch; None to draw now."""
@@ -435,6 +449,15 @@ class ImageData(pl.LightningDataModule, ABC):
             self._epoch_draws = epoch, draws.to(images.device)
         return self._epoch_draws[1][batches_of_epoch(trainer)]
 
+    def _check_augment(self, images: ImageSet) -> None:
+        """Raise a DataError for changes of images that masks do not follow."""
+        augment = self.augment
+        if images.labels.dim() == 3 and (augment.single or augment.erasing or augment.mixes):
+            raise DataError(
+                "the set has masks, which follow crops and flips only: leave out "
+                "data.augment.policy, rotation, color, blur, erasing, mixup and cutmix"
+            )
+
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:
         """Raise a NotImplementedError: a checkpoint must not choose the files that we read."""
@@ -446,6 +469,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def state_dict(self) -> dict[str, Any]:
         assert self._read_with is not None, "setup() comes first"
         return {
+            "task": self.task,
             "classes": list(self.classes),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
@@ -466,3 +490,8 @@ class ImageData(pl.LightningDataModule, ABC):
         self._restored, self._run_is_over = state_dict, False
         if hasattr(self, "classes"):
             self.setup(self._stage)
+
+
+def _classes_of(labels: Tensor) -> Tensor:
+    """Labels as they are; masks as int64, with -1 for 255."""
+    return (labels + 1).long() - 1 if labels.dim() == 3 else labels

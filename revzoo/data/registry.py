@@ -7,6 +7,7 @@ from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.module import ImageData
+from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
 
 DATA: dict[str, type[ImageData]] = {
@@ -14,6 +15,7 @@ DATA: dict[str, type[ImageData]] = {
     "revzoo.data.CIFAR10": CIFAR10,
     "revzoo.data.CIFAR100": CIFAR100,
     "revzoo.data.ImageFolder": ImageFolder,
+    "revzoo.data.Shapes": Shapes,
     "revzoo.data.Table": Table,
 }
 

@@ -16,6 +16,7 @@ from revzoo.training.optim.optimizers import (
     build_schedule,
     make_schedule,
 )
+from revzoo.training.segmenter import Segmenter
 from revzoo.training.tuning import LRCurve, find_lr
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "OptimSpec",
     "Reconstructions",
     "Samples",
+    "Segmenter",
     "build_callbacks",
     "build_optimizer",
     "build_schedule",

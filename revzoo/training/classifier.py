@@ -106,8 +106,12 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         # a submodule: Lightning moves its states to the device
-        self.metrics = make_metrics(class_count(self.model))
+        self.metrics = self.make_metrics()
         self.retry = StepRetry(self)
+
+    def make_metrics(self) -> nn.ModuleDict:
+        """The metrics of each split."""
+        return make_metrics(class_count(self.model))
 
     def lay_out(self, *, channels_last: bool) -> None:
         """Set the memory format of weights and images; under bfloat16 it changes rounding."""
@@ -223,7 +227,9 @@ class Classifier(pl.LightningModule):
                 f"optim.class_weights={BALANCED} counts the images of a data module of "
                 f"revzoo.data, got {type(data).__name__}: give a list of numbers, one per class"
             )
-        self.class_weights = balanced_weights(data.train_labels, data.classes)
+        labels = data.train_labels.flatten()
+        counted = labels[labels < len(data.classes)]  # of masks, 255 does not count
+        self.class_weights = balanced_weights(counted, data.classes)
 
     def _listed_weights(self) -> Tensor | None:
         """The weights that the options list; None without a list."""
@@ -269,19 +275,28 @@ class Classifier(pl.LightningModule):
         smoothing = self.optim.label_smoothing
         if self.optim.class_weights is None:
             return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        if self.class_weights is None:
-            raise ValueError(
-                f"optim.class_weights={BALANCED} needs the training images: call balance(DATA) "
-                "after DATA.setup('fit'), as a Lightning trainer does"
-            )
-        # copied to the device at the first step only
-        weight = self.class_weights = self.class_weights.to(logits)
+        weight = self.weights_for(logits)
         total = functional.cross_entropy(
             logits, labels, weight, label_smoothing=smoothing, reduction="sum"
         )
         # torch's "mean" divides by the weights of the labels: an image's gradient would depend on
         # the others in its batch
         return total / len(labels)
+
+    def weights_for(self, logits: Tensor) -> Tensor:
+        """The weights (C,) of the classes, in the dtype and on the device of the logits.
+
+        Raises:
+            ValueError: the weights are ``balanced``, and no images were counted.
+        """
+        if self.class_weights is None:
+            raise ValueError(
+                f"optim.class_weights={BALANCED} needs the training images: call balance(DATA) "
+                "after DATA.setup('fit'), as a Lightning trainer does"
+            )
+        # copied to the device at the first step only
+        weights = self.class_weights = self.class_weights.to(logits)
+        return weights
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch

@@ -8,16 +8,16 @@ An image that is evaluated twice counts once: Lightning gives the loaders of val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
-ORDER = ("loss", "acc", "balanced_acc", "acc5")
+ORDER = ("loss", "acc", "balanced_acc", "acc5", "dice", "iou")
 
 
 class BalancedAccuracy(MulticlassStatScores):
@@ -33,29 +33,32 @@ class BalancedAccuracy(MulticlassStatScores):
         return (counts[:, 0] / counts[:, -1]).nanmean()
 
 
+def mean_loss() -> Metric:
+    """The mean over the images."""
+    # no checks of values: reading them at every step would make the host wait for the GPU
+    return MeanMetric(nan_strategy="disable")
+
+
+def by_split(metrics: Callable[[str], MetricCollection]) -> nn.ModuleDict:
+    """The metrics of ``train``, ``val`` and ``test``."""
+    # a ModuleDict refuses the key "train": nn.Module has a method of that name
+    return nn.ModuleDict({f"{split}_metrics": metrics(split) for split in ("train", "val", "test")})
+
+
 def make_metrics(num_classes: int) -> nn.ModuleDict:
     """Mean loss and accuracy of each split; of validation and test also balanced and top-5."""
 
-    def metrics(split: str, *top: int) -> MetricCollection:
-        # no checks of values: reading them at every step would make the host wait for the GPU
+    def metrics(split: str) -> MetricCollection:
         options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
-        by_name: dict[str, Any] = {"loss": MeanMetric(nan_strategy="disable")}
-        for k in top:
+        by_name: dict[str, Any] = {"loss": mean_loss()}
+        for k in (1, 5) if num_classes > 5 and split != "train" else (1,):
             name = "acc" if k == 1 else f"acc{k}"
             by_name[name] = MulticlassAccuracy(top_k=k, average="micro", **options)
         if split != "train":
             by_name["balanced_acc"] = BalancedAccuracy(average=None, **options)
         return MetricCollection(by_name, prefix=f"{split}/", compute_groups=False)
 
-    evaluated = (1, 5) if num_classes > 5 else (1,)
-    # a ModuleDict refuses the key "train": nn.Module has a method of that name
-    return nn.ModuleDict(
-        {
-            "train_metrics": metrics("train", 1),
-            "val_metrics": metrics("val", *evaluated),
-            "test_metrics": metrics("test", *evaluated),
-        }
-    )
+    return by_split(metrics)
 
 
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:
@@ -94,8 +97,8 @@ def so_far(metrics: MetricCollection) -> dict[str, float]:
 
 
 def true_classes(labels: Tensor) -> Tensor:
-    """Labels (B,), from labels or from class probabilities (B, num_classes)."""
-    return labels.argmax(1) if labels.dim() > 1 else labels
+    """Labels (B,) or masks, from these or from class probabilities (B, num_classes)."""
+    return labels.argmax(1) if labels.is_floating_point() else labels
 
 
 def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:

@@ -11,11 +11,14 @@ from typing import TypeAlias, overload
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional
+from torchvision.transforms.v2 import functional as v2f
 
 from revzoo._checks import check_count
 from revzoo.core.invertible import evaluation_mode
 from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
+from revzoo.models.dense import DenseNetwork
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
@@ -149,6 +152,41 @@ def _checked(image: Tensor, channels: int) -> Tensor:
     return image.clamp(0, 1)
 
 
+def segment(network: DenseNetwork, image: Image.Image | Tensor) -> Tensor:
+    """The class of each pixel of an image, uint8 (H, W), in its own size; see :func:`opened_image`.
+
+    The image is padded to a size that the network takes, by repeating its edge.
+
+    Raises:
+        CheckpointError: an output is NaN or Inf.
+        ValueError: the normalisation is not known.
+    """
+    facts, device = network.facts, next(network.parameters()).device
+    if not (facts.get("mean") and facts.get("std")):
+        raise ValueError("the network's normalisation is unknown: train it first")
+    pixels = v2f.to_dtype(v2f.to_image(image), torch.float32, scale=True).to(device)
+    height, width = pixels.shape[-2:]
+    # at least two positions in the coarsest map, which its norms need
+    missing = [
+        max(-n % m, 2 * m - n)
+        for n, m in zip((width, height), reversed(network.variant.size_multiples), strict=True)
+    ]
+    prepared = v2f.normalize(pixels, list(facts["mean"]), list(facts["std"]))[None]
+    prepared = functional.pad(prepared, (0, missing[0], 0, missing[1]), mode="replicate")
+    with evaluation_mode(network), torch.inference_mode():
+        found = network(prepared)
+    if not found.isfinite().all():
+        raise _not_finite()
+    return found[0, :, :height, :width].argmax(0).to(torch.uint8).cpu()
+
+
+def _not_finite() -> CheckpointError:
+    return CheckpointError(
+        "the network's output is NaN or Inf: its weights or its normalisation are out of range; "
+        "use an earlier checkpoint, or other weights"
+    )
+
+
 def _distinct(classes: Sequence[str]) -> list[str]:
     """The names of the classes; names that occur more than once get their label."""
     counts = Counter(classes)
@@ -187,10 +225,7 @@ def classify(
             # softmax in float32, also for a network in half precision
             rows = network(prepared).float()
         if not rows.isfinite().all():
-            raise CheckpointError(
-                "the network's output is NaN or Inf: its weights or its normalisation are out "
-                "of range; use an earlier checkpoint, or other weights"
-            )
+            raise _not_finite()
         names = _distinct(classes)
         for row in rows.softmax(1).cpu():
             order = row.argsort(descending=True).tolist()

@@ -15,9 +15,12 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from revzoo.cli.main import main
 from revzoo.cli.run.build import build_data, check_parts
 from revzoo.cli.run.train import train
 from revzoo.models import create_model
+from revzoo.training import Segmenter
+from revzoo.training.checkpoint.restore import restore
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.weights.table import SHIPPED
 
@@ -76,8 +79,9 @@ def test_a_stated_command_belongs_to_its_recipe_and_is_valid(
     check_parts(config)
     if "model" in given:
         assert config["model"]["name"] == given["model"]
-    kinds = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "digits": "Digits"}
-    kind = kinds.get(given.get("data", "cifar10" if "cifar" in name else ""), "ImageFolder")
+    kinds = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "digits": "Digits", "shapes": "Shapes"}
+    own = {"segmentation": "shapes"}.get(name, "cifar10" if "cifar" in name else "")
+    kind = kinds.get(given.get("data", own), "ImageFolder")
     assert config["data"]["_target_"] == f"revzoo.data.{kind}"
 
 
@@ -244,3 +248,40 @@ def test_the_rows_of_the_guide_are_valid(
         assert command.split() in [case.values[1] for case in stated_commands()], (
             "no recipe says so"
         )
+
+
+def test_segmentation_trains_evaluates_and_predicts(
+    compose: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, images = tmp_path / "run", tmp_path / "images"
+    narrow = ("model.channels=[8,16]", "model.units=[1,1]")
+    figures = train(compose("experiment=segmentation", *narrow, *SMALL), run_dir=run)
+    assert {"val/dice", "val/iou", "test/dice"} <= set(figures)
+    assert isinstance(restore(run).module, Segmenter)
+    images.mkdir()
+    Image.new("RGB", (13, 21)).save(images / "a.png")
+    (images / "b.png").write_bytes(b"")
+    with pytest.raises(SystemExit, match="classifies pixels: add --masks DIR"):
+        main(["predict", str(run), str(images)])
+    command = ["predict", str(run), str(images), "--masks", str(tmp_path / "masks")]
+    with pytest.raises(SystemExit, match="1 of 2 images could not be read"):
+        main(command)
+    assert "1 mask in" in capsys.readouterr().out
+    with Image.open(tmp_path / "masks" / "a.png") as mask:
+        assert (mask.size, mask.mode) == ((13, 21), "L")
+    with pytest.raises(SystemExit, match="is not empty: give a new folder"):
+        main(command)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=revnet38", "data=shapes"], "gives a class for each image: expected data with one"),
+        (["model=iunet2d", "data=digits"], "gives a class for each pixel: expected data with mask"),
+    ],
+)
+def test_a_network_and_its_data_have_one_task(
+    overrides: list[str], message: str, compose: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        train(compose(*overrides, *SMALL), run_dir=tmp_path)

@@ -41,7 +41,7 @@ def _public(data: ImageData) -> dict[str, Any]:
 
 
 def test_every_set_has_a_configuration() -> None:
-    names = ["cifar10", "cifar100", "digits", "imagefolder", "table"]
+    names = ["cifar10", "cifar100", "digits", "imagefolder", "shapes", "table"]
     assert [path.stem for path in _CONFIGS] == names
 
 

@@ -8,6 +8,9 @@ for evaluation: converted to the model's channels, resized, cropped to the centr
 with the checkpoint's mean and deviation. It needs no data set. Prints a table with the --top most
 probable classes of each image, or all classes with --json or --csv. An image that cannot be read
 has a line on standard error and no row; then the command exits with 1.
+
+A U-Net classifies each pixel: --masks DIR writes a PNG for each image, in its size, whose grey
+values are the numbers of the classes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo._checks import check_count, number_of
+from revzoo._checks import check_count, number_of, shortened
 from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_side, trained
 from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--batch-size", default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
+    parser.add_argument("--masks", type=Path, metavar="DIR", help="of U-Nets: a new folder")
     form = parser.add_mutually_exclusive_group()
     for name in ("json", "csv"):
         help_text = f"all classes, to standard output or to a file: --{name} FILE.{name}"
@@ -81,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         import torch
 
         from revzoo.data import DataError
+        from revzoo.models.dense import DenseNetwork
         from revzoo.training.lightning_compat import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,18 +108,32 @@ def run(args: argparse.Namespace) -> None:
 
     with quiet():
         restored = trained(source, args.bits)
-        check_side(restored.network, args.image_size)
-        options = {"batch_size": args.batch_size, "image_size": args.image_size, "device": device}
-        # a list: the table aligns paths by the longest
-        predictions = list(predict(restored, args.images, **options, on_error=report))
-    rows = FORMS[args.form](predictions, args.top)
+        if (args.masks is not None) != isinstance(restored.network, DenseNetwork):
+            got = "classifies whole images: leave --masks out"
+            if args.masks is None:
+                got = "classifies pixels: add --masks DIR"
+            raise ConfigError(f"{source} {got}")
+        if args.masks is not None:
+            readable = write_masks(restored, args.images, args.masks, device, on_error=report)
+            classes = ", ".join(f"{i} {n}" for i, n in enumerate(restored.data_state["classes"]))
+            rows = f"{number_of(readable, 'mask')} in {args.masks}: {classes}\n"
+        else:
+            check_side(restored.network, args.image_size)
+            options = {
+                "batch_size": args.batch_size,
+                "image_size": args.image_size,
+                "device": device,
+            }
+            # a list: the table aligns paths by the longest
+            predictions = list(predict(restored, args.images, **options, on_error=report))
+            rows, readable = FORMS[args.form](predictions, args.top), len(predictions)
     if output is None:
         sys.stdout.write(rows)
     else:
         write_atomically(output, rows.encode())
     if unreadable:
         sys.stdout.flush()  # the rows before the last message, also in one log
-        images = number_of(len(predictions) + unreadable, "image")
+        images = number_of(readable + unreadable, "image")
         raise DataError(
             f"{unreadable} of {images} could not be read: replace or remove them; revzoo check "
             "DIR lists all such images of a folder"
@@ -167,6 +186,44 @@ def predict(
     network = restored.network.to(device)
     probabilities = classify(network, images(), size=image_size, batch_size=batch_size)
     return ((opened.popleft(), classes) for classes in probabilities)
+
+
+def write_masks(
+    restored: Restored,
+    paths: Sequence[str | Path],
+    folder: Path,
+    device: torch.device,
+    on_error: Callable[[DataError], None],
+) -> int:
+    """Write the mask of each image as ``FOLDER/NAME.png``; returns their number.
+
+    Raises:
+        ConfigError: the folder has files, or two images have one name.
+    """
+    from PIL import Image
+
+    from revzoo.data import DataError
+    from revzoo.data.decode import open_image
+    from revzoo.training.predict import segment
+
+    files = [*image_files(paths)]
+    names = Counter(path.stem for path in files)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ConfigError(f"several images have the name {shortened(twice)}: give one folder alone")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--masks {folder} is not empty: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    network, written = restored.network.to(device), 0
+    for path in files:
+        try:
+            image = open_image(str(path), restored.in_chans)
+        except DataError as error:
+            on_error(error)
+            continue
+        mask = segment(network, image)  # type: ignore[arg-type]
+        Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
+        written += 1
+    return written
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:

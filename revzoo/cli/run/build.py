@@ -35,6 +35,7 @@ from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import allow_unused_parameters, is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume import GracefulStop
+from revzoo.training.segmenter import task_class
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
@@ -66,17 +67,24 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 
 
 def build_module(
-    config: Mapping[str, Any], *, num_classes: int, in_chans: int, side: int
+    config: Mapping[str, Any],
+    *,
+    num_classes: int,
+    in_chans: int,
+    side: int,
+    task: str = "classification",
 ) -> Classifier:
-    """The Lightning module, for images of a size that it takes."""
+    """The Lightning module of a task, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     channels_last = config["precision"]["channels_last"]
-    module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
-    if isinstance(network, DenseNetwork):
+    if isinstance(network, DenseNetwork) != (task == "segmentation"):
+        needed = "masks, such as data=shapes" if task == "classification" else "one label an image"
+        kind = "a class for each pixel" if task == "classification" else "a class for each image"
+        other = "" if task == "classification" else "; or take a U-Net, such as model=iunet2d"
         raise ConfigError(
-            f"model={config['model']['name']} returns a map of classes: expected a classifier; "
-            "train it in Python (docs/how-to/volumes.md)"
+            f"model={config['model']['name']} gives {kind}: expected data with {needed}{other}"
         )
     if config["model"]["name"] in model_names():
         network.check_size(side, side)

@@ -294,7 +294,7 @@ def build(
     def build_network(shape: Mapping[str, int]) -> Classifier:
         # a checkpoint replaces the weights that the run started from: say nothing of these
         pretrained.log.setLevel(logging.NOTSET if resume is None else logging.WARNING)
-        module = build_module(config, **shape)
+        module = build_module(config, **shape, task=data.task)
         check_network(config, all_callbacks(trainer), module.model)
         return module
 

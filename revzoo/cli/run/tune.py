@@ -31,7 +31,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     data = build_data(config["data"])
     data.prepare_data()
     data.setup("fit")
-    module = build_module(config, **data.shape)
+    module = build_module(config, **data.shape, task=data.task)
     module.balance(data)
     if config["callbacks"].get("finetuning") is not None:
         finetuning = Finetuning(**config["callbacks"]["finetuning"])

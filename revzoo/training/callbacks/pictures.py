@@ -18,6 +18,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
@@ -102,7 +103,10 @@ class PictureCallback(pl.Callback, ABC):
 
 
 class Samples(PictureCallback):
-    """Images of the validation split with predicted class, its probability, and true class."""
+    """Images of the validation split with predicted class, its probability, and true class.
+
+    With masks, each image beside its predicted and its true mask.
+    """
 
     tag = "samples"
 
@@ -112,6 +116,8 @@ class Samples(PictureCallback):
 
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, labels, logits = gathered
+        if logits.dim() > 2:
+            return masks_figure(to_pixels(trainer, images), logits.argmax(1), labels)
         shares, guesses = logits.softmax(1).max(1)
         names = class_names(trainer, logits.shape[1])
         captions = [
@@ -179,7 +185,8 @@ class ConfusionMatrix(PictureCallback):
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
         if i == 0:
             # checks of values would make the host wait for the GPU at every batch
-            metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
+            options: dict[str, Any] = {"ignore_index": -1, "validate_args": False}  # of masks
+            metric = MulticlassConfusionMatrix(logits.shape[1], **options)
             self._metric = metric.to(logits.device)
         assert self._metric is not None
         count = count_unrepeated(trainer.val_dataloaders, i, len(logits))
@@ -254,6 +261,17 @@ def images_figure(
         panel.imshow(image.numpy())
         panel.set_title(caption, fontsize=9, color=colours[i] if colours else "black")
     return figure
+
+
+def masks_figure(images: Tensor, found: Tensor, true: Tensor) -> Figure:
+    """Images (N, C, H, W) in [0, 1], each beside its predicted and its true mask (N, H, W)."""
+    colours = torch.tensor([c[:3] for c in colormaps["tab10"].colors])  # type: ignore[attr-defined]
+    colours = torch.cat([colours, torch.zeros(1, 3)])  # black does not count
+    masks = [colours[torch.where(m < 0, 10, m % 10)].permute(0, 3, 1, 2) for m in (found, true)]
+    panels = torch.stack([images.expand(-1, 3, -1, -1).float().cpu(), *masks], 1).flatten(0, 1)
+    wrong = ((found != true) & (true >= 0)).flatten(1).float().mean(1)
+    captions = [text for w in wrong.tolist() for text in ("image", f"{w:.1%} wrong", "true")]
+    return images_figure(panels, captions, columns=6)
 
 
 def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None:

@@ -21,6 +21,7 @@ from revzoo.training.checkpoint.files import (
 )
 from revzoo.training.classifier import Classifier, facts_of, saved_data
 from revzoo.training.resume import RunState
+from revzoo.training.segmenter import task_class
 from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 
@@ -91,8 +92,9 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
-    module = Classifier.from_state(state, str(path))
-    if (data := saved_data(state)) is None:
+    data = saved_data(state)
+    module = task_class((data or {}).get("task")).from_state(state, str(path))
+    if data is None:
         raise CheckpointError(
             f"{path} does not have the classes and the normalisation of its training, as after "
             "training with your own DataModule: save them in Python, model = Classifier."

@@ -1,0 +1,46 @@
+"""Segmentation: the loss and the figures."""
+
+import pytest
+import torch
+
+from revzoo.training import Segmenter
+from revzoo.training.segmenter import Dice, IoU, dice
+
+MODEL = {"name": "iunet2d", "num_classes": 3, "channels": [8, 16], "units": [1, 1]}
+
+
+def test_dice_and_iou_are_those_of_the_counts() -> None:
+    true = torch.tensor([[[0, 0, 1, 1], [2, 2, -1, -1]]])
+    found = torch.tensor([[[0, 1, 1, 1], [2, 0, 0, 1]]])
+    options = {"num_classes": 4, "average": None, "ignore_index": -1, "validate_args": False}
+    metrics = Dice(**options), IoU(**options)
+    for metric in metrics:
+        metric.update(found, true)
+    # class 1: TP 2, FP 1, FN 0; class 2: TP 1, FP 0, FN 1; class 0: TP 1, FP 1, FN 1; 3: absent
+    assert float(metrics[0].compute()) == pytest.approx((4 / 5 + 2 / 3) / 2)
+    assert float(metrics[1].compute()) == pytest.approx((2 / 3 + 1 / 2 + 1 / 3) / 3)
+
+
+def test_the_loss_does_not_see_ignored_positions() -> None:
+    module = Segmenter(MODEL).eval()
+    logits, labels = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
+    labels[:, 0] = -1
+    changed = logits.clone()
+    changed[:, :, 0] = 100 * torch.randn(2, 3, 4)
+    assert torch.equal(module.loss(logits, labels), module.loss(changed, labels))
+
+
+def test_a_perfect_prediction_has_dice_1() -> None:
+    labels = torch.randint(3, (2, 4, 4, 4))  # a volume
+    found = torch.nn.functional.one_hot(labels, 3).movedim(-1, 1).double()
+    assert float(dice(found, labels)) == pytest.approx(1)
+    assert float(dice(1 - found, labels)) < 0.5
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_and_smoothing_are_for_training(smoothing: float) -> None:
+    logits, labels = torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))
+    plain = Segmenter(MODEL)
+    weighted = Segmenter(MODEL, optim={"class_weights": [1, 2, 5], "label_smoothing": smoothing})
+    assert torch.equal(plain.eval().loss(logits, labels), weighted.eval().loss(logits, labels))
+    assert not torch.equal(plain.loss(logits, labels), weighted.train().loss(logits, labels))
