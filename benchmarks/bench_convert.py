@@ -27,6 +27,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,32 +312,44 @@ def limit(args: argparse.Namespace) -> Iterator[str]:
 
 
 CONVERTED = (
-    *("torchvision:resnet18", "torchvision:resnet50", "torchvision:regnet_y_1_6gf"),
-    *("torchvision:mobilenet_v3_large", "torchvision:efficientnet_b0", "torchvision:convnext_tiny"),
-    *("torchvision:swin_t", "torchvision:vit_b_16", "timm:vit_small_patch16_224"),
-    *("timm:deit_small_patch16_224", "timm:hiera_tiny_224"),
+    *("torchvision:resnet18", "torchvision:resnet50", "torchvision:resnet152"),
+    *("torchvision:regnet_y_1_6gf", "torchvision:mobilenet_v3_large"),
+    *("torchvision:efficientnet_b0", "torchvision:convnext_tiny", "torchvision:swin_t"),
+    *("torchvision:vit_b_16", "timm:resnet50", "timm:convnext_tiny"),
+    *("timm:swin_tiny_patch4_window7_224", "timm:vit_tiny_patch16_224"),
+    *("timm:vit_small_patch16_224", "timm:vit_base_patch16_224", "timm:deit_small_patch16_224"),
+    *("timm:deit3_base_patch16_224", "timm:eva02_tiny_patch14_336"),
+    *("timm:eva02_small_patch14_336", "timm:hiera_tiny_224"),
 )
 
 
 def conversions(args: argparse.Namespace) -> Iterator[str]:
     """What training keeps for an image of 224x224, by kind of conversion; how outputs change."""
-    yield "| network | plain | `input_shape` | and `checkpoint` | a checkpoint each | changed, % |"
-    yield "|---|---|---|---|---|---|"
+    yield "| network | blocks, inverted | plain | torch | `input_shape` | `checkpoint` | changed |"
+    yield "|---|---|---|---|---|---|---|"
     shape = (1, 3, 224, 224)
     for name in CONVERTED:
         torch.manual_seed(0)
-        net = revzoo.create_model(name, memory="store").eval()
+        size = {"img_size": 224} if name.endswith("336") else {}
+        net = revzoo.create_model(name, memory="store", **size).eval()
+        paths = [row.path for row in revzoo.reversible_blocks(revzoo.make_reversible(net, 4))]
+        revzoo.make_reversible(net, None)
         x = torch.randn(shape)
         sizes, changed = [], 0.0
         with torch.no_grad():
             plain = net(x)
-            for checkpoint in (False, True):
-                revzoo.make_reversible(net, input_shape=shape, checkpoint=checkpoint)
+            for recomputed in (False, True):
+                revzoo.make_reversible(net, input_shape=shape, checkpoint=recomputed)
                 found = revzoo.conversion(net, shape)
-                sizes.append(f"{found.now / MIB:.3g}")
+                sizes.append(found.now)
                 changed = max(changed, float((net(x) - plain).norm() / plain.norm()))
-        cells = (name, f"{found.before / MIB:.3g}", *sizes, f"{found.checkpointed / MIB:.3g}")
-        yield f"| {' | '.join(cells)} | {changed:.2%} |"
+        revzoo.make_reversible(net, None)
+        for block in map(net.get_submodule, paths):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[assignment]
+        torchs = revzoo.audit(net, shape, modes=[]).kept_bytes
+        inverted = sum(row.inverted for row in found.rows)
+        mib = [f"{size / MIB:.3g}" for size in (found.before, torchs, *sizes)]
+        yield f"| {name} | {len(paths)}, {inverted} | {' | '.join(mib)} | {changed:.2%} |"
 
 
 PARTS = {f.__name__: f for f in (accuracy, finetune, steps, measured, limit, limited, conversions)}

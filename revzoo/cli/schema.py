@@ -179,7 +179,16 @@ MODEL = section(
 CONVERTIBLE = section(
     "",
     reversible_bits=Option(
-        int | None, None, "make blocks reversible; 4 is a good choice", "[1, 8]"
+        int | str | None,
+        None,
+        "make blocks reversible; 4 is a good choice; auto: outputs change by 0.5 % at most",
+        choices=("auto", *range(1, 9)),
+    ),
+    reversible_runs=Option(
+        str | None,
+        None,
+        "blocks: null or paying: where it saves memory; checkpoint: recompute the others; all",
+        choices=("paying", "checkpoint", "all"),
     ),
 )
 LIBRARY = section(
@@ -560,6 +569,7 @@ FITTED = {
     "memory": "the mode of memory=MODE",
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
+    "reversible_size": "the size of the data's images; data.image_size=N for a folder of images",
 }  # arguments of create_model that a run fills in, and their sources
 RUN = section(
     "revzoo train",

@@ -361,10 +361,12 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
     if step.streams != 2 or not re.search(_WRONG_WIDTH, str(error)):
         error.add_note(note)
         return
+    # of maps (B, C, H, W), or of the features of tokens and vectors
+    streams = [t.shape[1 if t.dim() == 4 else -1] for t in state]
     reason = RuntimeError(
         f"a branch of {name_of(step)} does not take its stream, of shape {tuple(state[-1].shape)}: "
-        "a sequence splits a tensor in two, so each branch gets half of the channels. Build it "
-        f"for half of them. torch says: {str(error).splitlines()[0]}"
+        f"a sequence splits {sum(streams)} channels in two, so each branch gets half of the "
+        f"channels. Build it for {streams[-1]}. torch says: {str(error).splitlines()[0]}"
     )
     reason.add_note(note)
     raise reason from error

@@ -9,11 +9,10 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
@@ -22,16 +21,18 @@ from revzoo._checks import check_callable, check_module, did_you_mean, is_count
 from revzoo.core.invertible import Step, evaluation_mode, kind_of, label_steps, name_of
 from revzoo.core.kernels import fraction_bits
 from revzoo.core.tensors import has_values
-from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits
+from revzoo.layers.choose_runs import chosen_bits, paying_runs
+from revzoo.layers.side_bits import MAX_BITS, NAME, Forward, SideBits, attach, detach, step_of
 
 
 def make_reversible(
     model: nn.Module,
-    bits: int | None = 4,
+    bits: int | Literal["auto"] | None = 4,
     *,
     blocks: Iterable[str] | None = None,
     input_shape: Sequence[int] | None = None,
     checkpoint: bool = False,
+    images: Tensor | None = None,
 ) -> nn.Module:
     """Make the runs of blocks of ``model`` reversible, in place.
 
@@ -47,14 +48,17 @@ def make_reversible(
     Args:
         model: from torchvision, timm, Hugging Face, or your own; its interface does not change.
         bits: 1 to 8; more bits change the outputs less and need more memory. 4 keeps the accuracy
-            of trained networks. None restores the plain network. May change on a reversible model.
+            of trained networks. ``"auto"``: for each run, the fewest with which the outputs of a
+            batch change by at most 0.5 %; a run that changes them more with 8 bits stays plain.
+            None restores the plain network. May change on a reversible model.
         blocks: paths of the modules that contain the blocks (``["layer3", "encoder.layers"]``);
             None for all.
-        input_shape: of a batch, such as ``(1, 3, 224, 224)``: convert only where that saves memory
-            over a checkpoint of each block, which is where two or more blocks of a run keep its
-            shape. The others stay plain, bit for bit. None converts all, and recomputes blocks
-            without such neighbours from their input.
+        input_shape: of a batch, such as ``(1, 3, 224, 224)``: convert only the runs that keep at
+            least 10 % less at this size than with a checkpoint of each block, and in them two or
+            more neighbours of one shape. The others stay plain, bit for bit. None converts all, and
+            recomputes blocks without such neighbours from their input.
         checkpoint: with ``input_shape``, recompute the other blocks from their input.
+        images: a batch for ``bits="auto"``; None for random ones of ``input_shape``.
 
     Returns:
         ``model``; :func:`revzoo.conversion` tells what it keeps now.
@@ -72,8 +76,15 @@ def make_reversible(
         >>> net(torch.randn(2, 5, 16)).sum().backward()
     """
     check_module("model", model)
-    if bits is not None and not (is_count(bits) and bits <= MAX_BITS):
-        raise ValueError(f"bits={bits!r}: expected 1 to {MAX_BITS}, or None for the plain network")
+    if bits not in (None, "auto"):
+        _check_bits(bits)
+    if images is not None and input_shape is None:
+        input_shape = images.shape
+    if bits == "auto" and input_shape is None:
+        raise ValueError(
+            'bits="auto" compares the outputs of a batch: give images, or input_shape such as '
+            "(2, 3, 224, 224)"
+        )
     if isinstance(blocks, str):
         raise TypeError(f"blocks={blocks!r}: expected a list of paths, blocks=[{blocks!r}]")
     paths = None if blocks is None else list(blocks)
@@ -86,87 +97,42 @@ def make_reversible(
             "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
         )
     among = [*model.modules()] if paths is None else [*itertools.chain(*runs)]
-    if input_shape is not None and bits is not None:
-        runs = _paying(model, runs, input_shape, checkpoint=checkpoint)
-    found = dict.fromkeys(itertools.chain(*runs))
-    earlier = {block: step for block in among if (step := _step_of(block)) is not None}
+    earlier = [step for block in among if (step := step_of(block)) is not None]
     # all checks first, so that an error changes nothing
-    for block, step in earlier.items():
+    for step in earlier:
+        block = step.subject
         forward = vars(block).get("forward")
         if not isinstance(forward, Forward) or forward.step is not step:
             raise ValueError(
                 f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
                 "make_reversible; undo that before you call make_reversible again"
             )
+    counts: list[int] = []
     if bits is not None:
-        _check_graphs(model, {*found})
+        found = {*itertools.chain(*runs)}
+        _check_graphs(model, found)
         for block in found:
             _check_block(block)
-    for block, step in earlier.items():
-        del block._modules[NAME], block.forward
-        if step.patched is not None:
-            block.forward = step.patched  # type: ignore[assignment]
-        if isinstance(block, Step):
-            del block.delegates
+        most = MAX_BITS if bits == "auto" else int(bits)
+        if input_shape is not None:
+            runs = paying_runs(model, runs, most, input_shape, checkpoint=checkpoint)
+        counts = [most] * len(runs)
+    for step in earlier:
+        detach(step)
+    if bits == "auto":
+        batch: Any = input_shape if images is None else images
+        counts = chosen_bits(model, runs, batch)
+        # a run that changes the outputs too much: plain, or each block recomputed
+        parts = [
+            (part, count or MAX_BITS)
+            for run, count in zip(runs, counts, strict=True)
+            for part in ([run] if count else [[block] for block in run if checkpoint])
+        ]
+        runs, counts = [part for part, _ in parts], [count for _, count in parts]
     if bits is not None:
-        # a block may be in two lists: it is the last only if it ends both
-        inner = {block for run in runs for block in run[:-1]}
-        for block in found:
-            step = SideBits(block, int(bits), last=block not in inner)
-            block.add_module(NAME, step.train(block.training))
-            block.forward = Forward(step)
-            if isinstance(block, Step):
-                block.delegates = True
+        attach(runs, counts)
     label_steps(model)
     return model
-
-
-def _paying(
-    model: nn.Module, runs: list[list[nn.Module]], input_shape: Sequence[int], *, checkpoint: bool
-) -> list[list[nn.Module]]:
-    """The parts of ``runs`` whose blocks keep the shape; with ``checkpoint``, others one by one.
-
-    A part of n blocks of E bytes keeps (n - 1) E bits / 32 and one E more than its output; a
-    checkpoint of each block keeps n E.
-    """
-    shapes = _shapes(model, {*itertools.chain(*runs)}, input_shape)
-    found: list[list[nn.Module]] = []
-    for run in runs:
-        # equal keys for neighbours that keep one shape; others have one of their own
-        keys = {b: s[0] if (s := shapes.get(b)) and s[0] == s[1] else b for b in run}
-        for _, part in itertools.groupby(run, keys.__getitem__):
-            blocks = list(part)
-            if len(blocks) > 1 or checkpoint:
-                found.append(blocks)
-    return found
-
-
-def _shapes(
-    model: nn.Module, blocks: set[nn.Module], input_shape: Sequence[int]
-) -> dict[nn.Module, tuple[torch.Size, torch.Size]]:
-    """The shapes of each block's stream before and after it, from a pass on fake tensors."""
-    found: dict[nn.Module, tuple[torch.Size, torch.Size]] = {}
-
-    def note(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        x = next(iter((*args, *kwargs.values())), None)
-        y = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            found[block] = x.shape, y.shape
-
-    like = next(iter(model.parameters()))
-    hooks = [block.register_forward_hook(note, with_kwargs=True) for block in blocks]
-    try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.no_grad(), evaluation_mode(model), fake:
-            model(torch.empty(tuple(input_shape), dtype=like.dtype, device=like.device))
-    except Exception as error:
-        raise ValueError(
-            f"{kind_of(model)} does not take input_shape={tuple(input_shape)}: {error}"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
 
 
 def _check_block(block: nn.Module) -> None:
@@ -176,7 +142,7 @@ def _check_block(block: nn.Module) -> None:
             f"{block.original_name} is compiled by torch.jit.script: expected blocks "
             "in Python; torch.compile and torch.export take a reversible network"
         )
-    if hasattr(block, NAME) and _step_of(block) is None:
+    if hasattr(block, NAME) and step_of(block) is None:
         raise ValueError(
             f"{type(block).__name__} has an attribute {NAME!r}, under which make_reversible adds "
             "its step: rename it, or choose other blocks with make_reversible(blocks=...)"
@@ -388,17 +354,57 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
     return rows
 
 
-def has_uniform_bits(model: nn.Module) -> bool:
-    """Whether ``make_reversible(plain, bits)`` makes this network for some ``bits`` or None."""
-    steps = {block: _step_of(block) for block in model.modules()}
-    bits = {block: step.bits for block, step in steps.items() if step is not None}
-    found = {*itertools.chain(*_runs(model))}
-    return not bits or (len({*bits.values()}) == 1 and bits.keys() == found)
+def set_bits(model: nn.Module, bits: Any) -> None:
+    """Change the bits of a reversible model, whose runs stay.
+
+    Raises:
+        ValueError: ``bits`` is not 1 to 8.
+    """
+    _check_bits(bits)
+    for step in model.modules():
+        if isinstance(step, SideBits):
+            step.bits = int(bits)
 
 
-def _step_of(block: nn.Module) -> SideBits | None:
-    step = getattr(block, NAME, None)
-    return step if isinstance(step, SideBits) else None
+def _check_bits(bits: Any) -> None:
+    if not is_count(bits) or bits > MAX_BITS:
+        raise ValueError(
+            f'bits={bits!r}: expected 1 to {MAX_BITS}, "auto", or None for the plain network'
+        )
+
+
+def described_runs(model: nn.Module) -> list[str]:
+    """The runs that :func:`make_reversible` has made, to make them again: ``"PATH:BITS ..."``."""
+    runs, words = [], []
+    for path, block in model.named_modules():
+        if (step := step_of(block)) is not None:
+            words.append(f"{path}:{step.bits}")
+            if step.last:
+                runs.append(" ".join(words))
+                words = []
+    return [*runs, *filter(None, [" ".join(words)])]
+
+
+def make_runs(model: nn.Module, runs: Iterable[str]) -> nn.Module:
+    """Make exactly these runs of a plain ``model`` reversible, see :func:`described_runs`.
+
+    Raises:
+        ValueError: a run has another form, or names no module.
+    """
+    modules = dict(model.named_modules())
+    for run in runs:
+        pairs = [word.rpartition(":")[::2] for word in run.split()]
+        for path, bits in pairs:
+            if path not in modules or bits not in map(str, range(1, MAX_BITS + 1)):
+                raise ValueError(
+                    f"reversible_runs: {run!r:.80}: expected words PATH:BITS, the path of a block "
+                    f"of {kind_of(model)} and 1 to {MAX_BITS} bits"
+                )
+        steps = attach([[modules[path] for path, _ in pairs]], [1])
+        for step, (_, bits) in zip(steps, pairs, strict=True):
+            step.bits = int(bits)
+    label_steps(model)
+    return model
 
 
 def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:

@@ -53,7 +53,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
 from revzoo.core.guard import range_failure
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, name_of
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, name_of
 from revzoo.core.kernels import Scale, free_to_read
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
@@ -371,3 +371,36 @@ def unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
 
 def _slot_bits(bits: int) -> int:
     return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
+
+
+def step_of(block: nn.Module) -> SideBits | None:
+    """The step beside ``block``, if it is reversible."""
+    step = getattr(block, NAME, None)
+    return step if isinstance(step, SideBits) else None
+
+
+def attach(runs: Sequence[Sequence[nn.Module]], bits: Sequence[int]) -> list[SideBits]:
+    """Make the blocks of ``runs`` reversible, each run with its bits; returns their steps."""
+    # a block may be in two lists: it is the last only if it ends both
+    inner = {block for run in runs for block in run[:-1]}
+    steps = {}
+    for run, count in zip(runs, bits, strict=True):
+        for block in run:
+            if block in steps:
+                continue
+            step = steps[block] = SideBits(block, count, last=block not in inner)
+            block.add_module(NAME, step.train(block.training))
+            block.forward = Forward(step)
+            if isinstance(block, Step):
+                block.delegates = True
+    return [*steps.values()]
+
+
+def detach(step: SideBits) -> None:
+    """Make the block of ``step`` plain again."""
+    block = step.subject
+    del block._modules[NAME], block.forward
+    if step.patched is not None:
+        block.forward = step.patched  # type: ignore[assignment]
+    if isinstance(block, Step):
+        del block.delegates

@@ -8,7 +8,8 @@ import fnmatch
 import inspect
 import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
@@ -16,10 +17,15 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from revzoo._checks import check_new_name, did_you_mean, keyword_names
+from revzoo._checks import check_choice, check_new_name, did_you_mean, keyword_names
 from revzoo._libraries import check_library_name, matching_names, unknown_model
 from revzoo.core.modes import set_memory
-from revzoo.layers.make_reversible import make_reversible, reversible_blocks
+from revzoo.layers.make_reversible import (
+    make_reversible,
+    make_runs,
+    reversible_blocks,
+    set_bits,
+)
 from revzoo.models.iresnet import IRESNETS, IResNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.iunet import IUNETS, IUNet
@@ -52,6 +58,10 @@ from revzoo.weights.errors import EntryError
 from revzoo.weights.source import SAVED
 from revzoo.weights.table import SHIPPED, WeightsTable
 
+# arguments of create_model that make the blocks of plain networks reversible
+CONVERSION = ("reversible_bits", "reversible_runs", "reversible_size")
+RUNS = ("paying", "checkpoint", "all")
+
 
 class Architecture(NamedTuple):
     """A network class and a row of its table."""
@@ -67,8 +77,7 @@ class Architecture(NamedTuple):
     @property
     def network_keywords(self) -> tuple[str, ...]:
         """The keyword arguments of the class."""
-        bits = ("reversible_bits",) if self.network.convertible else ()
-        return (*keyword_names(self.network), *bits)
+        return (*keyword_names(self.network), *(CONVERSION if self.network.convertible else ()))
 
     @property
     def keywords(self) -> tuple[str, ...]:
@@ -246,7 +255,9 @@ def create_model(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
     allow_nonfinite: bool = False,
-    reversible_bits: int | None = None,
+    reversible_bits: int | Literal["auto"] | None = None,
+    reversible_runs: str | Sequence[str] | None = None,
+    reversible_size: int | None = None,
     **keywords: Any,
 ) -> ImageNetwork | FeatureNet:
     """Create a model in training mode, randomly initialised or with trained weights.
@@ -271,8 +282,13 @@ def create_model(
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
         reversible_bits: make the runs of blocks of a ResNet, ViT or library network reversible, see
-            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. With None, a
-            saved model keeps its bits, and other networks are plain.
+            :func:`revzoo.make_reversible`, with 1 to 8 bits or ``"auto"``; ``memory=None`` is then
+            ``"exact"``. With None, a saved model keeps its bits, and other networks are plain.
+        reversible_runs: ``"paying"`` for the runs that save memory, so the others stay plain;
+            ``"checkpoint"`` recomputes the others; ``"all"`` converts all. None for the runs of a
+            saved model, or those that pay. A saved model lists its runs here.
+        reversible_size: side in pixels of the images for which runs must pay; None for the model's
+            ``image_size``.
         keywords: arguments of the network's class, or fields of its row:
 
             * ``memory``: memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
@@ -314,8 +330,9 @@ def create_model(
             'create_model("ARCHITECTURE.TAG", pretrained=True), see list_models(pretrained=True)'
         )
     numbers = _given(num_classes=num_classes, in_chans=in_chans)
-    # the bits are an option, as in the entry of a saved model
-    keywords = {**keywords, **_given(reversible_bits=reversible_bits)}
+    # options, as in the entry of a saved model
+    values = (reversible_bits, reversible_runs, reversible_size)
+    keywords |= _given(**dict(zip(CONVERSION, values, strict=True)))
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
     named = find_model(name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table)
     file = None
@@ -323,18 +340,26 @@ def create_model(
         file = read_weights_file(Path(checkpoint_path))
     elif pretrained and named.entry is not None:
         file = read_weights(named.entry, cache_dir=cache_dir)
-    try:
+    # without arguments of the caller, only the entry's options can be wrong
+    described = file is not None and named.options and not (numbers or keywords)
+    with _blaming_entry(name) if described else nullcontext():
         model = _build(named, file, numbers, keywords)
-    except (ValueError, TypeError) as error:
-        # without arguments of the caller, only the entry's options can be wrong
-        if numbers or keywords or file is None or not named.options:
-            raise
-        raise EntryError(f"{name}: its entry describes no network: {error}") from error
     entry = named.entry if pretrained else None
     if file is not None:
         load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
+    # after loading, since the weights may choose the bits
+    with _blaming_entry(name) if described else nullcontext():
+        _convert(model, named, keywords)
     model.entry = entry
     return FeatureNet(model, out_indices) if features_only else model
+
+
+@contextmanager
+def _blaming_entry(name: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise EntryError(f"{name}: its entry describes no network: {error}") from error
 
 
 def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | FeatureNet:
@@ -392,25 +417,61 @@ def _build(
         {"num_classes": LIBRARY_CLASSES} if options.get("pretrained") else {},
         {"num_classes": 10, "in_chans": 3},
     )
-    bits, memory = others.pop("reversible_bits", None), others.pop("memory", None)
-    # the mode may fit only the converted network
-    others["memory"] = memory if bits is None else None
-    model: ImageNetwork = network(row, **shape, **others)
+    bits, *_ = (others.pop(key, None) for key in CONVERSION)
     if bits is not None:
-        make_reversible(model, bits)
-        # on the instance: other networks of the class do not change
-        model.default_memory = default_memory(name, bits)  # type: ignore[misc]
-        set_memory(model, memory or model.default_memory)
-    shapeless = {*_SHAPELESS} - {*architecture.variant_keywords}  # a user's own dropout, say
+        others.pop("memory", None)  # the mode may fit only the converted network
+    model: ImageNetwork = network(row, **shape, **{"memory": None, **others})
+    # a user's own dropout, say, may change shapes
+    shapeless = {*_SHAPELESS, *CONVERSION} - {*architecture.variant_keywords}
     shaping = {key: value for key, value in options.items() if key not in shapeless}
     model.spec = Spec(name, shaping, create_model)
     return model
 
 
+def _convert(model: ImageNetwork, named: NamedModel, keywords: Mapping[str, Any]) -> None:
+    """Make the blocks of a plain model reversible, as the keywords or the entry say."""
+    options: Any = {**named.options, **keywords}
+    bits, runs, size = (options.get(key) for key in CONVERSION)
+    if bits is None:
+        return
+    listed = not isinstance(runs, str | None)
+    if listed and ("reversible_runs" in keywords or bits != "auto"):
+        make_runs(model, runs)
+        if "reversible_runs" not in keywords and "reversible_bits" in keywords:
+            set_bits(model, bits)  # the caller's
+    else:
+        # entries without runs are of networks with all of them
+        default = "paying" if "reversible_bits" in keywords else "all"
+        _make_reversible(model, bits, default if listed or runs is None else runs, size)
+    memory = options.get("memory")
+    if reversible_blocks(model):
+        # on the instance: other networks of the class do not change
+        model.default_memory = default_memory(named.architecture, bits)  # type: ignore[misc]
+        set_memory(model, memory or model.default_memory)
+    elif memory not in (None, "store"):
+        raise ValueError(
+            f"memory={memory!r}: no run of blocks of {named.architecture} pays, so it stays plain: "
+            "leave memory out, or give reversible_runs='checkpoint' (model.reversible_runs="
+            "checkpoint)"
+        )
+
+
+def _make_reversible(model: ImageNetwork, bits: Any, runs: str, size: int | None) -> None:
+    """Make ``runs`` of the blocks reversible; those must pay for images of ``size`` pixels."""
+    check_choice("reversible_runs", runs, RUNS)
+    if runs == "all":
+        make_reversible(model, bits)
+        return
+    side = model.image_size if size is None else size
+    model.check_size(side, side)
+    shape = (2, model.in_chans, side, side)
+    make_reversible(model, bits, input_shape=shape, checkpoint=runs == "checkpoint")
+
+
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
     """Make the blocks of a trained model reversible with ``bits`` bits, or plain for None.
 
-    ``"saved"`` changes nothing.
+    A reversible model keeps its runs. ``"saved"`` changes nothing.
 
     Raises:
         ValueError: the blocks already have an inverse, ``bits`` is out of range, or the model has
@@ -420,8 +481,12 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
         return
     if not model.convertible:
         raise ValueError(_refused_bits(model.spec.architecture if model.spec else str(model)))
-    if bits is not None or reversible_blocks(model):  # None is right for a plain network, too
-        make_reversible(model, bits)  # type: ignore[arg-type]  # it checks the type
+    if bits is not None and reversible_blocks(model):
+        set_bits(model, bits)
+    elif bits is not None:
+        _make_reversible(model, bits, "paying", model.facts.get("input_size", (None,))[-1])
+    elif reversible_blocks(model):  # None is right for a plain network, too
+        make_reversible(model, None)
 
 
 def _refused_bits(name: str) -> str:

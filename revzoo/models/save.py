@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import shortened
 from revzoo._files import json_bytes, write_together
 from revzoo.core.invertible import evaluation_mode, steps_in
 from revzoo.core.modes import memory
-from revzoo.layers.make_reversible import has_uniform_bits, reversible_blocks
+from revzoo.layers.make_reversible import described_runs
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.weights_file import check_finite, check_fit, safetensors_bytes
 from revzoo.weights.card import model_card
@@ -70,10 +69,10 @@ class SavableNetwork(nn.Module):
         """Arguments of ``create_model``; None for a network built from its class."""
         if self._spec is None:
             return None
-        # make_reversible and AnnealedBits change the bits; pack() refuses blocks that differ
-        options = {k: v for k, v in self._spec.options.items() if k != "reversible_bits"}
+        options = dict(self._spec.options)
+        # from the steps: make_reversible and AnnealedBits change them
         if bits := [m.bits for m in self.modules() if isinstance(m, SideBits)]:
-            options["reversible_bits"] = max(bits)
+            options |= {"reversible_bits": max(bits), "reversible_runs": described_runs(self)}
         return self._spec._replace(options=options)
 
     @spec.setter
@@ -159,10 +158,10 @@ class SavableNetwork(nn.Module):
 
         Raises:
             EntryError: a fact is not a field or not valid; the network was not made by
-                ``create_model``; only some blocks are reversible, or with different side bits; its
-                classifier, image channels or data changed after its weights were loaded and
-                ``facts`` do not describe them; or a network created with this description has
-                other tensors or computes something else, since layers were replaced or changed.
+                ``create_model``; its classifier, image channels or data changed after its weights
+                were loaded and ``facts`` do not describe them; or a network created with this
+                description has other tensors or computes something else, since layers were
+                replaced or changed.
                 Nothing is written.
             NotFiniteError: a tensor has NaN or Inf.
         """
@@ -188,12 +187,6 @@ def pack(
         raise EntryError(
             f"the name of this {type(network).__name__}'s architecture is unknown: make it with "
             "create_model"
-        )
-    if not has_uniform_bits(network):
-        rows = [f"{row.path} with {row.bits} bits" for row in reversible_blocks(network)]
-        raise EntryError(
-            f"these blocks are reversible: {shortened(rows)}; an entry has one number of bits for "
-            "all blocks: call make_reversible(model, bits), or save model.state_dict()"
         )
     _check_description(network, network.spec)
     architecture, options, _ = network.spec

@@ -27,6 +27,7 @@ from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step
 from revzoo.core.modes import MODES, assign_memory, in_table_order, modes_in, set_memory
+from revzoo.core.twins import copied, fake_twin, images_for, in_training
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.profiling.count import (
     Trace,
@@ -37,7 +38,6 @@ from revzoo.profiling.count import (
     undisturbed,
 )
 from revzoo.profiling.stages import OUTSIDE, stages_of
-from revzoo.profiling.twins import copied, fake_twin, images_for, in_training
 from revzoo.profiling.units import in_one_unit, peak_note
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from revzoo.core.modes import set_memory
+from revzoo.core.twins import images_for, in_training
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import step_seconds
 from revzoo.profiling.count import checked_shape
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.twins import images_for, in_training
 
 log = logging.getLogger(__name__)
 

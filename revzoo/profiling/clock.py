@@ -11,8 +11,8 @@ import time
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.twins import fake_twin, images_for
 from revzoo.profiling.count import default_loss, trace_step
-from revzoo.profiling.twins import fake_twin, images_for
 
 _SHAPE = (2, 64, 32, 32)  # about 10 nominal milliseconds: Python's constant part is small beside it
 

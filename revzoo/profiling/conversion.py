@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from revzoo.core.twins import fake_twin
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.audit import Audit, audit_of, made_plain
 from revzoo.profiling.count import undisturbed
-from revzoo.profiling.twins import fake_twin
 
 MIB = 2**20
 
@@ -37,6 +37,14 @@ class ConversionRow:
     before: float
     now: float
 
+    def __str__(self) -> str:
+        counts = {"inverted": self.inverted, "recomputed": self.recomputed}
+        counts["plain"] = self.blocks - self.inverted - self.recomputed
+        modes = ", ".join(f"{count} {mode}" for mode, count in counts.items() if count)
+        return (
+            f"{self.path}: {modes}; {self.before / MIB:.3g} MiB an image, now {self.now / MIB:.3g}"
+        )
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -53,18 +61,20 @@ class Conversion:
     now: float
     checkpointed: float
 
-    @property
-    def sentence(self) -> str:
-        """What the network saves, or why it does not."""
+    def sentence(self, option: str = "checkpoint=True") -> str:
+        """What the network saves, or why it does not; ``option`` recomputes the plain blocks."""
         kept = (
             f"training keeps {self.now / MIB:.3g} MiB an image, the plain network "
             f"{self.before / MIB:.3g}, a checkpoint of each block {self.checkpointed / MIB:.3g}"
         )
-        hint = "nothing to invert here, since no two neighbouring blocks keep their shape; "
-        if any(row.inverted for row in self.rows):
-            hint = ""
-        plain = any(row.blocks > row.inverted + row.recomputed for row in self.rows)
-        return f"{hint}{kept}" + "; checkpoint=True recomputes the plain blocks, too" * plain
+        if all(row.inverted + row.recomputed == row.blocks for row in self.rows):
+            return kept
+        if any(row.inverted + row.recomputed for row in self.rows):
+            return f"{kept}; {option} recomputes the plain blocks, too"
+        return (
+            "nothing to invert here: no run keeps at least 10 % less than with a checkpoint of "
+            f"each block; {kept}; {option} saves {1 - self.checkpointed / self.before:.0%}"
+        )
 
     def __str__(self) -> str:
         wide = max([12, *(len(row.path) for row in self.rows)])
@@ -75,7 +85,7 @@ class Conversion:
                 f"{row.path:{wide}} {row.blocks:>6} {row.inverted:>8} {row.recomputed:>10} "
                 f"{plain:>5} {row.before / MIB:>6.3g} {row.now / MIB:>5.3g}"
             )
-        return "\n".join([*lines, *textwrap.wrap(self.sentence, 80)])
+        return "\n".join([*lines, *textwrap.wrap(self.sentence(), 80)])
 
 
 def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:

@@ -60,10 +60,10 @@ from revzoo.core import tape
 from revzoo.core.invertible import Step, bare, evaluation_mode, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
+from revzoo.core.twins import Fakes
 from revzoo.core.words import fixed_of
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.live import LiveMemory, dense_in, returns_arguments
-from revzoo.profiling.twins import Fakes
 from revzoo.profiling.units import bytes_from
 
 _Module: Any = nn.Module
@@ -461,7 +461,7 @@ def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> T
     them after the forward pass. Changes ``model``: pass a copy.
 
     Args:
-        model: real, or fake (see :func:`~revzoo.profiling.twins.fake_twin`).
+        model: real, or fake (see :func:`~revzoo.core.twins.fake_twin`).
         images: its input; fake ones for a fake model.
         shortens: run only two of equal steps in a row (NOTE [ Equal steps ]).
 

@@ -40,6 +40,7 @@ from revzoo.core.modes import (
     refuse_own_memory,
     set_memory,
 )
+from revzoo.core.twins import fake_twin, images_for
 from revzoo.profiling.chain import Chain, Choice, Outcome, chain_of, fastest, leanest
 from revzoo.profiling.clock import speed
 from revzoo.profiling.count import (
@@ -51,7 +52,6 @@ from revzoo.profiling.count import (
     undisturbed,
 )
 from revzoo.profiling.stages import stages_of
-from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units, peak_note
 
 log = logging.getLogger(__name__)

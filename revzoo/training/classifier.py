@@ -25,7 +25,8 @@ from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
 from revzoo.data.state import check_state, normalisation_for
-from revzoo.layers.side_bits import SideBits
+from revzoo.layers.make_reversible import described_runs
+from revzoo.layers.side_bits import NAME, SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import WEIGHTS_ARGUMENTS
@@ -165,7 +166,7 @@ class Classifier(pl.LightningModule):
         cls, state: dict[str, Any], where: str, *, strict: bool = True, **options: Any
     ) -> Self:
         """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU."""
-        hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
+        hyper = check_hyperparameters(_with_runs(state), replaced=options)
         try:
             module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
@@ -190,20 +191,45 @@ class Classifier(pl.LightningModule):
         return module
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the bits of reversible blocks, which ``callbacks.side_bits`` raises."""
+        """Record the runs of reversible blocks and their bits, which training may change."""
         model = checkpoint["hyper_parameters"].get("model") or {}
+        if not model.get("reversible_bits"):
+            return
+        checkpoint["reversible_runs"] = described_runs(self.model)
         bits = [step.bits for step in self.model.modules() if isinstance(step, SideBits)]
-        if bits and model.get("reversible_bits"):
+        if bits and model["reversible_bits"] != "auto":
             model = {**model, "reversible_bits": max(bits)}
             checkpoint["hyper_parameters"] = {**checkpoint["hyper_parameters"], "model": model}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Give reversible blocks the bits that the saved weights were trained with."""
+        """Give reversible blocks the bits that the saved weights were trained with.
+
+        Raises:
+            CheckpointError: other blocks are reversible.
+        """
         model = checkpoint.get("hyper_parameters", {}).get("model") or {}
-        if bits := model.get("reversible_bits"):
-            for step in self.model.modules():
-                if isinstance(step, SideBits):
-                    step.bits = bits
+        saved = checkpoint.get("reversible_runs")
+        if not model.get("reversible_bits"):
+            return
+        if saved is None and (self.hparams.get("model") or {}).get("reversible_runs") == "all":
+            return  # of an earlier version, see _with_runs
+        if saved is None:
+            raise CheckpointError(
+                "the checkpoint does not list its reversible blocks, since an earlier version of "
+                "revzoo wrote it: resume the run with that version"
+            )
+        present = {
+            path: step for path, step in self.model.named_modules() if isinstance(step, SideBits)
+        }
+        bits = dict(word.rpartition(":")[::2] for run in saved for word in run.split())
+        if {f"{path}.{NAME}" for path in bits} != present.keys():
+            raise CheckpointError(
+                f"the checkpoint has the reversible blocks {shortened([*bits])}, the model others: "
+                "give the options that it was trained with (model.reversible_runs, the size of "
+                "the images)"
+            )
+        for path, count in bits.items():
+            present[f"{path}.{NAME}"].bits = int(count)
 
     def setup(self, stage: str) -> None:
         """Compare the number of classes with the data's, and count the images for the weights."""
@@ -438,6 +464,17 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
     return create_model(name, **options)
 
 
+def _with_runs(state: Mapping[str, Any]) -> Any:
+    """The hyperparameters of a checkpoint, with the runs of blocks that are reversible in it."""
+    hyper = state.get("hyper_parameters", {})
+    model = hyper.get("model") if isinstance(hyper, dict) else None
+    if not isinstance(model, dict) or not model.get("reversible_bits"):
+        return hyper
+    # older checkpoints have all runs
+    runs = state.get("reversible_runs", "all")
+    return {**hyper, "model": {**model, "reversible_runs": runs}}
+
+
 def _storable(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The specification for a checkpoint; a ValueError if a checkpoint could not be loaded."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS_ARGUMENTS}
@@ -445,7 +482,8 @@ def _storable(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     made = model.spec if isinstance(model, ImageNetwork) else None
     if made is not None and (kept != spec or kept["name"] != made.architecture):
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
-        kept |= {**made.options, **sizes, "name": made.architecture}
+        options = {k: v for k, v in made.options.items() if k != "reversible_runs"}
+        kept |= {**options, **sizes, "name": made.architecture}
     try:
         return check_model_options(kept)
     except CheckpointError as error:

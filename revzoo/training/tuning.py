@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from revzoo._checks import check_count, check_number
 from revzoo._files import replacing_table
 from revzoo.core.guard import DriftError, RangeError
+from revzoo.core.twins import copied, fake_twin, images_for
 from revzoo.data import ImageData
 from revzoo.profiling.count import trace_step, undisturbed
 from revzoo.profiling.plan import largest, state_bytes
-from revzoo.profiling.twins import copied, fake_twin, images_for
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.memory import free_bytes

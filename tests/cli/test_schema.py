@@ -22,7 +22,7 @@ from revzoo.data.augment import Augment
 from revzoo.data.module import ImageData
 from revzoo.layers.side_bits import MAX_BITS
 from revzoo.models.components import ACTIVATIONS, POOLS
-from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
+from revzoo.models.registry import MODELS, RUNS, WEIGHTS_ARGUMENTS
 from revzoo.models.revnet import CONVENTIONS
 from revzoo.profiling.plan import PLANNED
 from revzoo.training import loggers, tuning
@@ -133,7 +133,9 @@ def test_words() -> None:
     assert tuple(ACTIVATIONS) == schema.ACTIVATIONS
     assert {*schema.NETWORK.options["global_pool"].choices, ""} == {*POOLS, ""}
     assert set(schema.REVNET.options["convention"].choices) == set(CONVENTIONS)
-    assert schema.CONVERTIBLE.options["reversible_bits"].range == f"[1, {MAX_BITS}]"
+    bits, runs = (schema.CONVERTIBLE.options[f"reversible_{name}"] for name in ("bits", "runs"))
+    assert bits.choices == ("auto", *range(1, MAX_BITS + 1))
+    assert runs.choices == RUNS
 
 
 def test_every_option_has_a_comment() -> None:

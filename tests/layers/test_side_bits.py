@@ -616,7 +616,7 @@ def test_scripted_blocks_are_refused():
 
 @pytest.mark.parametrize("bits", [0, 9, 2.0, True])
 def test_impossible_bits(bits):
-    with pytest.raises(ValueError, match="expected 1 to 8, or None"):
+    with pytest.raises(ValueError, match='expected 1 to 8, "auto", or None'):
         make_reversible(network(), bits)
 
 

@@ -11,7 +11,7 @@ import revzoo
 from revzoo import _libraries
 from revzoo._libraries import LIBRARIES, declared_names
 from revzoo.interop.export import Export, export
-from revzoo.layers.make_reversible import reversible_blocks
+from revzoo.layers.make_reversible import described_runs, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.network import parts
 from revzoo.models.wrapped import LibraryNetwork
@@ -134,6 +134,62 @@ def test_a_saved_network_comes_back(tmp_path):
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(again(images), model(images))
     export(Export(network=model, image_size=32), tmp_path / "model.safetensors", kind="safetensors")
+
+
+def paths(model):
+    return [row.path for row in reversible_blocks(model)]
+
+
+def test_only_runs_that_pay_are_reversible(tmp_path):
+    """All 8 blocks were called reversible, of which one was inverted."""
+    pair = ["net.layer1.0", "net.layer1.1"]
+    model = resnet(reversible_bits=4, reversible_size=64).eval()
+    assert paths(model) == pair
+    assert model.default_memory == "exact"
+    every = resnet(reversible_bits=4, reversible_runs="checkpoint")
+    assert len(paths(every)) == len(paths(resnet(reversible_bits=4, reversible_runs="all"))) == 8
+    images = torch.randn(2, 3, 64, 64)
+    model.save_pretrained(tmp_path, classes=None, mean=None, std=None)
+    again = revzoo.from_pretrained(tmp_path).eval()
+    assert paths(again) == pair
+    assert torch.equal(again(images), model(images))
+    with pytest.raises(ValueError, match=r"reversible_runs=most: expected one of paying, check"):
+        resnet(reversible_bits=4, reversible_runs="most")
+    # no run of it pays
+    small = revzoo.create_model("torchvision:mobilenet_v3_large", reversible_bits=4)
+    assert (paths(small), small.default_memory) == ([], "store")
+    with pytest.raises(ValueError, match=r"memory='exact': no run of blocks .* pays"):
+        revzoo.create_model("torchvision:mobilenet_v3_large", reversible_bits=4, memory="exact")
+
+
+def test_automatic_bits_fit_the_weights(tmp_path):
+    """The bits are chosen after loading, and saved."""
+    model = revzoo.create_model("resnet32.cifar10", pretrained=True, reversible_bits="auto").eval()
+    plain = revzoo.create_model("resnet32.cifar10", pretrained=True).eval()
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model(x)
+    assert 0 < (model(x) - plain(x)).norm() / plain(x).norm() <= 0.005
+    model.save_pretrained(tmp_path, classes=list("abcdefghij"), mean=[0.5] * 3, std=[0.5] * 3)
+    assert described_runs(revzoo.from_pretrained(tmp_path)) == described_runs(model)
+
+
+@pytest.mark.parametrize("bits", [4, "auto"])
+def test_checkpoints_have_the_runs(bits):
+    options = {"name": "torchvision:resnet18", "num_classes": 3, "reversible_bits": bits}
+    options |= {"reversible_size": 64}
+    module = Classifier({**options, "reversible_runs": "checkpoint"})
+    for step in module.modules():
+        if isinstance(step, SideBits):
+            step.bits = 6
+    state = {"hyper_parameters": dict(module.hparams), "state_dict": module.state_dict()}
+    module.on_save_checkpoint(state)
+    again = Classifier.from_state(state, "here").model
+    assert described_runs(again) == described_runs(module.model)
+    with pytest.raises(CheckpointError, match=r"reversible blocks net\.layer1\.0, .*others: give"):
+        Classifier(options).on_load_checkpoint(state)
+    if bits == 4:
+        del state["reversible_runs"]  # of an earlier version, which converted all
+        assert len(paths(Classifier.from_state(state, "here").model)) == 8
 
 
 def test_the_zoos_resnets_take_reversible_bits(tmp_path):

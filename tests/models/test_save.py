@@ -1,3 +1,4 @@
+import json
 import random
 
 import pytest
@@ -7,7 +8,7 @@ from torch.nn.utils import prune
 
 import revzoo
 from revzoo.core.invertible import all_steps
-from revzoo.layers.make_reversible import make_reversible
+from revzoo.layers.make_reversible import described_runs, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
 from revzoo.models.save import json_of
@@ -54,12 +55,34 @@ def differing(model):
 
 
 @pytest.mark.parametrize("change", [partly, differing])
-def test_one_number_must_describe_all_blocks(change, tmp_path):
-    model = create_model("resnet32", **{**OPTIONS, "units": (3, 3, 3)})
+def test_a_saved_network_has_its_runs(change, tmp_path):
+    """An entry had one number of bits for all blocks, so others could not be saved."""
+    model = create_model("resnet32", **{**OPTIONS, "units": (3, 3, 3)}).eval()
     change(model)
-    with pytest.raises(EntryError, match=r"reversible: stages\.\S+ with [24] bits.*one number"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
+    entry = model.save_pretrained(tmp_path, classes=None, mean=None, std=None)
+    again = from_pretrained(tmp_path).eval()
+    assert described_runs(again) == described_runs(model) == list(entry.options["reversible_runs"])
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(again(x), model(x))
+    fewer = from_pretrained(tmp_path, reversible_bits=1)  # the runs stay
+    paths = [row.path for row in reversible_blocks(model)]
+    assert [(row.path, row.bits) for row in reversible_blocks(fewer)] == [(p, 1) for p in paths]
+
+
+def test_an_entry_without_runs_has_all(tmp_path):
+    """Entries of earlier versions have the bits alone."""
+    options = {**OPTIONS, "units": (2, 2, 1)}
+    model = make_reversible(create_model("resnet32", **options), 4).eval()
+    model.save_pretrained(tmp_path, classes=None, mean=None, std=None)
+    file = tmp_path / "config.json"
+    entry = json.loads(file.read_text())
+    del entry["options"]["reversible_runs"]
+    file.write_text(json.dumps(entry))
+    assert described_runs(from_pretrained(tmp_path)) == described_runs(model)
+    entry["options"]["reversible_runs"] = ["stem:4 nowhere:4"]
+    file.write_text(json.dumps(entry))
+    with pytest.raises(EntryError, match=r"describes no network: reversible_runs: 'stem:4 nowhere"):
+        from_pretrained(tmp_path)
 
 
 def test_a_network_trained_further_keeps_the_facts_that_still_hold(tmp_path):

@@ -12,11 +12,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
 from revzoo.core.modes import MODES
+from revzoo.core.twins import copied, images_for
 from revzoo.profiling.audit import audit
 from revzoo.profiling.count import trace_step
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.twins import copied, images_for
 from revzoo.profiling.units import in_one_unit, peak_note
 
 SMALL = {"units": (2, 2, 2)}

@@ -7,12 +7,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch_layers import TOKENS, TORCH_LAYERS, Called, indices
 
 import revzoo
+from revzoo.core.twins import images_for
 from revzoo.profiling import count
 from revzoo.profiling.audit import audit
 from revzoo.profiling.count import default_loss
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.twins import images_for
 
 SMALL = 512
 """Bytes of scalars that only torch's allocator counts."""

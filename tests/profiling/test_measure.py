@@ -13,11 +13,11 @@ from chain_modes import outcome_of, steps_of
 from torch import nn
 
 import revzoo
+from revzoo.core.twins import fake_twin, images_for
 from revzoo.profiling.audit import audit
 from revzoo.profiling.chain import chain_of
 from revzoo.profiling.count import trace_step
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.twins import fake_twin, images_for
 
 SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
 IMAGES = (16, 3, 32, 32)

@@ -78,8 +78,11 @@ def _saved_bits(text: str) -> int | str | None:
 
 
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword of ``create_model`` for ``--bits``."""
-    return {} if args.bits is None else {"reversible_bits": args.bits}
+    """The keywords of ``create_model`` for ``--bits``."""
+    if args.bits is None:
+        return {}
+    size = getattr(args, "image_size", None)  # None: the model's
+    return {"reversible_bits": args.bits, "reversible_size": size}
 
 
 def check_name(name: str, table: WeightsTable = SHIPPED, *, weights: bool = False) -> None:

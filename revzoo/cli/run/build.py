@@ -76,6 +76,8 @@ def build_module(
 ) -> Classifier:
     """The Lightning module of a task, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
+    if spec.get("reversible_bits"):
+        spec["reversible_size"] = side
     channels_last = config["precision"]["channels_last"]
     module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model

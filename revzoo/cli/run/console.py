@@ -135,8 +135,10 @@ def log_opening(
     if bits := config["model"].get("reversible_bits"):
         from revzoo.layers.make_reversible import reversible_blocks  # few models are converted
 
-        blocks = len(reversible_blocks(module.model))
-        reversible = f", {blocks} blocks reversible with {bits} bits"
+        rows = reversible_blocks(module.model)
+        used = sorted({row.bits for row in rows})
+        ends = " to ".join(map(str, dict.fromkeys([*used[:1], *used[-1:]])))
+        reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
@@ -154,6 +156,7 @@ def log_opening(
     threads = number_of(torch.get_num_threads(), "thread")
     lines = [
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
+        *(("", line) for line in (_saved(module, data) if bits else ())),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         *(("", note) for note in (*data.notes, *_notes(config, trainer, data))),
@@ -169,6 +172,17 @@ def log_opening(
             "this CPU has no bfloat16 and emulates it, several times slower than float32: use "
             "precision=fp32"
         )
+
+
+def _saved(module: Classifier, data: ImageData) -> Iterator[str]:
+    """What reversible blocks save: a line for each list of blocks, and one for the network."""
+    from revzoo.profiling.conversion import conversion  # few runs need the profiler
+
+    # two images: BatchNorm refuses one image of one pixel
+    shape = (2, data.in_chans, data.image_size, data.image_size)
+    report = conversion(module.model, shape)
+    yield from map(str, report.rows)
+    yield report.sentence("model.reversible_runs=checkpoint")
 
 
 def _emulates_bfloat16(precision: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from revzoo.cli.run.folder import write_config
 from revzoo.cli.run.plan_cache import Planned
 from revzoo.cli.schema import MEMORY
 from revzoo.core.modes import in_table_order, set_memory
+from revzoo.core.twins import copied
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,
@@ -35,7 +36,6 @@ from revzoo.profiling.plan import (
     inverting_mode,
     state_bytes,
 )
-from revzoo.profiling.twins import copied
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units
 from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier

@@ -51,8 +51,8 @@ class AnnealedBits(FollowsEpochs, ChecksModel):
     def check_model(self, network: nn.Module) -> None:
         if not any(isinstance(m, SideBits) for m in network.modules()):
             raise ValueError(
-                "the network has no blocks with side bits: give model.reversible_bits=4, or call "
-                "revzoo.make_reversible"
+                "the network has no blocks with side bits: give model.reversible_bits=4 and, if no "
+                "run of blocks pays, model.reversible_runs=all; or call revzoo.make_reversible"
             )
 
     def begin_epoch(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -125,7 +125,8 @@ def test_a_resumed_run_weighs_the_classes_alike(
     assert not all(map(torch.equal, states[0].values(), states[2].values()))
 
 
-ANNEALED = ("model=resnet32", "model.reversible_bits=2", "callbacks.side_bits={epochs: 1}")
+ANNEALED = ("model=resnet32", "model.reversible_bits=2", "model.reversible_runs=all")
+ANNEALED += ("callbacks.side_bits={epochs: 1}",)
 
 
 @pytest.mark.parametrize("stopped", [ANNEALED], indirect=True)

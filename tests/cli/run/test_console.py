@@ -209,18 +209,23 @@ def test_the_weights_that_a_run_starts_from_are_named(
 def test_a_network_made_reversible_says_so(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = ("model=resnet32", "model.reversible_bits=4", "test=false")
+    options = ("model=resnet32", "model.reversible_bits=4", "model.units=[3,3,3]", "test=false")
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, *options), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("model  ")]
-    text = r"model    resnet32, [\d,]+ parameters, \d+ blocks reversible with 4 bits"
+    text = r"model    resnet32, [\d,]+ parameters, 5 blocks reversible with 4 bits"
     assert re.fullmatch(text, line)
+    lists = [m.split(None, 1)[0] for m in caplog.messages if "MiB an image, now" in m]
+    assert lists == [f"stages.{i}.steps:" for i in range(3)]
+    (saved,) = [m for m in caplog.messages if "training keeps" in m]
+    assert saved.endswith("; model.reversible_runs=checkpoint recomputes the plain blocks, too")
 
 
 def test_a_run_says_what_side_bits_and_recalibration_do(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = ("model=resnet32", "model.reversible_bits=4", "test=false", "trainer.max_epochs=3")
+    options += ("model.reversible_runs=all",)  # of single blocks, so none pays
     callbacks = ("callbacks.side_bits={epochs: 2}", "callbacks.batch_norm.recalibrate=2")
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, *options, *callbacks), run_dir=tmp_path / "run")

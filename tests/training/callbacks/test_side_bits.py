@@ -13,6 +13,7 @@ import revzoo
 from revzoo.layers.side_bits import SideBits
 from revzoo.training import BatchNormMomentum, Classifier
 from revzoo.training.callbacks.side_bits import AnnealedBits
+from revzoo.training.checkpoint.files import read_checkpoint
 
 OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 
@@ -62,7 +63,7 @@ def test_checkpoints_say_the_bits_of_their_weights(tmp_path: Path) -> None:
     again = Classifier.load_from_checkpoint(tmp_path / "last.ckpt")
     assert {m.bits for m in again.modules() if isinstance(m, SideBits)} == {5}
     other = Classifier({**spec, "reversible_bits": 2}, optim=OPTIM)
-    other.on_load_checkpoint({"hyper_parameters": dict(again.hparams)})
+    other.on_load_checkpoint(read_checkpoint(tmp_path / "last.ckpt"))
     assert {m.bits for m in other.modules() if isinstance(m, SideBits)} == {5}
 
 
