@@ -28,6 +28,7 @@ Config = Mapping[str, Any]
 NUMBER = int | float | None
 COUNT, RATE, PART, LEAST_0 = "[1, inf)", "(0, inf)", "[0, 1)", "[0, inf)"
 ACTIVATIONS = ("relu", "leaky_relu", "elu", "gelu", "silu", "hardswish", "tanh")
+CONVENTIONS = ("gomez", "gomez_same", "memcnn", "memcnn_fix")
 MODES = ("store", "offload", "recompute", "invert", "exact")
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 PROFILERS = ("simple", "advanced", "pytorch")
@@ -220,7 +221,7 @@ REVNET = section(
     widths=Option(Sequence, None, "channels of each stage"),
     branch=Option(str, None, "residual function", choices=("basic", "bottleneck")),
     downsampling_stem=Option(bool, None, "a stem for large images"),
-    convention=Option(str, None, "whose code", choices=("gomez", "memcnn", "memcnn_fix")),
+    convention=Option(str, None, "whose code", choices=CONVENTIONS),
 )
 IREVNET = section(
     "An i-RevNet.",

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from revzoo._checks import check_choice, check_counts
 from revzoo.layers.streams import narrowed
@@ -21,7 +22,7 @@ from revzoo.models.lean import Lean
 # TensorFlow: running = decay * running + (1 - decay) * batch with decay 0.99;
 # torch: running = (1 - momentum) * running + momentum * batch. So momentum = 1 - decay.
 MOMENTUM = 0.01
-# Default epsilon of the TensorFlow layer the release uses (tf.contrib.layers.batch_norm).
+# The release passes it to its batch normalisation (ResNetModel._batch_norm).
 EPSILON = 1e-3
 # Channels per group. Wu and He 2018 (arXiv 1803.08494) report about the same accuracy for 16
 # channels per group as for 32 groups, which would be single channels in a CIFAR network.
@@ -55,7 +56,45 @@ def check_stages(row: Any, *names: str) -> None:
         raise ValueError(f"{got}: expected one value of each per stage")
 
 
-def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
+class SamePadding(nn.Module):
+    """Pads ``(B, C, H, W)`` as TensorFlow's "SAME", for the layer without padding that follows.
+
+    The layer then gives ``(ceil(H/stride), ceil(W/stride))``. An odd number of pixels is padded as
+    ``n // 2`` before and the rest after the image. So a kernel of 3 with stride 2 pads an even side
+    only after the image, where torch's padding of 1 shifts its places by one pixel.
+
+    Args:
+        kernel_size: of the layer.
+        stride: of the layer.
+        value: of the padding; ``-inf`` before a max pool.
+    """
+
+    def __init__(self, kernel_size: int, *, stride: int, value: float = 0.0) -> None:
+        super().__init__()
+        self.kernel_size = kernel_size
+        self.stride = stride
+        self.value = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        pads: list[int] = []
+        for side in (x.shape[3], x.shape[2]):  # torch's order: the last dimension first
+            places = -(-side // self.stride)  # rounded up
+            missing = max((places - 1) * self.stride + self.kernel_size - side, 0)
+            pads += (missing // 2, missing - missing // 2)
+        return functional.pad(x, pads, value=self.value)
+
+    def extra_repr(self) -> str:
+        return f"{self.kernel_size}, stride={self.stride}"
+
+
+def conv2d(
+    in_channels: int,
+    *,
+    out_channels: int,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int | None = None,
+) -> nn.Conv2d:
     """Convolution ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``; odd kernels.
 
     It has no bias, since a batch normalisation follows, directly or in the next unit.
@@ -63,11 +102,10 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
     ``std = sqrt(2 / (k * k * out_channels))`` before truncation (He et al. 2015, arXiv 1502.01852,
     fan-out form), as in the release. ``torch.nn.init.kaiming_normal_`` does not truncate.
 
-    Known limit: for stride 2 and an even size, TensorFlow's "SAME" pads only after the image. The
-    sampling grid is shifted by one pixel, so converted TensorFlow weights would not give identical
-    outputs.
+    For stride 2 and an even size, the release pads one pixel less before the image: pass
+    ``padding=0`` and put :class:`SamePadding` in front.
     """
-    padding = kernel_size // 2
+    padding = kernel_size // 2 if padding is None else padding
     layer = nn.Conv2d(
         in_channels, out_channels, kernel_size, stride=stride, padding=padding, bias=False
     )
@@ -175,6 +213,7 @@ class Branch(Lean):
         dropout: probability of zeroing an activation before the last convolution.
         drop_path: probability of dropping the whole value for an image.
         dropout_at_conv: dropout before the last BN-ReLU, not after it.
+        same: pad the strided convolution with :class:`SamePadding`.
         norm_act: normalisation and activation.
     """
 
@@ -191,6 +230,7 @@ class Branch(Lean):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         dropout_at_conv: bool = False,
+        same: bool = False,
         norm_act: NormAct = RELEASE,
     ) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -203,11 +243,16 @@ class Branch(Lean):
             if dropout and i == last and not dropout_at_conv:
                 layers[f"dropout{i + 1}"] = nn.Dropout(dropout)
             before, width = width, out_channels if i == last or inner is None else inner
+            step = stride if i == strided else 1
+            pads = same and step > 1 and kernel > 1
+            if pads:
+                layers[f"pad{i + 1}"] = SamePadding(kernel, stride=step)
             layers[f"conv{i + 1}"] = conv2d(
                 before,
                 out_channels=width,
                 kernel_size=kernel,
-                stride=stride if i == strided else 1,
+                stride=step,
+                padding=0 if pads else None,
             )
             if dropout and i == last - 1 and dropout_at_conv:
                 layers[f"dropout{i + 1}"] = nn.Dropout(dropout)

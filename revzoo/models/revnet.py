@@ -50,6 +50,7 @@ from revzoo.models.components import (
     Branch,
     NormAct,
     NormKind,
+    SamePadding,
     check_stages,
     conv2d,
     drop_path_rates,
@@ -71,20 +72,25 @@ class Convention:
             both kinds of branch; a RevNet unit that changes shape is one residual unit on all
             channels; a bottleneck's 3x3 convolution has the stride, not its first 1x1; and G of the
             first unit also lacks the leading activation.
+        same: pad strided convolutions and the max pool as TensorFlow does, see
+            :class:`~revzoo.models.components.SamePadding`.
         momentum: of batch normalisation, in torch's convention.
         epsilon: of the normalisation.
     """
 
     memcnn: bool = False
+    same: bool = False
     momentum: float = MOMENTUM
     epsilon: float = EPSILON
 
 
-# gomez: the TensorFlow release of arXiv 1707.04585. memcnn: van de Leemput et al., "MemCNN: A
-# Python/PyTorch package for creating memory-efficient invertible neural networks", JOSS 2019, doi
-# 10.21105/joss.01576: its CIFAR configurations. memcnn_fix: with its option batch_norm_fix.
+# gomez: the TensorFlow release of arXiv 1707.04585, with torch's padding; gomez_same: also with its
+# padding, for its weights. memcnn: van de Leemput et al., "MemCNN: A Python/PyTorch package for
+# creating memory-efficient invertible neural networks", JOSS 2019, doi 10.21105/joss.01576: its
+# CIFAR configurations. memcnn_fix: with its option batch_norm_fix.
 CONVENTIONS: dict[str, Convention] = {
     "gomez": Convention(),
+    "gomez_same": Convention(same=True),
     "memcnn": Convention(memcnn=True, momentum=0.1, epsilon=1e-5),
     "memcnn_fix": Convention(memcnn=True, momentum=0.99, epsilon=1e-3),
 }
@@ -102,6 +108,7 @@ class UnitPlan:
     dropout: float
     memcnn: bool = False
     norm_act: NormAct = RELEASE
+    same: bool = False
     drop_path: float = 0.0
 
     @property
@@ -183,7 +190,8 @@ class Variant:
         The probability of dropping a branch rises linearly to ``drop_path_rate``.
         """
         plans: list[list[UnitPlan]] = []
-        shared = dropout, CONVENTIONS[self.convention].memcnn, self.norm_act
+        convention = CONVENTIONS[self.convention]
+        shared = dropout, convention.memcnn, self.norm_act, convention.same
         channels = self.stem_width
         rates = iter(drop_path_rates(drop_path_rate, sum(self.units)))
         for width, units, stride in zip(self.stage_channels, self.units, self.strides, strict=True):
@@ -309,6 +317,7 @@ def branch(plan: UnitPlan) -> Branch:
         activate_first=plan.activate_first,
         dropout=plan.dropout,
         drop_path=plan.drop_path,
+        same=plan.same,
         norm_act=plan.norm_act,
     )
 
@@ -357,17 +366,33 @@ class Stem(Step):
         out_streams: int,
         downsample: bool,
         norm_act: NormAct = RELEASE,
+        same: bool = False,
     ) -> None:
         super().__init__()
         self.out_streams = out_streams
         kernel_size, stride = (7, 2) if downsample else (3, 1)
-        self.conv = conv2d(in_chans, out_channels=channels, kernel_size=kernel_size, stride=stride)
+        same = same and downsample  # without strides, both paddings are the same
+        self.conv = conv2d(
+            in_chans,
+            out_channels=channels,
+            kernel_size=kernel_size,
+            stride=stride,
+            padding=0 if same else None,
+        )
         self.norm = norm_act.normalise(channels)
         self.relu = norm_act.activate()
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
+        self.pool: nn.Module = nn.Identity()
+        self.pad: nn.Module | None = None
+        if same:
+            self.pad = SamePadding(kernel_size, stride=stride)
+            pool_pad = SamePadding(3, stride=2, value=-torch.inf)
+            self.pool = nn.Sequential(pool_pad, nn.MaxPool2d(3, stride=2))
+        elif downsample:
+            self.pool = nn.MaxPool2d(3, stride=2, padding=1)
 
     def forward(self, x: Tensor) -> Tensor | State:
-        y = run((self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see lean.py
+        pad = () if self.pad is None else (self.pad,)
+        y = run((*pad, self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see lean.py
         return y if self.out_streams == 1 else halves(y)
 
 
@@ -407,6 +432,7 @@ class StagedNetwork(ConvolutionalClassifier):
             out_streams=self.streams,
             downsample=variant.downsampling_stem,
             norm_act=variant.norm_act,
+            same=CONVENTIONS[variant.convention].same,
         )
         self.stem = ReversibleSequence([stem], memory=self.default_memory)
         self.stages = nn.ModuleList(
