@@ -3,12 +3,13 @@
 =============  ===================================================================================
 ``irevnet``    the PyTorch release of i-RevNet (arXiv 1802.07088)
 ``memcnn``     the ResNets and RevNets of MemCNN (van de Leemput et al., JOSS 2019)
+``revnet``     the TensorFlow release of RevNet (arXiv 1707.04585): its RevNets and ResNets
 =============  ===================================================================================
 
 The architecture follows from the shapes of the tensors. Shapes do not show the strides of MemCNN's
 stages, an i-RevNet's squeeze before zero padding, or dropout; the defaults are the published
-networks', and keywords change them. :mod:`revzoo.models.weights_file` reads the files and runs no
-code in them.
+networks', and keywords change them. :mod:`revzoo.models.weights_file` reads files of torch,
+:mod:`revzoo.interop.tensor_bundle` those of TensorFlow; neither runs code in them.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from revzoo._checks import check_choice, shortened
+from revzoo.interop.tensor_bundle import read_tensor_bundle
 from revzoo.models.components import Branch
 from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import load_weights
 from revzoo.models.registry import MODELS, create_model
 from revzoo.models.revnet import BOTTLENECK_EXPANSION, RESNETS, REVNETS, Variant
-from revzoo.models.weights_file import read_state_dict
+from revzoo.models.weights_file import TensorFile, read_state_dict
 from revzoo.weights.errors import StateMismatchError, UnreadableWeightsError
 
 Weights = Mapping[str, Tensor]
@@ -45,8 +48,9 @@ def load_published(
     """The model in a checkpoint of another program, in evaluation mode, on the CPU.
 
     Args:
-        path: the checkpoint.
-        source: ``"irevnet"`` or ``"memcnn"``.
+        path: the checkpoint; for ``"revnet"`` its index, ``model.ckpt-N.index``, with
+            ``model.ckpt-N.data-00000-of-00001`` beside it.
+        source: ``"irevnet"``, ``"memcnn"`` or ``"revnet"``.
         name: the network (see :func:`revzoo.list_models`); None to derive it from the tensors.
         overrides: arguments of :func:`revzoo.create_model` that replace derived ones, such as
             ``memory="exact"``, ``strides=(1, 1, 2)`` or ``convention="memcnn_fix"``.
@@ -68,11 +72,11 @@ def load_published(
         revzoo.interop.published.ConversionError: other.pt is not a checkpoint of 'memcnn': ...
     """
     check_choice("source", source, SOURCES)
-    spec_of, keys_of = SOURCES[source]
+    read, spec_of, keys_of = SOURCES[source]
     path = Path(path)
     path.stat()  # a missing file is an OSError, an unreadable one a ConversionError
     try:
-        file = read_state_dict(path)
+        file = read(path)
     except UnreadableWeightsError as error:
         raise ConversionError(str(error)) from None
     try:
@@ -84,7 +88,8 @@ def load_published(
             f"{shortened(sorted(file.tensors), 3)}"
         ) from error
     if name is not None:
-        spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
+        kept = ("num_classes", "in_chans", "convention")  # whatever the network is
+        spec = {"name": name, **{key: spec[key] for key in kept if key in spec}}
     # last, so that the caller decides where shapes do not
     model = create_model(**(spec | overrides)).eval()
     modules = dict(keys_of(model))
@@ -261,9 +266,118 @@ def memcnn_spec(weights: Weights) -> dict[str, Any]:
     return _arguments(variant, names, num_classes=classes, in_chans=stem.shape[1])
 
 
-# for each program: the arguments of create_model for a state dict, and pairs (their name, our name)
-# of the modules that hold tensors
+# The TensorFlow release of RevNet, below the scope "Model":
+# unit_S_U/{f,g}/subK/{bn,conv}K          unit U of stage S, from 1 and 0; a ResNet has no f and g
+# unit_S_U/{x1,x2}_bottleneck/project     shortcuts of a bottleneck; unit_S_U/project in a ResNet
+# init/{init_conv,init_bn}, unit_last/final_bn, logit
+_LEAVES = {
+    "w": "weight",
+    "b": "bias",
+    "gamma": "weight",
+    "beta": "bias",
+    "ema_mean": "running_mean",
+    "ema_var": "running_var",
+}
+# our place of a branch or shortcut, and its scope
+_SCOPES = {
+    "steps.0.branch": "f/",
+    "steps.1.branch": "g/",
+    "f": "f/",
+    "g": "g/",
+    "branch": "",
+    "shortcut": "",
+    "shortcut1": "x1_bottleneck/",
+    "shortcut2": "x2_bottleneck/",
+}
+_UNITS = re.compile(rf"stages\.(\d+)\.steps\.(\d+)\.({'|'.join(_SCOPES)})(?:\.(norm|conv)(\d))?")
+_UNIT = re.compile(r"unit_(\d+)_(\d+)/(f/)?sub(\d)/conv\d\.weight")
+_STATE = ("Momentum", "global_step", "learn_rate")  # of the training
+
+
+def read_release(path: Path) -> TensorFile:
+    """The network's variables in torch's layout, ``SCOPES/LAYER.weight`` and others by name.
+
+    Raises:
+        OSError: a file cannot be opened.
+        UnreadableWeightsError: see :func:`~revzoo.interop.tensor_bundle.read_tensor_bundle`.
+    """
+    tensors = {}
+    for name, array in read_tensor_bundle(path).items():
+        module, _, leaf = name.removeprefix("Model/").rpartition("/")
+        if leaf in _STATE:
+            continue
+        tensor = torch.from_numpy(array)
+        if tensor.dim() == 4:  # kernels: height, width, in, out
+            tensor = tensor.permute(3, 2, 0, 1)
+        elif tensor.dim() == 2:  # the classifier: in, out
+            tensor = tensor.T
+        tensors[f"{module}.{_LEAVES.get(leaf, leaf)}"] = tensor.contiguous()
+    return TensorFile(tensors, str(path))
+
+
+def release_keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
+    """The release's names and ours of each module that holds tensors."""
+    ends = {"init/init_conv": "stem.steps.0.conv", "init/init_bn": "stem.steps.0.norm"}
+    yield from (*ends.items(), ("unit_last/final_bn", "norm"), ("logit", "fc"))
+    for path, _ in model.named_modules():
+        if (match := _UNITS.fullmatch(path)) is None:
+            continue
+        stage, unit, place, layer, number = match.groups()
+        start = f"unit_{int(stage) + 1}_{unit}"
+        if place.startswith("shortcut"):
+            yield f"{start}/{_SCOPES[place]}project", path
+        elif layer:
+            kind = layer.replace("norm", "bn")
+            yield f"{start}/{_SCOPES[place]}sub{number}/{kind}{number}", path
+
+
+def release_spec(weights: Weights) -> dict[str, Any]:
+    """The arguments of :func:`revzoo.create_model`.
+
+    Shapes do not show strides. We assume 1 for the first stage and 2 for the others, as in all
+    configurations of the release.
+
+    Raises:
+        KeyError: the stem, the classifier or a stage is missing.
+        ValueError: the shapes do not fit any network of the release.
+    """
+    convolutions = [(match, key) for key in weights if (match := _UNIT.match(key))]
+    last = max((match[4] for match, _ in convolutions), default="2")  # of a branch
+    units: dict[int, int] = {}
+    widths: dict[int, int] = {}
+    streams, expansion = 1, BOTTLENECK_EXPANSION if last == "3" else 1
+    for match, key in convolutions:
+        if match[4] == last:
+            stage, streams = int(match[1]), 2 if match[3] else 1
+            units[stage] = units.get(stage, 0) + 1
+            widths[stage] = streams * weights[key].shape[0] // expansion
+    stages = range(1, len(units) + 1)
+    stem = weights["init/init_conv.weight"]
+    variant = Variant(
+        stem_width=stem.shape[0],
+        widths=tuple(widths[stage] for stage in stages),
+        units=tuple(units[stage] for stage in stages),
+        strides=tuple(1 if stage == 1 else 2 for stage in stages),
+        branch="bottleneck" if expansion > 1 else "basic",
+        downsampling_stem=stem.shape[2] == 7,
+    )
+    table = REVNETS if streams == 2 else RESNETS
+    classes = weights["logit.weight"].shape[0]
+    spec = _arguments(variant, table, num_classes=classes, in_chans=stem.shape[1])
+    return spec | {"convention": "gomez_same"}
+
+
+# for each program: how to read a file, the arguments of create_model for its tensors, and pairs
+# (their name, our name) of the modules that hold tensors
 SOURCES: Mapping[
     str,
-    tuple[Callable[[Weights], dict[str, Any]], Callable[[ImageNetwork], Iterator[tuple[str, str]]]],
-] = {"irevnet": (irevnet_spec, irevnet_keys), "memcnn": (memcnn_spec, memcnn_keys)}
+    tuple[
+        Callable[[Path], TensorFile],
+        Callable[[Weights], dict[str, Any]],
+        Callable[[ImageNetwork], Iterator[tuple[str, str]]],
+    ],
+] = {
+    "irevnet": (read_state_dict, irevnet_spec, irevnet_keys),
+    "memcnn": (read_state_dict, memcnn_spec, memcnn_keys),
+    "revnet": (read_release, release_spec, release_keys),
+}

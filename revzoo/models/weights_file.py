@@ -70,6 +70,11 @@ def read_weights_file(path: Path) -> TensorFile:
         entry = entry_beside(path)  # with it, the hash can be verified
         data = path.read_bytes() if entry is None else read_bytes(entry)
         return parse_safetensors(data, str(path))
+    if path.suffix == ".index":
+        raise UnreadableWeightsError(
+            f"{path} is a TensorFlow checkpoint: expected .safetensors or a file of torch. For the "
+            f"release of RevNet, use revzoo.load_published({str(path)!r}, 'revnet')"
+        )
     if path.suffix not in PICKLED:
         raise UnreadableWeightsError(
             f"{path} has an unknown format; expected .safetensors, {', '.join(PICKLED)}"

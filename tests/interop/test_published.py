@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path):
     for source in ("irevnet", "memcnn"):
         with pytest.raises(ConversionError, match=f"not a checkpoint of '{source}'.*bias, weight"):
             load_published(path, source)
-    with pytest.raises(ValueError, match="source=tf: expected one of irevnet, memcnn"):
+    with pytest.raises(ValueError, match="source=tf: expected one of irevnet, memcnn, revnet"):
         load_published(path, "tf")
     with pytest.raises(FileNotFoundError):
         load_published(tmp_path / "none.pt", "memcnn")
