@@ -344,7 +344,7 @@ def create_model(
     described = file is not None and named.options and not (numbers or keywords)
     with _blaming_entry(name) if described else nullcontext():
         model = _build(named, file, numbers, keywords)
-    entry = named.entry if pretrained else None
+    entry = named.entry.with_classes() if pretrained and named.entry else None
     if file is not None:
         load_weights(model, file, architecture=named.architecture, allow_nonfinite=allow_nonfinite)
     # after loading, since the weights may choose the bits

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -32,6 +32,16 @@ _LISTS = ("input_size", "classes", "mean", "std")
 _NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")  # timm:resnet50.tag
 
 
+def _imagenet_classes() -> tuple[str, ...]:
+    """The 1,000 names, in the order of the sorted folders of ILSVRC-2012."""
+    from torchvision.models import ResNet18_Weights  # slow to import
+
+    return tuple(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])
+
+
+CLASS_SETS = {"imagenet-1k": _imagenet_classes}
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightsEntry:
     """The description of one set of weights.
@@ -48,6 +58,8 @@ class WeightsEntry:
             ``torch.save`` (``.pth``, ``.tar``, ...) is cached as safetensors.
         default: whether the architecture's name without a tag selects this entry.
         classes: names of the classes by label.
+        class_set: instead of ``classes``, a list that a library has: ``imagenet-1k``. A model with
+            these weights has the names in ``model.entry.classes``.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
         crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and crop the
@@ -75,6 +87,7 @@ class WeightsEntry:
     options: Mapping[str, Any] = field(default_factory=dict)
     default: bool = False
     classes: tuple[str, ...] | None = None
+    class_set: str | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     crop_pct: float | None = None
@@ -112,6 +125,12 @@ class WeightsEntry:
         """Channels of the images."""
         return self.input_size[0]
 
+    def with_classes(self) -> WeightsEntry:
+        """This entry, with the names of its ``class_set`` as ``classes``."""
+        if self.class_set is None:
+            return self
+        return replace(self, classes=CLASS_SETS[self.class_set](), class_set=None)
+
     def plain(self) -> dict[str, Any]:
         """The fields as plain containers for JSON, without empty fields."""
         values = asdict(self).items()
@@ -145,6 +164,8 @@ class WeightsEntry:
         complete = words is None or len(words) == self.num_classes
         names = all(isinstance(word, str) for word in words or ())
         yield "classes", complete and names, f"names, num_classes={self.num_classes} of them"
+        known = self.class_set is None or (self.class_set in CLASS_SETS and words is None)
+        yield "class_set", known, f"one of {', '.join(CLASS_SETS)}, without classes"
         sized = len(self.input_size) == 3 and all(map(is_count, self.input_size))
         yield "input_size", sized, "[channels, height, width]"
         for name, least in (("mean", -inf), ("std", 0)):

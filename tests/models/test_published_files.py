@@ -92,6 +92,18 @@ def test_a_publishers_file_is_fetched_once_and_gives_the_same_network(shelf, net
     assert torch.equal(again.stem[0].conv.weight, network.stem[0].conv.weight)
 
 
+def test_a_published_backbone_predicts_the_names_of_imagenet(shelf, tmp_path):
+    state = revzoo.create_model("revvit_cifar", num_classes=1000).state_dict()
+    facts = {"num_classes": 1000, "class_set": "imagenet-1k", "mean": [0.5] * 3, "std": [0.2] * 3}
+    table = shelf({"model_state": as_published(state)}, **facts)
+    keywords = {"pretrained": True, "table": table, "cache_dir": tmp_path / "cache"}
+    model = revzoo.create_model("revvit_cifar", **keywords)
+    assert {"tench", "toilet tissue"} < revzoo.predict(torch.rand(3, 32, 32), model).keys()
+    model.save_pretrained(tmp_path / "saved")  # the names are in its own entry
+    saved = revzoo.from_pretrained(tmp_path / "saved")
+    assert (saved.entry.classes[0], saved.entry.class_set) == ("tench", None)
+
+
 def test_a_file_by_its_path_works_the_same(network, tmp_path):
     for name in ("REV.pyth", "rev.pth.tar"):
         torch.save({"model_state": as_published(network.state_dict())}, tmp_path / name)
