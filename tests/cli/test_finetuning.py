@@ -9,11 +9,12 @@ import pytest
 import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from resumed import resume
+from small_images import image_folder
 from small_weights import small, write_entry
 
 from revzoo.cli.run.build import build_trainer, check_parts
 from revzoo.cli.run.train import train
-from revzoo.models import pretrained
+from revzoo.models import create_model, pretrained
 from revzoo.training import Classifier
 from revzoo.weights.table import WeightsTable
 
@@ -86,6 +87,56 @@ def test_wrong_options_are_refused(compose: Any, overrides: tuple[str, ...], mes
 
 def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
     check_parts(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
+
+
+SMALL_PYRAMID = {
+    "channels": [48, 16],
+    "head_channels": [16, 16],
+    "features": 32,
+    "fusions": 1,
+    "blocks": 1,
+}
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_published_backbone_trains_its_classifier_first_then_all_at_falling_rates(
+    compose: Any, tmp_path: Path, epochs: int
+) -> None:
+    network = create_model("revbifpn_s0", num_classes=7, **SMALL_PYRAMID)
+    theirs = {ours: name for name, ours in network.published_keys()}
+    start = network.state_dict()
+    renamed = {}
+    for name, tensor in start.items():
+        module, _, leaf = name.rpartition(".")
+        renamed[f"{theirs[module]}.{leaf}"] = tensor
+    torch.save({"epoch": 1, "state_dict": renamed}, tmp_path / "s0.pth.tar")
+    root = image_folder(tmp_path / "images", splits=("train",), side=16)
+    small_images = ("data.image_size=16", "data.batch_size=2", "data.num_workers=0")
+    config = compose(
+        "experiment=finetune_backbone",
+        "debug=smoke",
+        "trainer=cpu",
+        f"data.root={root}",
+        *small_images,
+        f"+model.checkpoint_path={tmp_path / 's0.pth.tar'}",
+        *(f"+model.{key}={str(value).replace(' ', '')}" for key, value in SMALL_PYRAMID.items()),
+        "trainer.limit_train_batches=2",
+        f"trainer.max_epochs={epochs}",
+    )
+    train(config, run_dir=tmp_path / "run")
+    last = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    now = Classifier.load_from_checkpoint(
+        tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True
+    ).model.state_dict()
+    kept = [name for name in start if not name.startswith("fc.")]
+    changed = [name for name in kept if not torch.equal(now[name], start[name])]
+    assert now["fc.weight"].shape == (2, 32)
+    assert changed == ([] if epochs == 1 else kept), "the backbone thaws in epoch 3"
+    (optimizer,) = last["optimizer_states"]
+    rates = {g["name"].partition("/")[0]: g["initial_lr"] for g in optimizer["param_groups"]}
+    names = ["fc", "stages.1", "stages.0"]
+    expected = {name: 5e-4 * 0.7**depth for depth, name in enumerate(names)}
+    assert rates == pytest.approx(expected)
 
 
 PRETRAINED = ("model.checkpoint_path=a.safetensors",)

@@ -196,10 +196,11 @@ def _emulates_bfloat16(precision: Mapping[str, Any]) -> bool:
 
 def _weights(spec: Mapping[str, Any], model: nn.Module) -> str:
     """The name or the file of the weights that a run starts from; empty for random ones."""
+    if file := spec.get("checkpoint_path"):  # it replaces the listed weights
+        return str(file)
     # a library's weights have no entry
     entry = model.entry if isinstance(model, ImageNetwork) else None
-    name = (entry.name if entry else weights_name(spec["name"])) if spec.get("pretrained") else ""
-    return str(spec.get("checkpoint_path") or name)
+    return (entry.name if entry else weights_name(spec["name"])) if spec.get("pretrained") else ""
 
 
 def _step(trainer: pl.Trainer, data: ImageData) -> str:
