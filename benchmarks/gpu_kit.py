@@ -62,8 +62,8 @@ STAGES: dict[int, tuple[Job, ...]] = {
             "triton_kernels",
             60,
             "",
-            ("tests/core/fixedpoint/test_triton_kernels.py",),
-            ("tests/core/fixedpoint/test_triton_kernels.py", "--collect-only"),
+            ("tests/core/test_triton_kernels.py",),
+            ("tests/core/test_triton_kernels.py", "--collect-only"),
         ),
     ),
     2: (

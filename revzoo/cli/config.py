@@ -87,9 +87,8 @@ _REFERENCE = re.compile(
 )
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 REASONS = {
-    "reversible_bits": ": it makes plain networks reversible; RevNets, i-RevNets, RevViTs, "
-    "RevMViTs, RevBiFPNs, RevCols, Momentum ResNets, i-ResNets and U-Nets are reversible "
-    "without it",
+    "reversible_bits": ": it makes plain networks reversible; the others of the zoo are "
+    "reversible without it",
 }
 
 OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))

@@ -4,8 +4,7 @@ Reconstructions and gradients are wrong if a network amplifies rounding errors, 
 narrow dtype, or if a branch is not deterministic. So the guard keeps up to 128 values of every
 stream that a step changes, and compares them with the reconstruction. The largest error, relative
 to the largest value, is the *drift*; its limit is ``Step.drift_limit``. Of fixed-point streams the
-guard compares the sums of the words, which must be equal, and checks the ranges
-(:mod:`revzoo.core.guard`).
+guard compares the sums of the words, which must be equal, and checks the ranges.
 
 All figures stay on the device. We read them once, after the backward pass; only the ranges of
 outputs that need no gradient are read in the forward pass. Steps whose limit is None are not
@@ -48,8 +47,7 @@ NOTE [ Streams beyond their range ]
        step that was called alone. In evaluation mode it then runs again on the adapted grid, mostly
        once, at most five times.
     3. The first pass of a chain is read where it ends, too. It sets the floor of
-       :class:`~revzoo.core.kernels.Growth`, and warns if tokens or channels have few
-       units.
+       :class:`~revzoo.core.kernels.Growth`, and warns if tokens or channels have few units.
     4. Infinite values and NaN are not an error here, as in a plain network.
 """
 
@@ -184,7 +182,7 @@ def finish_chains(scales: Sequence[Scale], outputs: State) -> RangeError | None:
             growth.failures = 0
             continue
         if trained and not free_to_read(scale.down):
-            continue  # reading would stall: rule 1
+            continue  # reading would stall: the backward pass checks (rule 1)
         error = range_failure(scale)
         if error is not None and error.adapted:
             again = error

@@ -1,12 +1,12 @@
 """The arithmetic on words, and the grid of a chain: one scale for each sample.
 
-A kernel fills tensors that its caller made. Floating-point values are rounded in float32, or in
-float64 for words of 64 bits. Kernels that round a value return its *peak*: the largest magnitude,
-in units, NaN if there is a NaN. On a CPU it is one number for all samples, where reading it costs
-nothing; elsewhere a tensor with one for each sample, and what a sample beyond the range reads is
-NaN. On a GPU, :mod:`revzoo.core.triton_kernels` takes their place.
-
 Words are block floating point: integers with one power of two for each sample, the *scale*.
+
+A kernel fills tensors that its caller made. It rounds floating-point values in float32, or in
+float64 for words of 64 bits, and returns the *peak* of a rounded value: the largest magnitude, in
+units; NaN if there is a NaN. On a CPU the peak is one number for all samples, which the host reads
+at no cost. Elsewhere it is a tensor with one for each sample, and a sample beyond the range reads
+as NaN. On a GPU, :mod:`revzoo.core.triton_kernels` takes their place.
 
 NOTE [ A scale for each sample ]
     1. A sample is an entry along dimension 0. Its range is ``4 max(r m, a)``, rounded up to a power

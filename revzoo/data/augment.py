@@ -30,8 +30,8 @@ POLICIES: dict[str, Callable[[], v2.Transform]] = {
     "trivialaugment": v2.TrivialAugmentWide,
     "augmix": v2.AugMix,
 }
-"""With torchvision's defaults: arXiv 1909.13719 (E. Cubuk et al. 2020), 2103.10158 (S. Mueller and
-F. Hutter 2021), 1912.02781 (D. Hendrycks et al. 2020)."""
+"""torchvision's transforms, with its defaults: E. Cubuk et al. 2020, arXiv 1909.13719; S. Mueller
+and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Augment:
         blur: probability of a Gaussian blur.
         erasing: probability that a random box of the image becomes the mean colour (Zhong et al.
             2017, arXiv 1708.04896).
-        chunk: images that share one crop offset and one flip; more than 1 repeats older results.
+        chunk: images that share one crop offset and one flip; 1 draws for each image.
         mixup: alpha of the Beta distribution of Mixup's proportion; 0 for no Mixup.
         cutmix: the same for CutMix. With both, each batch draws one of them.
 

@@ -41,7 +41,7 @@ TOLERANCE = 1e-6  # after all iterations: the change that is accepted, over the 
 class _Contractive(nn.Module):
     """A linear layer whose largest singular value is at most ``coefficient``."""
 
-    carried = ("vector",)  # as in Invertible: an inverse reads it
+    carried = ("vector",)  # see Invertible: a forward pass updates it, an inverse reads it
     vector: Tensor
     weight: Tensor
     coefficient: float
@@ -64,9 +64,9 @@ class _Contractive(nn.Module):
     @torch.no_grad()
     def iterate(self) -> None:
         """One power iteration: brings ``vector`` closer to the first right singular vector."""
-        found = self._transposed(self._map(self.vector, self.weight))
+        vector = self._transposed(self._map(self.vector, self.weight))
         # a new tensor: graphs of earlier passes hold the old one
-        self.vector = functional.normalize(found.flatten(), dim=0).view_as(found)
+        self.vector = functional.normalize(vector.flatten(), dim=0).view_as(vector)
 
     def bounded_weight(self) -> Tensor:
         """The weight that the layer computes with."""
@@ -166,13 +166,13 @@ class ContractiveBlock(Invertible):
 
     Args:
         branch: F, from ``(B, C, ...)`` to the same shape, of contractive layers.
-        iterations: most evaluations of F in an inverse.
+        iterations: largest number of evaluations of F in an inverse.
         terms: of the power series in :meth:`log_det`; the rest is at most ``C H W L^terms`` for a
             Lipschitz constant L.
         probes: random vectors in Hutchinson's estimate of the traces.
 
     Raises:
-        DriftError: in the inverse, it does not converge.
+        DriftError: at the inverse, the iteration does not converge.
         ValueError: an argument is out of range.
 
     Example:
@@ -231,7 +231,10 @@ class ContractiveBlock(Invertible):
         raise error
 
     def log_det(self, x: Tensor, **context: Any) -> Tensor:
-        """An estimate of the log-determinants ``(B,)``, differentiable; draws random numbers."""
+        """An estimate of the log-determinants ``(B,)`` at ``x``; draws random numbers.
+
+        Differentiable. In the dtype of ``x``, or float32 if that is narrower.
+        """
         wanted = torch.is_grad_enabled()
         # its derivatives are taken here, so its graph must be a plain one
         with torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -60,7 +60,7 @@ ROTATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class OrthogonalMix(Invertible):
-    """Rotates the channels of some streams, concatenated; the other streams pass.
+    """Rotates the channels of some streams ``(B, C, ...)``, concatenated; the other streams pass.
 
     Args:
         weight: ``(n, n)``, one matrix for all n channels; or ``(G, n, n)``: each of G blocks of n
@@ -160,8 +160,8 @@ class OrthogonalMix(Invertible):
         return apply_to_words(lambda t: _cut(t, sizes), [whole], dtypes)
 
     def extra_repr(self) -> str:
-        inverse = ", back=True" if self.back else ""
-        return f"{tuple(self.weight.shape)}, {self.rotation!r}, streams={self.streams}{inverse}"
+        back = ", back=True" if self.back else ""
+        return f"{tuple(self.weight.shape)}, {self.rotation!r}, streams={self.streams}{back}"
 
 
 class _Lift(NamedTuple):
@@ -214,8 +214,9 @@ def _lifts(a: Tensor) -> Iterator[_Lift]:
             blocks = torch.unflatten(whole, 2, (-1, 2 * half))
             blocks = torch.unflatten(blocks, 1, (-1, 2 * half))
             blocks = blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
-            own = slice(half) if target == 0 else slice(half, None)
-            other = slice(half, None) if target == 0 else slice(half)
+            own, other = slice(half), slice(half, None)
+            if target:
+                own, other = other, own
             weight = torch.linalg.solve_triangular(
                 blocks[..., own, own],
                 blocks[..., own, other],

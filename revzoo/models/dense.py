@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count
 from revzoo.core.invertible import State, Step, as_state
+from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, feature_infos
 
 CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
@@ -27,7 +28,7 @@ CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
 
 
 class DenseStem(Step):
-    """``(B, in_chans, *sizes) -> (B, width, *sizes)``: a convolution, 3 wide."""
+    """``(B, in_chans, *sizes) -> (B, width, *sizes)``: a convolution with kernels of side 3."""
 
     streams = 1
 
@@ -35,8 +36,7 @@ class DenseStem(Step):
         super().__init__()
         self.conv = CONVOLUTIONS[dims](in_chans, width, 3, padding=1, bias=bias)
 
-    def forward(self, *state: Tensor) -> Tensor:
-        (x,) = state
+    def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)
         return y
 
@@ -45,8 +45,14 @@ class DenseNetwork(ImageNetwork):
     """A network that returns a map of the size of its input.
 
     Its stages are the levels of an encoder, the finest first, then those of a decoder, back to the
-    finest. The image sizes that the strides allow are in the variant: ``size_multiples``, for each
+    finest. The variant has the image sizes that the strides allow: ``size_multiples``, for each
     axis.
+
+    Args:
+        variant: a row of a table, with ``dims``, ``channels``, ``strides``, ``size_multiples`` and
+            ``image_size``.
+        stages: the named steps of each stage, built lazily, after the stem.
+        stem_bias: whether the first convolution adds a bias.
     """
 
     default_memory: ClassVar[str] = "exact"
@@ -54,6 +60,27 @@ class DenseNetwork(ImageNetwork):
     input_layer = "stem.steps.0.conv"
 
     variant: Any
+
+    def __init__(
+        self,
+        variant: Any,
+        stages: Iterable[Mapping[str, Step]],
+        *,
+        num_classes: int,
+        in_chans: int,
+        memory: str | None,
+        drop_rate: float,
+        stem_bias: bool = True,
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        self.variant, self.dims = variant, variant.dims
+        self.num_features = variant.channels[0]
+        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=stem_bias)
+        self.stem = ReversibleSequence([stem], memory=self.default_memory)
+        self.stages = nn.ModuleList(
+            ReversibleSequence(steps, memory=self.default_memory) for steps in stages
+        )
+        self._assemble(num_classes, drop_rate, memory, "")
 
     @property
     def image_size(self) -> int:

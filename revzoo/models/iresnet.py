@@ -162,8 +162,9 @@ def _stage(variant: IResNetVariant, index: int, width: int) -> Iterator[Step]:
     inner = variant.inner[index]
 
     def conv(channels: int, outputs: int, kernel_size: int) -> nn.Module:
-        size, bound = (side, side), variant.coefficient
-        return ContractiveConv2d(channels, outputs, kernel_size, size=size, coefficient=bound)
+        return ContractiveConv2d(
+            channels, outputs, kernel_size, size=(side, side), coefficient=variant.coefficient
+        )
 
     for block in range(variant.units[index]):
         layers = (conv(width, inner, 3), nn.ELU(), conv(inner, inner, 1), nn.ELU())

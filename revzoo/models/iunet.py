@@ -1,4 +1,4 @@
-"""iUNets: U-Nets that are bijective from the first feature map to the last, in 1, 2, 3 dimensions.
+"""iUNets: U-Nets that are bijective between their first and last convolution, in 1 to 3 dimensions.
 
     x -> couplings -> mix -> (skip, squeeze and rotate the rest) -> next level
     y <- couplings <- mix <- coupling <- (skip, unsqueeze the rotated) <- next level
@@ -46,7 +46,7 @@ from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.streams import halves
 from revzoo.models.components import check_stages
-from revzoo.models.dense import CONVOLUTIONS, DenseNetwork, DenseStem
+from revzoo.models.dense import CONVOLUTIONS, DenseNetwork
 
 SLOPE = 0.01  # of the leaky ReLUs, torch's default
 NORMS: Mapping[int, type[nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
@@ -141,32 +141,35 @@ IUNETS: dict[str, IUNetVariant] = {
     "iunet3d": IUNetVariant(dims=3, channels=(32, 64, 128, 256), units=(2, 2, 2, 2), image_size=64),
 }
 
-
 Move = Callable[..., Tensor | State]
 
 
 def _split(odd: bool, x: Tensor) -> State:
-    """The halves of a map; after an odd number of couplings the second is the first stream."""
+    """The halves of a map; after an ``odd`` number of couplings the second is the first stream."""
     half = x.shape[1] // 2
     x1, x2 = halves(x, 1, (x.shape[1] - half, half) if odd else (half, x.shape[1] - half))
     return (x2, x1) if odd else (x1, x2)
 
 
 def _join(odd: bool, x1: Tensor, x2: Tensor) -> Tensor:
+    """The inverse of :func:`_split`."""
     return torch.cat((x2, x1) if odd else (x1, x2), dim=1)
 
 
 def _slice(squeeze: Squeeze, skipped: int, odd: bool, x1: Tensor, x2: Tensor) -> State:
+    """The first ``skipped`` channels of a level, and the squeezed others."""
     x = _join(odd, x1, x2)
     skip, rest = halves(x, 1, (skipped, x.shape[1] - skipped))
     return skip, squeeze.transform(rest)
 
 
 def _unslice(squeeze: Squeeze, skipped: int, odd: bool, skip: Tensor, z: Tensor) -> State:
+    """The inverse of :func:`_slice`."""
     return _split(odd, torch.cat((skip, squeeze.restore(z)), dim=1))
 
 
 def _turn(before: bool, after: bool, x1: Tensor, x2: Tensor) -> State:
+    """The halves in the order of :func:`_split` with ``after``, given that with ``before``."""
     return _split(after, _join(before, x1, x2))
 
 
@@ -236,17 +239,16 @@ class IUNet(DenseNetwork):
         memory: str | None = None,
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(in_chans=in_chans)
-        self.variant, self.dims = variant, variant.dims
         if variant.rotation != "cayley":
             self.default_memory = "invert"  # type: ignore[misc]
-        self.num_features = variant.channels[0]
-        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims)
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(steps, memory=self.default_memory) for steps in _stages(variant)
+        super().__init__(
+            variant,
+            _stages(variant),
+            num_classes=num_classes,
+            in_chans=in_chans,
+            memory=memory,
+            drop_rate=drop_rate,
         )
-        self._assemble(num_classes, drop_rate, memory, "")
 
     @property
     def trunk(self) -> ReversibleSequence:
@@ -345,8 +347,8 @@ def _stages(variant: IUNetVariant) -> Iterator[dict[str, Step]]:
     for level in range(last + 1):
         steps: dict[str, Step] = {}
         if level:
-            facts = squeeze, variant.skipped[level - 1], odd(level - 1)
-            there, back = partial(_slice, *facts), partial(_unslice, *facts)
+            above = squeeze, variant.skipped[level - 1], odd(level - 1)
+            there, back = partial(_slice, *above), partial(_unslice, *above)
             steps["slice"] = moved(level - 1, there, back, takes=2, gives=2)
             steps["down"] = resample(level, back=False)
         steps["split"] = moved(
@@ -368,8 +370,8 @@ def _stages(variant: IUNetVariant) -> Iterator[dict[str, Step]]:
         there, back = partial(_join, below), partial(_split, below)
         steps = {"join": moved(level + 1, there, back, takes=2, gives=1)}
         steps["up"] = resample(level + 1, back=True)
-        facts = squeeze, variant.skipped[level], False
-        there, back = partial(_unslice, *facts), partial(_slice, *facts)
+        present = squeeze, variant.skipped[level], False
+        there, back = partial(_unslice, *present), partial(_slice, *present)
         steps["unslice"] = moved(level, there, back, takes=2, gives=2)
         for i, (name, step) in enumerate(couplings(level, "decoder").items()):
             steps[name] = step

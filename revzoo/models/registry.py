@@ -492,8 +492,7 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
 def _refused_bits(name: str) -> str:
     return (
         f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
-        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets, RevViTs, "
-        "RevMViTs, RevBiFPNs, RevCols, Momentum ResNets, i-ResNets and U-Nets are reversible "
+        "vit_cifar, torchvision:NAME, timm:NAME); the other networks of the zoo are reversible "
         "without them"
     )
 

@@ -136,7 +136,9 @@ class HeadPool(nn.Module):
         self.heads, self.side = heads, side
         depth = width // heads
         self.conv = nn.Conv2d(
-            *(depth, depth, POOL_KERNEL),
+            depth,
+            depth,
+            POOL_KERNEL,
             stride=stride,
             padding=POOL_KERNEL // 2,
             groups=depth,
@@ -156,8 +158,8 @@ class HeadPool(nn.Module):
 class PoolingAttention(nn.Module):
     """Attention of pooled heads, ``(B, N, width) -> (B, N', width)``, normalisation first.
 
-    ``N'`` is ``N`` if ``stride`` is 1, and else the number of pooled queries. ``side`` is that of
-    the map of tokens.
+    ``N'`` is ``N`` if ``stride`` is 1, otherwise the number of pooled queries. The tokens are
+    ``side * side``.
     """
 
     def __init__(
@@ -269,7 +271,9 @@ class RevMViT(TokenNetwork):
         self.variant = variant
         self.num_features = self.streams * variant.widths[-1]
         conv = nn.Conv2d(
-            *(in_chans, variant.width, PATCH_KERNEL),
+            in_chans,
+            variant.width,
+            PATCH_KERNEL,
             stride=PATCH_STRIDE,
             padding=PATCH_KERNEL // 2,
         )
@@ -298,7 +302,7 @@ class RevMViT(TokenNetwork):
         return feature_infos(channels, self.variant.reductions)
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
-        """Of PySlowFast's Rev-MViT, whose pools are convolutions of videos, 1x3x3."""
+        """Pairs: a module or tensor of PySlowFast's Rev-MViT, and the one here."""
         yield from (("patch_embed.proj", "stem.steps.0.conv"), ("head.projection", "fc"))
         yield "pos_embed", "stem.steps.0.positions"
 
@@ -324,6 +328,7 @@ class RevMViT(TokenNetwork):
 
     def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         adapted = super().adapt_state_dict(tensors)
+        # the release pools by convolutions of videos, 1x3x3
         return {key: t.squeeze(2) if t.dim() == 5 else t for key, t in adapted.items()}
 
 

@@ -30,16 +30,15 @@ from torch.nn import functional
 from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import Step
 from revzoo.layers.pyramid import LevelCoupling, Rearranged
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.streams import Merge, halves
 from revzoo.models.components import check_stages
-from revzoo.models.dense import CONVOLUTIONS, DenseNetwork, DenseStem
+from revzoo.models.dense import CONVOLUTIONS, DenseNetwork
 from revzoo.models.revcol import FirstLevel
 
 SLOPE = 0.01  # of the leaky ReLUs, torch's default
 POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
-MERGE = Merge()
 UPSAMPLINGS = {1: "linear", 2: "bilinear", 3: "trilinear"}
+MERGE = Merge()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,15 +156,15 @@ class RevUNet(DenseNetwork):
         memory: str | None = None,
         drop_rate: float = 0.0,
     ) -> None:
-        super().__init__(in_chans=in_chans)
-        self.variant, self.dims = variant, variant.dims
-        self.num_features = variant.channels[0]
-        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=False)
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(steps, memory=self.default_memory) for steps in _stages(variant)
+        super().__init__(
+            variant,
+            _stages(variant),
+            num_classes=num_classes,
+            in_chans=in_chans,
+            memory=memory,
+            drop_rate=drop_rate,
+            stem_bias=False,
         )
-        self._assemble(num_classes, drop_rate, memory, "")
 
     def map_at(self, stage: int) -> tuple[int, ...]:
         level = self.levels[stage]
@@ -180,11 +179,9 @@ class RevUNet(DenseNetwork):
         last = len(self.variant.channels) - 1
         for level, units in enumerate(self.variant.units):
             down, up = f"stages.{level}.steps", f"stages.{2 * last - level}.steps"
+            above = f"stages.{2 * last - level + 1}.steps"
             yield f"encoders.{level}.conv", f"{down}.down.branch.conv"
-            yield (
-                f"decoders.{last - level}.conv",
-                f"stages.{2 * last - level + 1}.steps.up.branch.conv",
-            )
+            yield f"decoders.{last - level}.conv", f"{above}.up.branch.conv"
             sides = (
                 (f"encoders.{level}", f"{down}.encoder"),
                 (f"decoders.{last - level}", f"{up}.decoder"),
@@ -192,11 +189,9 @@ class RevUNet(DenseNetwork):
             for (theirs, ours), i, (at, block) in product(
                 sides, range(units), enumerate(("f", "g"))
             ):
+                module = f"{theirs}.reversibleBlocks.reversible_blocks.{i}.{block}_block"
                 for layer, name in (("gn", 0), ("conv", 2)):
-                    module = (
-                        f"{theirs}.reversibleBlocks.reversible_blocks.{i}.{block}_block.{layer}"
-                    )
-                    yield module, f"{ours}{2 * i + at}.branch.{name}"
+                    yield f"{module}.{layer}", f"{ours}{2 * i + at}.branch.{name}"
 
 
 def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:

@@ -101,16 +101,16 @@ def memory_errors(
         used = f"out of memory at a peak of {in_units(peak)}" if peak else "out of memory"
         # Lightning leaves the module as it was when the error came
         if module.training:
-            had = peak if module.device.type == "cuda" else None
-            text = f"step {trainer.global_step}: {used}{memory_advice(module, data, had)}"
+            limit = peak if module.device.type == "cuda" else None
+            text = f"step {trainer.global_step}: {used}{memory_advice(module, data, limit)}"
         else:
             size = data.eval_batch_size
             text = f"{used}, evaluating {size} images at once: lower {eval_option}"
         raise NoMemoryError(text) from error
 
 
-def memory_advice(module: Classifier, data: ImageData, had: int | None = None) -> str:
-    """The activations of a training step in each mode; ``had``: bytes before memory ran out."""
+def memory_advice(module: Classifier, data: ImageData, limit: int | None = None) -> str:
+    """The activations of a training step in each mode; ``limit``: bytes before memory ran out."""
     smaller = f"lower data.batch_size ({data.batch_size})"
     shape = (data.batch_size, module.hparams["model"]["in_chans"], *[data.image_size] * 2)
     # counting fails if the model is broken or too little memory is left
@@ -120,7 +120,7 @@ def memory_advice(module: Classifier, data: ImageData, had: int | None = None) -
         audits = audit(module.model, shape).audits
         least = min(audits.values(), key=lambda a: a.activation_bytes)
         # leaves a fifth free, as memory=auto does
-        room = 0.8 * (had or 0) - (least.peak_bytes - least.activation_bytes)
+        room = 0.8 * (limit or 0) - (least.peak_bytes - least.activation_bytes)
         fits = int(data.batch_size * room / least.activation_bytes)
         fits -= fits % 8 if fits > 8 else 0
         if 0 < fits < data.batch_size:

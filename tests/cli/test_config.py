@@ -85,7 +85,7 @@ def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path
 
 
 def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
-    with pytest.raises(ConfigError, match=r"there is irevnet13, .*; --import MODULE adds yours"):
+    with pytest.raises(ConfigError, match=r"there is iresnet64, .*; --import MODULE adds yours"):
         compose(["model=mine"])
 
 
@@ -182,7 +182,7 @@ def test_hydras_keys_pass() -> None:
         ("data.root=x", r"no option 'data\.root'; data=cifar10, .*data=table have it"),
         (
             "model.reversible_bits=4",  # revnet38
-            r"model=resnet\.\.\., model=vit.* have it: .* RevNets.* are reversible without",
+            r"model=resnet\.\.\., model=vit.* have it: .* the others .* are reversible without",
         ),
         ("logger.project=x", r"no option 'logger\.project'; logger\.kind=wandb has it"),
     ],

@@ -1,8 +1,8 @@
-"""Plans of earlier runs, in one file of the user's cache: a run like an earlier one plans nothing.
+"""Plans of earlier runs, in one file of the user's cache: a run like an earlier one takes its plan.
 
 The key of a plan is a hash of the network, the conditions of the run and the code. The file keeps
-the latest plans. A missing or damaged file, and a folder that cannot be written, only mean that the
-run plans.
+the latest plans. If the file is missing or damaged, the run plans; if the folder cannot be written,
+the next one plans again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ NEAR = 0.9
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan as plain data, with what its line in the log says."""
+    """A plan as plain data, with the figures of its line in the log."""
 
     modes: dict[str, str]
-    """Step path to mode."""
+    """Path of a step to its mode."""
     limit: int  # bytes that it was made for; 0 for a mode without a limit
-    need: int  # the smallest limit for it: its peak and a reserve
-    peak: int
+    need: int  # bytes of the smallest limit for it: its peak and a reserve
+    peak: int  # bytes
     seconds: float
     extra: int  # bytes in the peak for the optimiser's state and copies of the weights
-    inverting: str
+    inverting: str  # the mode of inverted steps
     pure: dict[str, list[float]]
-    """Peak and seconds with every step in one mode: ``inverting`` and ``store``."""
+    """Peak in bytes and seconds with every step in one mode: ``inverting`` and ``store``."""
 
 
 def key_of(model: nn.Module, mode: PlannedMode, *conditions: Any) -> str:
@@ -54,14 +54,17 @@ def key_of(model: nn.Module, mode: PlannedMode, *conditions: Any) -> str:
     described = re.sub(r" at 0x[0-9a-f]+", "", repr(network))
     names = {type(each).__module__ for each in (mode, *model.modules())}
     files = {Path(path) for n in names if (path := getattr(sys.modules.get(n), "__file__", None))}
-    files |= {*Path(__file__).parents[2].rglob("*.py")}
+    files |= {*Path(__file__).parents[2].rglob("*.py")}  # of revzoo
     code = [(str(p), (s := p.stat()).st_mtime_ns, s.st_size) for p in sorted(files) if p.exists()]
     text = repr((torch.__version__, code, described, mode.name, conditions))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def find(key: str, limit: int) -> Planned | None:
-    """The plan with this key, if a run within ``limit`` bytes, or 0, would plan much the same."""
+    """The plan with this key, if it fits in ``limit`` bytes and was made for about as many.
+
+    0 is no limit.
+    """
     try:
         plan = Planned(**_read()[key])
     except (KeyError, TypeError):
