@@ -145,5 +145,6 @@ def test_the_tree_of_the_design_is_the_tree() -> None:
     files = {path.name for path in (package / "core").glob("[!_]*.py")}
     outside = {"configs/", "tests/", "benchmarks/", "notebooks/", "docs/"}
     mentioned = {"train.py", "api.py", "_checks.py", "_files.py", "main.py", "test_architecture.py"}
-    mentioned |= {"schema.py", "sweep.py"}
+    mentioned |= {"schema.py", "sweep.py", "network.py", "dense.py", "registry.py"}
+    mentioned |= {"resume.py", "step_retry.py", "tuning.py", "memory.py"}
     assert named == folders | files | outside | mentioned | {"results/"}
