@@ -153,11 +153,8 @@ def _conditions(
     trainer: pl.Trainer,
 ) -> dict[str, Any]:
     """The conditions of a plan, as plain data."""
-    # left out without a value: runs of earlier versions lack the key
-    inverting = memory.get("inverting")
-    chosen = {"inverting": inverting} if inverting else {}
     return {
-        **chosen,
+        "inverting": memory.get("inverting"),
         "budget": memory.get("bytes"),
         "input": [data.batch_size, data.in_chans, data.image_size, data.image_size],
         "precision": dict(config["precision"]),
@@ -192,11 +189,11 @@ def _new_plan(
     most = 0 if limit is None else bytes_from(limit)
     key = plan_cache.key_of(module.model, mode, config["model"], conditions)
     plan = plan_cache.find(key, most)
-    done = "planned by an earlier run"
+    source = "planned by an earlier run"
     if plan is None:
         with trainer.precision_plugin.forward_context():  # autocast halves most activations
             plan = _planned(mode, _planner(conditions, module, trainer), limit, most)
-        done = f"planned in {clock(time.perf_counter() - start)}"
+        source = f"planned in {clock(time.perf_counter() - start)}"
         if is_first_process():
             plan_cache.keep(key, plan)
     if is_first_process():
@@ -206,13 +203,13 @@ def _new_plan(
         else:
             bound = f"{in_units(free)} free" if given is None else f"memory.bytes={given}"
             summary = _summary_of_auto(plan, bound)
-        log.info("memory=%s: %s; %s", mode.name, summary, done)
+        log.info("memory=%s: %s; %s", mode.name, summary, source)
     return plan
 
 
 def _planned(mode: PlannedMode, planner: Planner, limit: Any, most: int) -> Planned:
     plan = mode.plan(planner, limit)
-    pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
+    pure = {name: planner.pure(name) for name in in_table_order((planner.inverting, "store"))}
     return Planned(
         modes=plan.modes,
         limit=most,
@@ -229,7 +226,7 @@ def _planner(conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trai
     return Planner(
         module.model,
         conditions["input"],
-        inverting=conditions.get("inverting"),
+        inverting=conditions["inverting"],
         # measured times would differ from process to process, and the plans with them
         clock=False,
         extra=conditions["extra_bytes"],
