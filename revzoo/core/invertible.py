@@ -57,6 +57,10 @@ class Step(nn.Module):
     """Whether mode ``exact`` supports the step: it only moves values, and so works on integers, or
     it adds to its streams (``sums``)."""
 
+    exact_inverse: bool = True
+    """Whether mode ``exact`` supports the reversal of an exact step (:class:`~revzoo.Reversed`),
+    too. A step that saves the bits that its products drop gets them back only in its replay."""
+
     sums: bool = False
     """Whether an exact step adds to its streams (:func:`revzoo.core.sums.add`)."""
 

@@ -47,6 +47,7 @@ class MomentumBlock(Invertible):
     """
 
     exact = True
+    exact_inverse = False
     sums = True
 
     def __init__(self, branch: nn.Module, gamma: float = 0.9) -> None:

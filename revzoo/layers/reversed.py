@@ -36,7 +36,8 @@ class Reversed(ReversibleSequence):
 
     Args:
         module: an :class:`~revzoo.Invertible`, such as a layer or a ``ReversibleSequence``.
-        memory: mode of all steps; the steps are shared with the module. None keeps their modes.
+        memory: mode of all steps; the steps are shared with the module. None keeps their modes, or
+            takes ``invert`` where ``exact`` does not fit the reversal.
 
     Raises:
         TypeError: ``module`` is not an Invertible.
@@ -94,8 +95,12 @@ class ReversedStep(Invertible):
         self.step = step
         self.streams = step.outputs
         # as attributes of the wrapper, since the tape reads them from the step that it runs
-        self.exact, self.sums = step.exact, step.sums
-        Settings.of(step).assign(self)
+        self.exact, self.sums = step.exact and step.exact_inverse, step.sums
+        self.inexact = step.inexact or "the inverse of its step leaves the grid"
+        settings = Settings.of(step)
+        if settings.grid is not None and not self.exact:
+            settings = settings._replace(memory="invert", grid=None)
+        settings.assign(self)
 
     @property
     def outputs(self) -> int:

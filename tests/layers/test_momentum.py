@@ -77,6 +77,16 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x, v: sum(model(x, v)), (x, v))
 
 
+def test_its_reversal_does_not_fit_exact():
+    """Mode exact took it, and each backward pass raised a DriftError."""
+    model = ReversibleSequence([MomentumBlock(nn.Linear(4, 4))], memory="exact")
+    back = revzoo.Reversed(model)
+    assert [step.memory for step in back] == ["invert"]
+    sum(t.sum() for t in back(*torch.randn(2, 3, 4).requires_grad_())).backward()
+    with pytest.raises(ValueError, match="the inverse of its step leaves the grid"):
+        set_memory(back, "exact")
+
+
 def test_errors():
     for gamma in (0, 1, "a"):
         with pytest.raises(ValueError, match=r"gamma=.*: expected a number in \[0.001, 1\)"):
