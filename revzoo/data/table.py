@@ -8,6 +8,8 @@ groups keeps them together.
 
 import csv
 import hashlib
+import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,8 +43,8 @@ class Table(ImageFolder):
 
     Raises:
         DataError: from ``prepare_data``: the table cannot be read or lacks a column, a row has no
-            path or label, a file is missing or listed twice, a split lacks or adds a class, or two
-            splits share a group.
+            path or label, a file is missing or listed twice, a split lacks or adds a class, two
+            splits share a group, or two labels are the same number (1 and 1.0).
 
     Example:
         >>> import csv
@@ -89,17 +91,23 @@ class Table(ImageFolder):
 
     def digest(self) -> str:
         """A hash of the table's rows to train and to validate with."""
-        listing, start = self._listing(), len(str(self.root))
+        listing, start = self._listing(), os.path.normpath(self.root.absolute())
         digest = hashlib.sha256()
         for split in ("train", "val"):
             if files := listing.splits.get(split):
                 rows = zip(files.paths, files.labels, files.groups or files.labels, strict=True)
-                digest.update(repr([(split, p[start:], *rest) for p, *rest in rows]).encode())
+                digest.update(
+                    repr([(split, p.removeprefix(start), *rest) for p, *rest in rows]).encode()
+                )
         return digest.hexdigest()
 
     def _scan(self) -> Tree:
         rows = _read(self.table)
         self._check_columns(rows[0])
+        root = self.root.absolute()
+        for row in rows:  # one name for each file: ./a.png is a.png
+            if path := row[self.path_column]:
+                row[self.path_column] = os.path.normpath(root / path)
         classes = _in_order({row[self.label_column] for row in rows})
         number = {name: label for label, name in enumerate(classes)}
         splits: dict[Split, Files] = {}
@@ -107,7 +115,7 @@ class Table(ImageFolder):
             groups = [row[self.group_column] for row in chosen] if self.group_column else []
             order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
             splits[split] = Files(
-                [str(self.root / row[self.path_column]) for row in chosen],
+                [row[self.path_column] for row in chosen],
                 [number[row[self.label_column]] for row in chosen],
                 [order[name] for name in groups] or None,
             )
@@ -200,10 +208,18 @@ class Table(ImageFolder):
 
 
 def _in_order(labels: set[str]) -> list[str]:
+    names = sorted(labels)  # first: a set has another order in each process
     try:
-        return sorted(labels, key=float)  # classes 0 to 10, not 0, 1, 10, 2
+        numbers = [float(name) for name in names]
     except ValueError:
-        return sorted(labels)
+        return names
+    if any(map(math.isnan, numbers)):
+        return names
+    found: dict[float, str] = {}
+    for number, name in zip(numbers, names, strict=True):
+        if (other := found.setdefault(number, name)) != name:
+            raise DataError(f"the labels {other!r} and {name!r} are one number: write one of them")
+    return [found[number] for number in sorted(found)]  # classes 0 to 10, not 0, 1, 10, 2
 
 
 def _read(table: Path) -> list[dict[str, str]]:
@@ -250,6 +266,7 @@ def _read_parquet(table: Path) -> list[dict[str, str]]:
     except ImportError:
         raise DataError(package_needed(f"{table.name} needs", "pyarrow")) from None
     return [
-        {name: "" if value is None else str(value).strip() for name, value in row.items()}
+        # NaN, too, is a missing value
+        {name: "" if v is None or v != v else str(v).strip() for name, v in row.items()}
         for row in parquet.read_table(table).to_pylist()
     ]

@@ -105,12 +105,40 @@ def test_resuming_needs_the_same_rows(tmp_path: Path) -> None:
         changed.setup("fit")
 
 
+def test_the_digest_follows_the_names_below_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cut off as many characters as the root's name has, also from other folders' names."""
+    rows = [_row(i) for i in range(8)]
+    (data := Table(_table(tmp_path, rows))).prepare_data()
+    monkeypatch.chdir(tmp_path)
+    assert Table("labels.csv").digest() == Table("./labels.csv").digest() == data.digest()
+    moved = [(str(tmp_path / name), *rest) for name, *rest in rows]
+    digests = set()
+    swapped = [(moved[1][0], *moved[0][1:]), (moved[0][0], *moved[1][1:]), *moved[2:]]
+    for names in (moved, swapped):
+        digests.add(Table(_table(tmp_path, names), root=tmp_path / ("x" * 200)).digest())
+    assert len(digests) == 2
+
+
+def test_labels_keep_their_numbers_in_every_process(tmp_path: Path) -> None:
+    """NaN is no number, so the order was that of a set, another in each process."""
+    rows = [(f"{i}.png", ("nan", "2", "1")[i % 3], "", "") for i in range(6)]
+    assert _ready(_table(tmp_path, rows)).classes == ["1", "2", "nan"]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
         ([_row(0), ("1.png", "", "", "")], {}, "line 3 of .* has nothing in column 'label'"),
         ([_row(0), ("1.jpg", "10", "", "")], {}, "1 file of 2 in .* do not exist.*set data.root"),
-        ([_row(0), _row(1), _row(0)], {}, "lists 0.png 2 times"),
+        ([_row(0), _row(1), _row(0)], {}, r"lists .*/0.png 2 times"),
+        ([_row(0), _row(1), ("./0.png", "9", "", "")], {}, r"lists .*/0.png 2 times"),
+        (
+            [("0.png", "1", "", ""), ("1.png", "1.0", "", ""), ("2.png", "2", "", "")],
+            {},
+            "the labels '1' and '1.0' are one number",
+        ),
         ([_row(0), _row(2)], {}, "only one class, '9'"),
         ([], {}, "has no rows"),
         ([_row(0)], {"label_column": "labels"}, "no column 'labels'; did you mean 'label'"),
@@ -124,7 +152,12 @@ def test_resuming_needs_the_same_rows(tmp_path: Path) -> None:
         (
             [_row(0), _row(1), ("0.png", "9", "test", "x")],
             {"split_column": "split"},
-            "image '0.png' of .* is in two splits",
+            "image '.*/0.png' of .* is in two splits",
+        ),
+        (
+            [_row(0), _row(1), (".//0.png", "9", "test", "x")],
+            {"split_column": "split"},
+            "image '.*/0.png' of .* is in two splits",
         ),
         ([_row(0), _row(1), ("2.png", "9")], {}, "line 4 has 2 values for 4 columns"),
         ([_row(i) for i in range(8)], {"group_column": "label", "folds": 2}, "leaves no image of"),
