@@ -294,7 +294,10 @@ class ImageData(pl.LightningDataModule, ABC):
             source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
         # now, not when a checkpoint is saved: the files may change in between
-        self.identity = {"train": len(source), "val": len(val), "digest": self.digest()}
+        digest = self.digest()
+        if self.folds > 1:  # other folds may have as many images
+            digest += f", fold {self.fold} of {self.folds}, seed {self.split_seed}"
+        self.identity = {"train": len(source), "val": len(val), "digest": digest}
 
     def _check_parts(self, source: ImageSet, rest: Tensor, held: Tensor) -> None:
         """Raise a DataError for an empty part, or a class without a training image."""

@@ -185,3 +185,11 @@ def test_folds_need_training_images_without_a_validation_split(tmp_path: Path) -
     rows = [*map(_row, range(8)), *(_row(i, "val") for i in (8, 9))]
     with pytest.raises(DataError, match=r"data.folds=2, but the set has a validation split"):
         _ready(_table(tmp_path, rows), split_column="split", folds=2)
+
+
+def test_resuming_needs_the_same_fold(tmp_path: Path) -> None:
+    table = _table(tmp_path, [_row(i) for i in range(40)])
+    other = Table(table, folds=2, fold=1)
+    other.load_state_dict(_ready(table, folds=2, fold=0).state_dict())
+    with pytest.raises(DataError, match="other names, sizes or labels"):
+        other.setup("fit")
