@@ -132,7 +132,7 @@ def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("irevnet13\n")
+    assert done.stdout.startswith("iresnet64\n")
     assert done.stdout.splitlines()[-2].split() == ["revnet38.small", "32"]
 
 
