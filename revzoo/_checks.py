@@ -19,6 +19,8 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+# in Lightning's order; SLURM's comes last because batch scripts set it too
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 log = logging.getLogger(__name__)
 
 
@@ -89,6 +91,14 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
 def cores() -> int:
     """The number of this machine's cores."""
     return os.cpu_count() or 1
+
+
+def is_first_process() -> bool:
+    """Whether this process writes files: rank 0 of node 0, or the only process."""
+    # from the environment: the run's folder is created before Lightning starts the processes
+    rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
+    # LOCAL_RANK counts from 0 on each node
+    return int(rank) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
 
 
 def at_most(most: int, name: str, value: int) -> int:

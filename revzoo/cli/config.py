@@ -447,7 +447,7 @@ def check_value(name: str, value: Any, option: Option) -> None:
     remedy = f"; {option.remedy}" if option.remedy else ""
     if option.choices and value is not None and value not in option.choices:
         null = "" if expected_type(None, option.type) else ", null"
-        listed = ", ".join(map(str, option.choices)) + null
+        listed = ", ".join(map(typed, option.choices)) + null
         hint = did_you_mean(value, option.choices)
         raise ConfigError(f"{name}={typed(value)}: expected one of {listed}{hint}")
     if expected := expected_type(value, option.type):
@@ -555,6 +555,11 @@ def _check_rules(config: Config) -> None:
         raise ConfigError(f"memory.fraction={part} is of the free memory: add memory=auto")
     if inverting is not None and mode not in PLANS:
         raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+    fold, folds = (config["data"].get(key, least) for key, least in (("fold", 0), ("folds", 1)))
+    if fold >= folds > 1:
+        raise ConfigError(f"data.fold={fold}: expected 0 to {folds - 1}, one of data.folds={folds}")
+    if fold >= folds:
+        raise ConfigError(f"data.fold={fold}, but the images have no folds: add data.folds=5, say")
     tuner = config.get("tuner") or {}
     if tuner and (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
         raise ConfigError(
@@ -645,7 +650,11 @@ def check_machine(config: Config) -> None:
 
 
 def check_root(data: Config) -> None:
-    """Check that the folder of an image folder exists."""
+    """Check that the folder of an image folder, or the table of images, exists."""
+    if data["_target_"] == "revzoo.data.Table":
+        table = Path(data["table"]).expanduser().absolute()
+        if not table.is_file():
+            raise ConfigError(f"table {table} does not exist: set data.table=FILE")
     if data["_target_"] == "revzoo.data.ImageFolder":
         root = Path(data["root"]).expanduser().absolute()
         if not root.is_dir():

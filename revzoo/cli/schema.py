@@ -407,7 +407,12 @@ TRAINER = section(
     overfit_batches=Option(int | float, 0.0, "number or fraction to overfit; 0.0: off", LEAST_0),
     log_every_n_steps=Option(int | None, None, "steps between two logged figures", LEAST_0),
     profiler=Option(str | None, None, "writes a time profile", choices=PROFILERS),
-    deterministic=Option(bool | str | None, None, "the same bits in each run, also on GPUs"),
+    deterministic=Option(
+        bool | str | None,
+        None,
+        "the same bits in each run, also on GPUs",
+        choices=(True, False, "warn"),
+    ),
     benchmark=Option(bool | None, None, "let cuDNN try its kernels and choose the fastest"),
     detect_anomaly=Option(bool, False, "find the operation that makes a NaN; slow"),
     sync_batchnorm=Option(bool, False, "statistics over all processes"),
@@ -627,9 +632,10 @@ _OURS = {
     "callbacks.ema.decay=0.999": "model_ema use_ema",
     "callbacks.ema.decay=@": "model_ema_decay",
     "callbacks.progress_bar=null": "trainer.enable_progress_bar",
-    "data.augment.mixup=0.2, or its crops, flip and cutmix: there are no others": (
-        "aa auto_augment color_jitter hflip reprob vflip"
-    ),
+    "data.augment.color=@": "color_jitter",
+    "data.augment.erasing=@": "reprob",
+    "data.augment.flip=true, which mirrors left and right": "hflip vflip",
+    "data.augment.policy=randaugment, trivialaugment or augmix": "aa auto_augment",
     "data.image_size=@": "img_size input_size",
     "data=imagefolder data.root=@": "data.data_dir data_dir data_path paths.data_dir",
     "debug=smoke": "fast_dev_run",

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Unpack
 
-from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
+from revzoo._checks import did_you_mean, number_of, package_needed, shortened
 from revzoo.data.errors import DataError
 from revzoo.data.folders import NAMES, Files, Tree, split_of
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
@@ -73,7 +73,8 @@ class Table(ImageFolder):
         **options: Unpack[ReadingOptions],
     ) -> None:
         self.table = Path(table).expanduser()
-        check_choice("table", self.table.suffix.lower(), KINDS)
+        if self.table.suffix.lower() not in KINDS:
+            raise ValueError(f"table={table}: expected one of {', '.join(KINDS)}")
         super().__init__(self.table.parent if root is None else root, **options)
         self.path_column, self.label_column = path_column, label_column
         self.split_column, self.group_column = split_column, group_column
@@ -190,7 +191,7 @@ class Table(ImageFolder):
         paths = [path for files in splits.values() for path in files.paths]
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
-                f"{number_of(len(missing), 'file')} of {len(paths)} in {self.table} do not exist: "
+                f"{self.table}: {len(missing)} of {number_of(len(paths), 'file')} missing: "
                 f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
                 "data.root, or correct the table"
             )

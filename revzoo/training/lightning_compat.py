@@ -24,14 +24,13 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import distributed
 from torch.optim.swa_utils import AveragedModel
 
+from revzoo._checks import is_first_process as is_first_process
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
 Kind = TypeVar("Kind", bound=pl.Callback)
 T = TypeVar("T")
 
 WAIT = 10.0  # seconds until a process that should end is killed
-# in Lightning's order; SLURM's comes last because batch scripts set it too
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # data in memory load fastest without workers
@@ -135,14 +134,6 @@ def average_of(callback: WeightAveraging) -> AveragedModel:
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer
-
-
-def is_first_process() -> bool:
-    """Whether this process writes files: rank 0 of node 0, or the only process."""
-    # from the environment: the run's folder is created before Lightning starts the processes
-    rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
-    # LOCAL_RANK counts from 0 on each node
-    return int(rank) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
 
 
 def started_together() -> int:

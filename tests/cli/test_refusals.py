@@ -41,10 +41,15 @@ WITHOUT_TORCH = {
     "train +logger.projekt=x": "no option 'logger.projekt'",
     "train logger.kind=tensorbord": "did you mean 'tensorboard'",
     "train --resume nowhere": "there is no",
+    "train hydra.run.dir=used": "already holds a run: resume it with --resume",
+    "train data=table data.table=nowhere.csv": "nowhere.csv does not exist: set data.table=FILE",
+    "train data.fold=2": "the images have no folds: add data.folds=5",
+    "train data.folds=3 data.fold=3": "expected 0 to 2, one of data.folds=3",
+    "train trainer.deterministic=maybe": "expected one of true, false, warn, null",
     "train data=imagefolder data.root=nowhere": "nowhere does not exist: set data.root=DIR",
     # names of other programs
-    "train aa=rand-m9": "use data.augment",
-    "train data.augment.color_jitter=0.4": "use data.augment",
+    "train aa=rand-m9": "use data.augment.policy=randaugment",
+    "train data.augment.color_jitter=0.4": "use data.augment.color=0.4",
     "train clip_grad=1": "trainer.gradient_clip_val",
     "train ckpt_path=x": "--resume RUN",
     "train optim.schedule=cosine": "optim.schedule.name=cosine",
@@ -58,6 +63,7 @@ WITHOUT_TORCH = {
     "train --lr 0.1": "did you mean 'optim.lr'",
     "eval ckpt=revnet38.cifar10 split=train": "split=train: expected one of test, val",
     "eval data=cifar10": "ckpt is needed",
+    "predict revnet38.cifar10 empty": "no images in empty: the folder is empty",
     "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
     "eval ckpt=nowhere.ckpt": "no weights, file or folder 'nowhere.ckpt'",
 }
@@ -88,6 +94,9 @@ for line in sys.argv[2:]:
 )
 def test_slow_libraries_are_not_imported(lines: dict[str, str], slow: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, slow, *lines]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "config.yaml").touch()
     wide = os.environ | {"COLUMNS": "1000"}  # an answer is one line
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=tmp_path, env=wide, check=False

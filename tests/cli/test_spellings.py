@@ -31,7 +31,13 @@ def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not() -> No
         command = ours.partition(",")[0].partition(" for ")[0].replace("'", "")
         words = [command] if "{" in command else command.split()
         fitting = {"callbacks.ema.decay=@": "0.9", "optim.label_smoothing=@": "0.1"} | VALUES
-        fitting |= dict.fromkeys(("model.drop_rate=@", "model.drop_path_rate=@"), "0.1")
+        parts = (
+            "model.drop_rate",
+            "model.drop_path_rate",
+            "data.augment.color",
+            "data.augment.erasing",
+        )
+        fitting |= dict.fromkeys([f"{part}=@" for part in parts], "0.1")
         words = [word.replace("@", fitting.get(word, "3")) for word in words]
         words = [word.replace("accelerator=3", "accelerator=cpu") for word in words]
         words = [re.sub("(_path|root|project)=3", r"\1=a", word) for word in words]

@@ -206,7 +206,8 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
         return
     # images of another data set were not training images
     same = _place(data) == _place(recorded)
-    differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != recorded.get(k)]
+    held_back = ("val_fraction", "split_seed", "folds", "fold", "group_column")
+    differing = [k for k in held_back if k in recorded and data.get(k) != recorded[k]]
     if same and differing:
         expected, got = (
             " ".join(f"data.{key}={d.get(key)}" for key in differing) for d in (recorded, data)
@@ -218,6 +219,6 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
 
 
 def _place(data: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The kind of a data set and its folder; one folder has many spellings."""
-    root = data.get("root")
+    """The kind of a data set, and its table or folder; one folder has many spellings."""
+    root = data.get("table") or data.get("root")
     return data.get("_target_"), root and os.path.realpath(Path(root).expanduser())

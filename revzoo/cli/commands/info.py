@@ -74,7 +74,8 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
         if entry is None:
             check_name(name, table)
     for key, value in entry.plain().items() if entry else ():
-        _print(key, value)
+        if key != "parameters":  # in millions; their exact number follows
+            _print(key, value)
     with status_of("loading torch"):
         from revzoo.models import create_model
 

@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
     for path in args.images:
         if not Path(path).exists():
             raise ConfigError(f"there is no image or folder {path}")
+        if Path(path).is_dir() and not any(Path(path).iterdir()):
+            raise ConfigError(f"no images in {path}: the folder is empty")
     source = resolve_source(source)
     with status_of("loading torch and Lightning"):
         import torch

@@ -12,7 +12,7 @@ revzoo options GROUP shows every option of a group with its comment; try revzoo 
 
 revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only these may
 change: memory=MODE, with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR;
-trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; and precision=NAME with
+trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; and precision=NAME with
 --allow-precision-change.
 
 NOTE [ The order of checks ]
@@ -84,6 +84,10 @@ def run(args: argparse.Namespace) -> None:
         _print(parts[args.cfg], args)
         return
     check_root(config["data"])
+    from revzoo.cli.run.folder import check_unused, dir_of, is_timed
+
+    if not is_timed(whole.hydra.run):  # a name with the time is new
+        check_unused(dir_of(whole.hydra.run))
     with status_of("loading torch and Lightning"):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import begin

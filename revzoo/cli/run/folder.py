@@ -27,7 +27,9 @@ from typing import IO, Any
 
 from hydra.core.override_parser.types import QuotedString
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from revzoo._checks import is_first_process
 from revzoo._files import write_atomically
 from revzoo._version import __version__
 from revzoo.cli.config import check, compose, parse, quoted_if_needed, read_yaml
@@ -82,6 +84,25 @@ def new_folder(folder: Path) -> Path:
     return path
 
 
+def dir_of(section: DictConfig) -> Path:
+    """The folder of ``hydra.run``."""
+    try:
+        return Path(str(section.dir))
+    except OmegaConfBaseException as error:  # a reference to a missing key
+        raise ConfigError(one_line(error)) from None
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse the folder of another run."""
+    run_dir = run_dir.absolute()
+    # further processes would find the file that the first has just written
+    if is_first_process() and (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose "
+            "another hydra.run.dir"
+        )
+
+
 def discard_folder(run_dir: Path) -> None:
     """Remove the files of a run that could not start, then empty folders."""
     for name in (LOG_FILE, LOCK_FILE):
@@ -111,8 +132,6 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         SystemExit: another program holds it; the message names the process.
     """
-    from revzoo.training.lightning_compat import is_first_process
-
     with ExitStack() as stack:
         if is_first_process():
             # "a+" creates the file and does not empty it: it names a holder
@@ -323,9 +342,19 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
         return dict(data)
     if "root" not in data:
         raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
+    return {**data, "root": _absolute(root)}
+
+
+def located(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``data`` with absolute paths: its run may resume in another folder."""
+    paths = ["root", "table"] if data["_target_"] == "revzoo.data.Table" else ["root"]
+    found = {key: _absolute(data[key]) for key in paths if isinstance(data.get(key), str)}
+    return {**data, **found}
+
+
+def _absolute(path: str) -> str:
     # a user's data set may read from an address
-    path = root if "://" in root else str(Path(root).expanduser().absolute())
-    return {**data, "root": path}
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def resumed_config(

@@ -21,7 +21,6 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo._checks import at_most, cores
@@ -38,7 +37,7 @@ from revzoo.cli.run.build import (
     model_spec,
 )
 from revzoo.cli.schema import MODES
-from revzoo.cli.terminal import USER_ERRORS, ConfigError, one_line, short_path, user_errors
+from revzoo.cli.terminal import USER_ERRORS, short_path, user_errors
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
@@ -100,13 +99,8 @@ def begin(
     If the run cannot start, its folder is removed. ``whole`` is ``config`` with Hydra's section.
     """
     check_started_together(overrides, several=False)
-    try:
-        path = Path(str(whole.hydra.run.dir))
-    except OmegaConfBaseException as error:  # a reference to a missing key
-        raise ConfigError(one_line(error)) from None
-    if isinstance(root := config["data"].get("root"), str):
-        # the run may resume in another working directory
-        config = {**config, "data": folder.moved(config["data"], root)}
+    path = folder.dir_of(whole.hydra.run)
+    config = {**config, "data": folder.located(config["data"])}
     if folder.is_timed(whole.hydra.run):
         path = folder.new_folder(path)
         # Lightning repeats the command line in further processes, which need the same folder
@@ -115,12 +109,7 @@ def begin(
     run_dir.mkdir(parents=True, exist_ok=True)
     # no other program can begin a run in a locked folder
     with folder.locked(run_dir):
-        # the others would see the file that process 0 has just written
-        if is_first_process() and (run_dir / folder.CONFIG_FILE).exists():
-            raise ConfigError(
-                f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose "
-                "another hydra.run.dir"
-            )
+        folder.check_unused(run_dir)
         ours = [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
         try:
             with console.logged_to(run_dir / folder.LOG_FILE):

@@ -160,10 +160,13 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
             assert probability == pytest.approx(float(expected[int(name)]), rel=1e-4)
 
 
-def test_a_validation_split_with_training_images_is_refused(run: Any) -> None:
-    given = config(f"ckpt={run[0]}", "split=val", "data=digits", "data.val_fraction=0.2")
-    with pytest.raises(ConfigError, match=r"has data\.val_fraction=0\.1; give data\.val_fr"):
-        evaluate(given)
+@pytest.mark.parametrize(("option", "own"), [("val_fraction=0.2", "0.1"), ("folds=5", "1")])
+def test_a_validation_split_with_training_images_is_refused(
+    option: str, own: str, run: Any
+) -> None:
+    expected = f"data.{option.partition('=')[0]}={own}"
+    with pytest.raises(ConfigError, match=f"has {expected}; give {expected}"):
+        evaluate(config(f"ckpt={run[0]}", "split=val", "data=digits", f"data.{option}"))
 
 
 def test_any_validation_split_of_other_data_is_allowed(

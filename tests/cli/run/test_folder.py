@@ -17,6 +17,7 @@ from revzoo.cli.run import train
 from revzoo.cli.run.folder import (
     LOCK_FILE,
     check_changes,
+    located,
     locked,
     new_folder,
     resumed_config,
@@ -111,6 +112,16 @@ def test_the_limits_of_a_plan_may_change_and_its_mode_stays(tmp_path: Path) -> N
     assert resumed_config(tmp_path, share)["memory"]["fraction"] == 0.3
     with pytest.raises(ConfigError, match="of the free memory: add memory=auto"):
         resumed_config(tmp_path, ["memory.fraction=0.3"])
+
+
+def test_the_paths_of_the_data_are_recorded_for_a_resume_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = {"_target_": "revzoo.data.Table", "table": "a.csv", "root": None}
+    assert located(table) == table | {"table": str(tmp_path / "a.csv")}
+    flowers = {"_target_": "flowers", "table": "a", "root": "b"}  # of a plugin: a name, perhaps
+    assert located(flowers) == flowers | {"root": str(tmp_path / "b")}
 
 
 def test_a_second_program_names_the_holder_until_it_ends(tmp_path: Path) -> None:
