@@ -198,6 +198,13 @@ def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert "training, invert" not in output
 
 
+@pytest.mark.timeout(60)
+def test_info_runs_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of eight volumes took minutes, and more memory than most machines have."""
+    main(["info", "revunet3d"])
+    assert "forward, 3x128x128x128  784,481.6 MFLOP per image" in capsys.readouterr().out
+
+
 def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83' among"):
         main(["info", "revnet83"])

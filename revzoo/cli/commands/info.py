@@ -32,8 +32,6 @@ from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.source import SAVED, checkpoint_of, find_entry, resolve_source
 
 if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the weights
-    import torch
-
     from revzoo.models.network import ImageNetwork
 
 
@@ -51,13 +49,9 @@ def run(args: argparse.Namespace) -> None:
     check_count("--batch-size", args.batch_size)
     checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
     model, side = _restored(checkpoint, args) if checkpoint else _created(args)
-    import torch
-
-    torch.manual_seed(0)
     size = side if args.image_size is None else args.image_size
     check_side(model, size)
-    images = torch.randn(model.batch_shape(args.batch_size, size))
-    for key, value in _costs(model, images):
+    for key, value in _costs(model, model.batch_shape(args.batch_size, size)):
         _print(key, value)
 
 
@@ -99,15 +93,18 @@ def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork,
     return restored.network, facts["input_size"][-1]
 
 
-def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
+def _costs(model: ImageNetwork, batch: tuple[int, ...]) -> Iterator[tuple[str, str]]:
     from revzoo.core.modes import DEVICE_MODES, set_memory
+    from revzoo.core.twins import fake_twin, images_for
     from revzoo.profiling.audit import audit
     from revzoo.profiling.count import forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
-    shape = "x".join(map(str, images.shape[1:]))
+    shape = "x".join(map(str, batch[1:]))
+    # without data: a step of a network for volumes takes minutes, and tens of gigabytes
     with status_of("counting operations"):
-        flops = forward_flops(model, images) / 1e6
+        twin = fake_twin(model)
+        flops = forward_flops(twin, images_for(twin, batch)) / 1e6
     yield f"forward, {shape}", f"{flops:,.1f} MFLOP per image"
     for mode in DEVICE_MODES:
         try:
@@ -115,8 +112,8 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
         except ValueError:
             continue  # the model has no steps for this mode
         with status_of(f"counting activations of a training step, memory={mode}"):
-            peak = audit(model, images.shape, modes=[], real=True).activation_bytes
-        size = peak // len(images) / 1024
+            peak = audit(model, batch, modes=[]).activation_bytes
+        size = peak // batch[0] / 1024
         yield f"training, {mode}", f"{size:,.0f} KiB of activations per image at the peak"
 
 
