@@ -30,7 +30,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -312,9 +312,15 @@ _with_triton = {"cuda"}  # device types
 _TAKEN = (torch.int32, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def triton_for(words: Tensor) -> Any:
+    """The module of Triton's kernels if they compute ``words``; None if torch's do."""
+    on_gpu = words.device.type in _with_triton
+    return _triton_kernels(words.device) if on_gpu and has_values(words) else None
+
+
 @functools.cache
-def _triton_kernels(device: torch.device) -> Mapping[Callable[..., Any], Callable[..., Any]]:
-    """Triton's kernels in place of those above; none if Triton does not work on the device."""
+def _triton_kernels(device: torch.device) -> Any:
+    """:mod:`revzoo.core.triton_kernels`; None if Triton does not work on the device."""
     try:
         from revzoo.core import triton_kernels as ours
 
@@ -327,24 +333,19 @@ def _triton_kernels(device: torch.device) -> Mapping[Callable[..., Any], Callabl
             RuntimeWarning,
             stacklevel=2,
         )
-        return {}
-    return {
-        quantise: ours.quantise,
-        read: ours.read,
-        subtract: ours.subtract,
-        add_and_read: ours.add_and_read,
-    }
+        return None
+    return ours
 
 
 def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """What each sample reached, and its ``down``, from what Triton's kernel returned."""
     from revzoo.core import triton_kernels as ours
 
-    with _on_device(peaks):
+    with on_device(peaks):
         return ours.judge(peaks, down, unit, limit)
 
 
-def _on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which Triton launches on the device of ``t``."""
     return torch.cuda.device_of(t)  # type: ignore[no-untyped-call]
 
@@ -364,11 +365,11 @@ def in_chunks(
     if backend is None and tensors[0].numel() <= _CHUNK and not on_gpu:
         return fn(*tensors, *figures)
     words = next(t for t in tensors if not t.is_floating_point())
-    if on_gpu and words.dtype == torch.int32 and has_values(words):
-        kernel = _triton_kernels(words.device).get(fn)
+    if on_gpu and words.dtype == torch.int32:
+        kernel = getattr(triton_for(words), fn.__name__, None)
         flat = None if kernel is None else _as_rows(tensors, figures[0].numel())
         if kernel is not None and flat is not None and all(t.dtype in _TAKEN for t in flat):
-            with _on_device(words):
+            with on_device(words):
                 peaks: Tensor | None = kernel(*flat, *[f.flatten() for f in figures])
             return peaks
     compiles = backend is not None and fn in _COMPILABLE and has_values(words)

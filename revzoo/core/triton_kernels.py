@@ -8,8 +8,9 @@ Results are equal bit for bit: each operation is exact, or rounds once. Only a s
 beyond the range differs: here just that value reads as NaN, and the whole sample from the next sum
 on.
 
-Tensors are rows ``(B, n)`` of equal strides: a program handles ``_BLOCK`` values of one row, whose
-figures (``up``, ``down``) have index ``row * step``; with one scale for all, there is one row.
+Tensors of a sum are rows ``(B, n)`` of equal strides: a program handles ``_BLOCK`` values of one
+row, whose figures (``up``, ``down``) have index ``row * step``; with one scale for all, there is
+one row. Bits are packed in the order of elements, whatever the layout in memory.
 """
 
 from __future__ import annotations
@@ -101,6 +102,68 @@ def _judge(peaks, down, unit, limit, reached, ended, count, BLOCK: tl.constexpr)
     tl.store(ended + at, tl.where(stays, now, float("nan")), mask=mask)
 
 
+@triton.jit
+def _place_of(i, channels, size, MIXED: tl.constexpr):
+    """The place in memory of element ``i``; ``MIXED``: ``(B, size, channels)`` there."""
+    if not MIXED:
+        return i
+    sample = i // (channels * size) * (channels * size)
+    within = i % (channels * size)
+    return sample + within % size * channels + within // size
+
+
+# One program handles bytes; word ``k * count + i`` has slot ``k`` of byte ``i``.
+
+
+@triton.jit
+def _pack_bits(
+    words,
+    shifted,
+    packed,
+    n,
+    count,
+    channels,
+    size,
+    BITS: tl.constexpr,
+    SLOT: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    byte = tl.zeros((BLOCK,), tl.int32)
+    for k in tl.static_range(8 // SLOT):
+        mask = (i < count) & (k * count + i < n)
+        at = _place_of(k * count + i, channels, size, MIXED)
+        w = tl.load(words + at, mask=mask, other=0)
+        byte |= (w & (2**BITS - 1)).to(tl.int32) << (SLOT * k)
+        tl.store(shifted + at, (w >> BITS).to(shifted.dtype.element_ty), mask=mask)
+    tl.store(packed + i, byte.to(tl.uint8), mask=i < count)
+
+
+@triton.jit
+def _unpack_bits(
+    packed,
+    shifted,
+    words,
+    n,
+    count,
+    channels,
+    size,
+    BITS: tl.constexpr,
+    SLOT: tl.constexpr,
+    MIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    byte = tl.load(packed + i, mask=i < count, other=0).to(tl.int32)
+    for k in tl.static_range(8 // SLOT):
+        mask = (i < count) & (k * count + i < n)
+        at = _place_of(k * count + i, channels, size, MIXED)
+        w = tl.load(shifted + at, mask=mask, other=0) << BITS
+        low = (byte >> (SLOT * k)) & (2**BITS - 1)
+        tl.store(words + at, (w | low).to(words.dtype.element_ty), mask=mask)
+
+
 def quantise(value: Tensor, words: Tensor, up: Tensor) -> Tensor:
     """The words of ``value``. Returns the largest magnitudes of value and words, ``(2, B)``."""
     count, n = words.shape
@@ -144,6 +207,40 @@ def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tens
     blocks = (triton.cdiv(count, _BLOCK),)
     _judge[blocks](peaks, down, unit, limit, reached, ended, count, BLOCK=_BLOCK)
     return reached, ended
+
+
+def pack_bits(words: Tensor, bits: int, slot: int) -> tuple[Tensor, Tensor]:
+    """The low ``bits`` of each word, in slots of a byte, and ``words >> bits``."""
+    shifted = torch.empty_like(words)
+    packed = words.new_empty(triton.cdiv(words.numel(), 8 // slot), dtype=torch.uint8)
+    _launch_bits(_pack_bits, (words, shifted, packed), packed, words, bits, slot)
+    return packed, shifted
+
+
+def unpack_bits(packed: Tensor, shifted: Tensor, bits: int, slot: int) -> Tensor:
+    """The words that :func:`pack_bits` got."""
+    words = torch.empty_like(shifted)
+    _launch_bits(_unpack_bits, (packed, shifted, words), packed, shifted, bits, slot)
+    return words
+
+
+def _launch_bits(kernel, tensors, packed, words, bits, slot) -> None:
+    channels, size = layout_of(words)
+    n, count = words.numel(), len(packed)
+    options = {"BITS": bits, "SLOT": slot, "MIXED": channels > 1, "BLOCK": _BLOCK}
+    kernel[(triton.cdiv(count, _BLOCK),)](*tensors, n, count, channels, size, **options)
+
+
+def layout_of(words: Tensor) -> tuple[int, int] | None:
+    """The channels and size of words in channels-last memory, 1 and 1 of contiguous ones.
+
+    None of others, whose bits these kernels do not pack.
+    """
+    if words.is_contiguous():
+        return 1, 1
+    if words.dim() > 2 and words.movedim(1, -1).is_contiguous():
+        return words.shape[1], words.shape[2:].numel()
+    return None
 
 
 def _grid(words: Tensor) -> tuple[int]:

@@ -59,7 +59,7 @@ def multiply(words: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
         for bit, channels in enumerate(_planes(counts)):
             channels = channels.to(words.device)
             save_for_replay(channels)
-            save_for_replay(pack_bits(_of(channels, dropped) >> bit, 1))
+            save_for_replay(pack_bits(_of(channels, dropped) >> bit, 1)[0])
     return product, counts is not None and min(counts) > 1
 
 
@@ -73,12 +73,10 @@ def divide(product: Tensor, scale: Tensor, saved: Sequence[Tensor]) -> Tensor:
     """
     ratio = _Ratio.of(scale)
     dropped = torch.zeros_like(product, dtype=torch.int16)
-    for bit, (channels, packed) in enumerate(zip(saved[::2], saved[1::2], strict=True)):
-        plane = unpack_bits(packed, _of(channels, product), 1).to(torch.int16) << bit
-        if len(channels):
-            dropped.index_add_(1, channels, plane)
-        else:
-            dropped += plane
+    # from the highest bit on, whose channels all lower ones have, too
+    for channels, packed in zip(saved[-2::-2], saved[::-2], strict=True):
+        restored = unpack_bits(packed, _of(channels, dropped), 1)
+        dropped = dropped.index_copy_(1, channels, restored) if len(channels) else restored
     words = torch.empty_like(product)
     for rows in _chunks(product):
         words[rows] = ratio.over(product[rows].long(), dropped[rows])

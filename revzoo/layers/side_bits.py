@@ -54,7 +54,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from revzoo.core.conditions import is_replaying
 from revzoo.core.guard import range_failure
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, name_of
-from revzoo.core.kernels import Scale, free_to_read
+from revzoo.core.kernels import Scale, free_to_read, on_device, triton_for
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
 from revzoo.core.saved import innermost_hooks, save_for_replay, saving_for_replay
@@ -201,10 +201,10 @@ class SideBits(Invertible):
         value, *rest = self._evaluate(x, **context)
         known = fixed_of(before[0]) if before else None
         if _alike(value, x):
-            y = self._following(before, x, value, known)
+            y, packed = self._following(before, x, value, known)
             if self._fits(y):
-                if known is not None:
-                    save_for_replay(pack_bits(known.words, self.bits))
+                if packed is not None:
+                    save_for_replay(packed)
                 self.extras = len(rest)
                 return x, y, *rest
         if before:  # the run ends here: keep its last state
@@ -215,19 +215,20 @@ class SideBits(Invertible):
 
     def _following(
         self, before: Sequence[Tensor], x: Tensor, value: Tensor, known: Fixed | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next state, and the packed bits that it drops; None without words."""
         b = 2.0**-self.bits
         fixed = words_in(self, x)
         if not before:
             if fixed is not None:
-                return put_on_grid_of(fixed, value, self)
+                return put_on_grid_of(fixed, value, self), None
             # a block may return its input, but a run identifies its states by their tensors
-            return value.clone() if value is x else value.to(x.dtype)
+            return value.clone() if value is x else value.to(x.dtype), None
         if fixed is None or known is None:
-            return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
-        # an arithmetic shift: it rounds down, also below zero, and side bits add the rest
-        shifted = known.with_words(known.words >> self.bits)
-        return add(b * before[0], self._difference(x, value, known), shifted, self)
+            return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype), None
+        packed, words = pack_bits(known.words, self.bits)
+        shifted = known.with_words(words)
+        return add(b * before[0], self._difference(x, value, known), shifted, self), packed
 
     def _difference(self, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
         """``(1 + b) value - 2 b x`` in the precision of the words."""
@@ -238,9 +239,7 @@ class SideBits(Invertible):
     def _undone(self, y: Fixed, x: Tensor, value: Tensor, side: Tensor) -> Fixed:
         """The stream before the last; ``side`` are the low bits of its words."""
         shifted = y.minus(self._difference(x, value, y), y.down)
-        # the shift has left zeros in the low bits, where the dropped bits go
-        words = shifted.words << self.bits
-        return shifted.with_words(words | unpack_bits(side, words, self.bits))
+        return shifted.with_words(unpack_bits(side, shifted.words, self.bits))
 
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
@@ -343,9 +342,16 @@ def _sizes(t: Tensor) -> Any:
     return [part.shape for part in t.unbind()] if nested else t.shape
 
 
-def pack_bits(words: Tensor, bits: int) -> Tensor:
-    """The low ``bits`` of each word; a byte holds as many words as fit."""
+def pack_bits(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The low ``bits`` of each word, and ``words >> bits``; a byte holds as many words as fit.
+
+    An arithmetic shift rounds down, also below zero.
+    """
     slot = _slot_bits(bits)
+    if (ours := _triton_for(words)) is not None:
+        with on_device(words):
+            packed, shifted = ours.pack_bits(words, bits, slot)
+        return packed, shifted
     # a narrowing cast keeps the low bits, even of negative words (two's complement)
     low = words.to(torch.uint8).flatten()  # the low byte
     if rest := -len(low) % (8 // slot):
@@ -356,17 +362,26 @@ def pack_bits(words: Tensor, bits: int) -> Tensor:
     for k, part in enumerate(parts, 1):
         packed |= part.bitwise_left_shift_(slot * k)
     # a copy, since a view would keep all rows in memory
-    return packed.clone() if parts else packed
+    return packed.clone() if parts else packed, words >> bits
 
 
-def unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
-    """The result of :func:`pack_bits` as one byte for each of the ``words``, in their shape."""
+def unpack_bits(packed: Tensor, shifted: Tensor, bits: int) -> Tensor:
+    """The words that :func:`pack_bits` got: ``shifted << bits``, with the low bits."""
     slot = _slot_bits(bits)
+    if (ours := _triton_for(shifted)) is not None:
+        with on_device(shifted):
+            restored: Tensor = ours.unpack_bits(packed, shifted, bits, slot)
+        return restored
     parts = packed.new_empty(8 // slot, len(packed))
     for k, part in enumerate(parts):
         torch.bitwise_right_shift(packed, slot * k, out=part)
     parts &= 2**bits - 1
-    return parts.flatten()[: words.numel()].view(words.shape)
+    return (shifted << bits).bitwise_or_(parts.flatten()[: shifted.numel()].view(shifted.shape))
+
+
+def _triton_for(words: Tensor) -> Any:
+    ours = triton_for(words)
+    return None if ours is None or ours.layout_of(words) is None else ours
 
 
 def _slot_bits(bits: int) -> int:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import revzoo.core
-from revzoo import AdditiveCoupling, ReversibleSequence
+from revzoo import AdditiveCoupling, ReversibleSequence, make_reversible
 from revzoo.core import kernels as torchs
 from revzoo.core.kernels import magnitudes
+from revzoo.layers.side_bits import pack_bits, unpack_bits
 
 pytest.importorskip("triton")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -30,7 +31,7 @@ def test_under_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stdout
-    assert "27 passed" in run.stdout, run.stdout
+    assert "81 passed" in run.stdout, run.stdout
 
 
 @pytest.fixture
@@ -178,13 +179,70 @@ def test_a_network_computes_the_same(in_place_of_torchs, monkeypatch, grid, layo
         return [y, x.grad, *(p.grad for p in net.parameters())]
 
     calls = []
-    launch = torchs._triton_kernels(device())
-    for fn, kernel in list(launch.items()):
-        launch[fn] = lambda *a, fn=fn, kernel=kernel: (calls.append(fn.__name__), kernel(*a))[1]
+    for name in ("quantise", "read", "subtract", "add_and_read"):
+        kernel = getattr(torchs._triton_kernels(device()), name)
+        launch = lambda *a, name=name, kernel=kernel: (calls.append(name), kernel(*a))[1]  # noqa: E731
+        monkeypatch.setattr(torchs._triton_kernels(device()), name, launch)
     found = train(True)
     # two streams enter; each of four couplings adds in forward, reads and subtracts in its replay
     expected = {"quantise": 2, "read": 2 + 4, "add_and_read": 4, "subtract": 4}
     assert Counter(calls) == expected
+    for a, b in zip(found, train(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def words_of(shape, dtype, layout):
+    info, generator = torch.iinfo(dtype), torch.Generator().manual_seed(0)
+    words = torch.randint(info.min, info.max, shape, generator=generator, dtype=dtype)
+    return {
+        "contiguous": lambda: words,
+        "channels last": lambda: words.movedim(1, -1).contiguous().movedim(-1, 1),
+        "transposed": lambda: words.transpose(0, -1),
+        "with gaps": lambda: words.repeat_interleave(2, 1)[:, ::2],
+    }[layout]().to(device())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed", "with gaps"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5, 7), (3, 7, 11, 13), (2, 3, 4, 4, 5)])
+def test_side_bits_equal_torchs(in_place_of_torchs, monkeypatch, shape, dtype, layout):
+    words = words_of(shape, dtype, layout)
+    for bits in range(1, 9):
+        packed, shifted = pack_bits(words, bits)
+        restored = unpack_bits(packed, shifted, bits)
+        with monkeypatch.context() as patch:
+            patch.setattr(torchs, "_with_triton", set())
+            expected = pack_bits(words, bits)
+            assert torch.equal(unpack_bits(packed, shifted, bits), words)
+        assert torch.equal(packed, expected[0])
+        assert torch.equal(shifted, expected[1])
+        assert torch.equal(restored, words)
+        assert restored.dtype == words.dtype
+        assert restored.is_contiguous() == expected[1].is_contiguous()
+
+
+@pytest.mark.parametrize("bits", [1, 3, 8])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_run_with_side_bits_computes_the_same(in_place_of_torchs, monkeypatch, layout, bits):
+    calls = []
+
+    def train(with_triton):
+        monkeypatch.setattr(torchs, "_with_triton", {"cpu", "cuda"} if with_triton else set())
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
+        net = make_reversible(nn.Sequential(*map(revzoo.Residual, layers)), bits).to(device())
+        x = torch.randn(3, 3, 5, 5).to(device(), memory_format=layout).requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+        return [y, x.grad, *(p.grad for p in net.parameters())]
+
+    for name in ("pack_bits", "unpack_bits"):
+        kernel = getattr(torchs._triton_kernels(device()), name)
+        launch = lambda *a, name=name, kernel=kernel: (calls.append(name), kernel(*a))[1]  # noqa: E731
+        monkeypatch.setattr(torchs._triton_kernels(device()), name, launch)
+    found = train(True)
+    # the first block begins the run and drops nothing
+    assert Counter(calls) == {"pack_bits": 3, "unpack_bits": 3}
     for a, b in zip(found, train(False), strict=True):
         assert torch.equal(a, b)
 
@@ -194,7 +252,7 @@ def test_without_triton_torchs_kernels_run(monkeypatch):
     monkeypatch.delattr(revzoo.core, "triton_kernels", raising=False)
     torchs._triton_kernels.cache_clear()
     with pytest.warns(RuntimeWarning, match="Triton does not work here"):
-        assert torchs._triton_kernels(device()) == {}
+        assert torchs._triton_kernels(device()) is None
     torchs._triton_kernels.cache_clear()
 
 
@@ -214,6 +272,15 @@ for fn in (ours._quantise, ours._subtract, ours._read, ours._add_and_read, ours.
             signature["peaks"] = "*fp32"
         source = ASTSource(fn, signature=signature, constexprs={"BLOCK": 1024})
         assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+for fn in (ours._pack_bits, ours._unpack_bits):
+    for dtype in ("i16", "i32", "i64"):
+        for bits, slot in ((1, 1), (3, 4), (4, 4), (8, 8)):
+            signature = dict.fromkeys(fn.arg_names, "constexpr")
+            signature |= {"words": "*" + dtype, "shifted": "*" + dtype, "packed": "*u8"}
+            signature |= dict.fromkeys(("n", "count", "channels", "size"), "i32")
+            options = {"BITS": bits, "SLOT": slot, "MIXED": bits == 3, "BLOCK": 1024}
+            source = ASTSource(fn, signature=signature, constexprs=options)
+            assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
 print("compiled")
 """
 

@@ -631,7 +631,8 @@ def test_what_has_no_run():
 def test_bits_are_packed_and_come_back(bits):
     words = torch.randint(-(2**30), 2**30, (3, 5, 7), dtype=torch.int32)
     x, value = torch.randn(2, 3, 5, 7)
-    packed = pack_bits(words, bits)
+    packed, shifted = pack_bits(words, bits)
+    assert torch.equal(shifted, words >> bits)
     assert len(packed) == -(-words.numel() // {1: 8, 3: 2, 4: 2, 5: 1, 8: 1}[bits])
     q = (((1 + 2.0**-bits) * value - 2 * 2.0**-bits * x) * 2**23).round().to(torch.int32)
     scale = Scale(torch.tensor([2.0**-23]), torch.ones(1), Growth(), torch.int32, 23)
