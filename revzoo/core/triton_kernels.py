@@ -225,7 +225,9 @@ def unpack_bits(packed: Tensor, shifted: Tensor, bits: int, slot: int) -> Tensor
 
 
 def _launch_bits(kernel, tensors, packed, words, bits, slot) -> None:
-    channels, size = layout_of(words)
+    layout = layout_of(words)
+    assert layout is not None
+    channels, size = layout
     n, count = words.numel(), len(packed)
     options = {"BITS": bits, "SLOT": slot, "MIXED": channels > 1, "BLOCK": _BLOCK}
     kernel[(triton.cdiv(count, _BLOCK),)](*tensors, n, count, channels, size, **options)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial, partialmethod
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from cuda_graphs import use
 from small_task import TINY, loader, trainer
@@ -18,6 +19,7 @@ from revzoo.core import conditions, guard, kernels, tape
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import cuda_graph
 from revzoo.training.graphed_step import captured
+from revzoo.training.step_retry import FiniteLoss
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -177,6 +179,38 @@ def test_a_training_step_in_a_graph_reads_no_value(mode, optim, monkeypatch, tmp
     callbacks = [*build_callbacks({"ema": {}}, run_dir=tmp_path), cuda_graph.CudaGraph()]
     trainer(tmp_path, callbacks=callbacks, gradient_clip_val=0.1).fit(module, loader())
     assert watched[3:] == 5 * [True]
+
+
+class Fused(pl.Callback):
+    """The fused optimiser is one operation; others count on the host, also on a GPU."""
+
+    def on_train_start(self, trainer, pl_module):
+        for group in trainer.optimizers[0].param_groups:
+            group |= {"fused": True} if "fused" in group else {}
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("mode", ["store", "recompute", "offload", "invert", "exact"])
+def test_a_training_step_without_a_graph_reads_no_value(mode, optim, monkeypatch, tmp_path):
+    """Apart from the guard, and from the check of the loss, which on a GPU reads in few steps."""
+    monkeypatch.setattr(FiniteLoss, "_read", lambda *args: None)
+    monkeypatch.setattr(kernels, "_FREE_TO_READ", set())
+    watched = []
+    plain = pl.LightningModule.optimizer_step
+
+    def optimizer_step(module, *args, **kwargs):  # forward, backward, clipping and metrics, too
+        watched.append(module.trainer.global_step)
+        # the first steps find how far values grow, and make the optimiser's state
+        with _Watch() if len(watched) > 2 else nullcontext():
+            return plain(module, *args, **kwargs)
+
+    monkeypatch.setattr(pl.LightningModule, "optimizer_step", optimizer_step)
+    recipe = {"name": optim, "lr": 0.1, "sgd_lr": 0.1 if optim == "muon" else None}
+    module = Classifier({**TINY, "memory": mode}, optim={**recipe, "label_smoothing": 0.1})
+    revzoo.set_drift_limit(module, None)
+    callbacks = [*build_callbacks({"ema": {}}, run_dir=tmp_path), Fused()]
+    trainer(tmp_path, callbacks=callbacks, gradient_clip_val=0.1).fit(module, loader())
+    assert len(watched) > 4
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from cuda_graphs import CAPTURES, use
+from cuda_graphs import CAPTURES, stand_in, use
 from pytorch_lightning.callbacks import LambdaCallback
 from small_task import TINY, loader, trainer
 
@@ -19,7 +19,8 @@ import revzoo
 from revzoo.cli.run import build
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
-from revzoo.training import Classifier, build_callbacks
+from revzoo.training import Classifier, CompiledBranches, build_callbacks
+from revzoo.training import graphed_step as graphs
 from revzoo.training.callbacks import cuda_graph as graph_module
 from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.checkpoint.files import PlainCheckpointIO
@@ -187,6 +188,42 @@ def test_parts_that_unfreeze_are_captured_again(captured: None, tmp_path: Path) 
     (finetuning,) = build_callbacks({"finetuning": {"unfreeze": {1: "stages.1"}}}, run_dir=tmp_path)
     compared(tmp_path, finetuning)
     assert len(CAPTURES) == 2
+
+
+def compiled_before(run: Any) -> Any:
+    """Captures like a GPU after its runs on the side: from then on, nothing may compile."""
+    for _ in range(graphs._WARM_UP):
+        run()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        replay = stand_in(run)
+
+    def strict_replay() -> None:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            replay()
+
+    return strict_replay
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+def test_compiled_branches_are_captured(
+    mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Graph and compiler together train as the compiler alone, bit for bit."""
+    use(monkeypatch, compiled_before)
+    steps = []
+    for graph in ([], [CudaGraph()]):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module, weights = Classifier({**TINY, "memory": mode}, optim=CONSTANT), Weights()
+        compiled = CompiledBranches(backend="aot_eager")
+        trainer(tmp_path, callbacks=[weights, compiled, *graph]).fit(module, loader(48))
+        steps.append(weights.after)
+        if mode == "exact" and not graph:  # replays repeat compiled branches bit for bit
+            assert set(revzoo.drift(module).values()) == {0.0}
+    torch._dynamo.reset()
+    assert len(CAPTURES) == 1
+    assert_same(steps[1], steps[0])
 
 
 class Freezes(pl.Callback):
