@@ -6,7 +6,8 @@ One step is forward, cross-entropy and backward on random images of CIFAR's size
 medians over interleaved rounds, with the quartiles of the ratio to ``store``. The row "store and
 one more forward pass" is a lower bound for every mode that recomputes all branches. With
 ``--graph`` a CUDA graph holds each step, which leaves the time of the kernels; the drift guard is
-off then, and ``offload`` is left out.
+off then, and ``offload`` is left out. ``--compiled`` compiles the branches, and whole networks in
+``store``, as the callback ``compiled_branches`` does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 import revzoo
 from revzoo.core.guard import set_drift_limit
 from revzoo.core.modes import MODES
+from revzoo.training import CompiledBranches
 from revzoo.training.graphed_step import captured
 
 FLOOR = "store and one more forward pass"
@@ -51,19 +53,28 @@ def step(
     return run
 
 
-def build(name: str, mode: str) -> nn.Module:
+def build(name: str, mode: str, *, compiled: bool = False) -> nn.Module:
     """The model in training mode and channels-last layout, on a GPU if there is one."""
     torch.manual_seed(0)
     model = revzoo.create_model(name, memory=mode)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device, memory_format=torch.channels_last)
+    model = model.to(device, memory_format=torch.channels_last)
+    if compiled:
+        # it compiles the children of a module
+        CompiledBranches(backend="inductor" if device == "cuda" else "aot_eager").setup(
+            None, nn.ModuleList([model]), "fit"
+        )
+    return model
 
 
 def table(name: str, args: argparse.Namespace) -> str:
     """Rows of the report for one model, as Markdown."""
     dtype = getattr(torch, args.dtype)
     modes = [mode for mode in MODES if not (args.graph and mode == "offload")]
-    models = {row: build(name, "store" if row == FLOOR else row) for row in (*modes, FLOOR)}
+    models = {
+        row: build(name, "store" if row == FLOOR else row, compiled=args.compiled)
+        for row in (*modes, FLOOR)
+    }
     eager = {
         row: step(model, args.batch, dtype, forwards=1 + (row == FLOOR))
         for row, model in models.items()
@@ -88,6 +99,7 @@ def table(name: str, args: argparse.Namespace) -> str:
             str(args.batch),
             "--dtype",
             args.dtype,
+            *["--compiled"] * args.compiled,
         ]
         mib = step_growth(eager[mode], __file__, child) / MIB
         rows.append(
@@ -105,15 +117,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--graph", action="store_true", help="time CUDA graphs")
+    parser.add_argument("--compiled", action="store_true", help="compile the branches")
     parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "MODE"))
     args = parser.parse_args()
     if args.memory_of:
-        run = step(build(*args.memory_of), args.batch, getattr(torch, args.dtype))
+        model = build(*args.memory_of, compiled=args.compiled)
+        run = step(model, args.batch, getattr(torch, args.dtype))
         run()  # the first step also allocates gradients and workspaces
         print(growth(run))
         return
     print("# Memory modes of whole models\n")
     print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds")
+    print("- Branches are compiled\n" if args.compiled else "", end="")
     print("- Each step is a CUDA graph; the drift guard is off\n" if args.graph else "")
     print("| model | mode | seconds a step | time over store (quartiles) | peak growth, MiB |")
     print("|---|---|---|---|---|")

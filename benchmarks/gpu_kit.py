@@ -3,8 +3,9 @@
     python benchmarks/gpu_kit.py --out results          # or: make gpu OUT=results STAGES=1,2
     python benchmarks/gpu_kit.py --out results --dry    # tiny sizes, on a CPU
 
-Stage 1 runs the GPU tests, stage 2 the tables of modes, peers and overhead, stage 3 training steps
-as CUDA graphs, in a plain loop and in ``revzoo train``. Each report is a file in ``--out``, written
+Stage 1 runs the GPU tests (planned: 3 minutes, at most 4), stage 2 the tables of modes, compiled
+branches and peers, with and without graphs (6, at most 11), stage 3 training steps as CUDA graphs,
+in a plain loop and in ``revzoo train`` (3, at most 6). Each report is a file in ``--out``, written
 as it grows, so an end that comes early loses only what has not run. A command that does not fit
 into the time left is skipped and named.
 """
@@ -69,6 +70,20 @@ STAGES: dict[int, tuple[Job, ...]] = {
     2: (
         Job("modes_graph_bf16", 90, "bench_modes.py", _modes("bfloat16", "--graph"), _DRY),
         Job("modes_graph_fp32", 90, "bench_modes.py", _modes("float32", "--graph"), _DRY),
+        Job(
+            "compiled_graph_bf16",
+            120,
+            "bench_modes.py",
+            _modes("bfloat16", "--graph", "--compiled", "--models", "revnet38"),
+            (*_DRY, "--compiled"),
+        ),
+        Job(
+            "compiled_bf16",
+            120,
+            "bench_modes.py",
+            _modes("bfloat16", "--compiled", "--models", "revnet38"),
+            (*_DRY, "--compiled"),
+        ),
         Job("peers_bf16", 60, "bench_peers.py", (*_PEERS, "--dtype", "bfloat16"), _DRY_PEERS),
         Job("peers_fp32", 60, "bench_peers.py", (*_PEERS, "--dtype", "float32"), _DRY_PEERS),
         Job("modes_bf16", 90, "bench_modes.py", _modes("bfloat16"), _DRY),
