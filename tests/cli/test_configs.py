@@ -20,6 +20,7 @@ NEEDED = {
     "data=imagenet": ("data.root=images",),
     "data=table": ("data.table=labels.csv",),
     "experiment=imagenet": ("data.root=images",),
+    "experiment=finetune_backbone": ("data.root=images",),
     "memory=budget": ("memory.bytes=4GiB",),
     "experiment=imagenet_short": ("data.root=images",),
     "experiment=finetune": ("+model.checkpoint_path=revnet38.safetensors",),
