@@ -129,7 +129,7 @@ def compose(
         complete: whether every option that must be given is needed.
     """
     with hydra_of(source) as hydra:
-        parsed = parse(with_libraries(overrides), hydra.config_loader)
+        parsed = parse(with_models(overrides), hydra.config_loader)
         words = [_checked(override, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
     # Hydra locks the configuration: no key can be added or removed
@@ -278,14 +278,22 @@ def load_yaml(path: Path) -> Any:
 # --- overrides ---
 
 
-def with_libraries(overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``."""
+def with_models(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra takes them.
+
+    ``model=timm:vit_tiny`` becomes ``model=timm model.name=timm:vit_tiny``, and
+    ``model=revnet38.cifar10`` ``model=revnet38 model.name=revnet38.cifar10 model.pretrained=true``.
+    """
     expanded = []
     for override in overrides:
         # no comma: a list of models is a multirun
-        library = re.match(r"model=(\w+):[^,]+$", override)
         named = override.replace("model=", "model.name=", 1)
-        expanded += [override] if library is None else [f"model={library[1]}", named]
+        if library := re.match(r"model=(\w+):[^,]+$", override):
+            expanded += [f"model={library[1]}", named]
+        elif tagged := re.match(r"model=(\w+)\.[\w.]+$", override):
+            expanded += [f"model={tagged[1]}", named, "model.pretrained=true"]
+        else:
+            expanded.append(override)
     return expanded
 
 

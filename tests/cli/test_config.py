@@ -200,6 +200,15 @@ def test_the_last_word_of_an_option_finds_it() -> None:
         compose(["model=resnet32", "model.bits=4"])
 
 
+def test_the_name_of_weights_starts_from_them() -> None:
+    cfg = compose(["model=revnet38.cifar10", "model.norm=batch"]).whole
+    assert (cfg.model.name, cfg.model.pretrained) == ("revnet38.cifar10", True)
+    assert (
+        compose(["model=revnet38.cifar10", "model.pretrained=false"]).whole.model.pretrained
+        is False
+    )
+
+
 def test_a_librarys_network_by_its_name():
     cfg = compose(["model=torchvision:resnet50", "model.reversible_bits=2"]).whole
     assert cfg.model.name == "torchvision:resnet50"
