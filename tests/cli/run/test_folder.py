@@ -152,9 +152,8 @@ import os, sys, time
 from pathlib import Path
 from revzoo.cli.run.folder import locked
 with locked(Path(sys.argv[1])):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # after the fork has closed the lock's file
     time.sleep(100)
 """
 
