@@ -36,7 +36,7 @@ from revzoo.training.callbacks.registry import (
     RestoresAfterFit,
     is_nth_step,
 )
-from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.lightning_compat import callbacks_of, data_of
 from revzoo.training.metrics import true_classes
 
 
@@ -167,6 +167,11 @@ class HardSamples(ReadsNorms):
         check_count("count", count)
         self.count = count
         self._top: list[tuple[float, Tensor, int]] = []  # norm, image, label
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if getattr(data_of(trainer), "task", "classification") != "classification":
+            raise ValueError("HardSamples names the class of each image, but the data have masks")
+        super().on_fit_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._top = []

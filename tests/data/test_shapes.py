@@ -1,5 +1,6 @@
 """The generated images with masks, and masks in a data module."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from revzoo.data import DataError, Shapes
 from revzoo.data.images import TensorImages
+from revzoo.private.sample_norms import HardSamples
 from revzoo.training import Segmenter, quiet
 
 
@@ -90,3 +92,9 @@ def test_masks_follow_crops_and_flips_alone(option: str) -> None:
     value = "randaugment" if option == "policy" else 0.5
     with pytest.raises(DataError, match="masks, which follow crops and flips only"):
         Coded(augment={option: value}).setup("fit")
+
+
+def test_the_hardest_images_need_a_class() -> None:
+    trainer = SimpleNamespace(datamodule=Shapes())
+    with pytest.raises(ValueError, match="the data have masks"):
+        HardSamples().on_fit_start(trainer, None)  # type: ignore[arg-type]
