@@ -282,8 +282,12 @@ def build(
 
     def build_network(shape: Mapping[str, int]) -> Classifier:
         # a checkpoint replaces the weights that the run started from: say nothing of these
-        pretrained.log.setLevel(logging.NOTSET if resume is None else logging.WARNING)
-        module = build_module(config, **shape, task=data.task)
+        before = pretrained.log.level
+        pretrained.log.setLevel(before if resume is None else logging.WARNING)
+        try:
+            module = build_module(config, **shape, task=data.task)
+        finally:
+            pretrained.log.setLevel(before)
         check_network(config, all_callbacks(trainer), module.model)
         return module
 

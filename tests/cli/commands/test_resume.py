@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import shutil
 from functools import reduce
@@ -23,6 +24,7 @@ from revzoo.cli.run.folder import locked, moved, take_root
 from revzoo.cli.run.train import check_same_run, train
 from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
+from revzoo.models import pretrained
 from revzoo.training import resume as stop_module
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.restore import restore
@@ -383,6 +385,7 @@ def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFi
     assert "train    2 epochs in all, " in caplog.text
     assert "memory=auto" not in caplog.text, "planned again"
     assert config_of(stopped)["memory"] == memory
+    assert pretrained.log.level == logging.NOTSET, "later models would load in silence"
 
 
 @pytest.mark.parametrize("stopped", [("memory=budget", "memory.bytes=9MiB")], indirect=True)
