@@ -276,15 +276,24 @@ def test_a_checkpoints_normalisation_is_converted_to_the_datas_units() -> None:
     assert again.state_dict() == digits.state_dict(), "bit for bit where the unit is the same"
 
 
+class Halves(Recorder):
+    """Saves the training images of a process; here, since a new process imports it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_train_epoch_end(self) -> None:
+        torch.save(_stack(self.batches["train"]), self.folder / f"{self.global_rank}.pt")
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_each_of_two_processes_gets_its_own_half(tmp_path: Path, on_device: bool) -> None:
-    class Halves(Recorder):
-        def on_train_epoch_end(self) -> None:
-            torch.save(_stack(self.batches["train"]), tmp_path / f"{self.global_rank}.pt")
-
     plain = {"crop_padding": 0, "flip": False}
     data = Digits(batch_size=32, augment=plain, on_device=on_device)
-    _trainer(tmp_path, devices=2, strategy="ddp_fork", limit_val_batches=0).fit(Halves(), data)
+    _trainer(tmp_path, devices=2, strategy="ddp_spawn", limit_val_batches=0).fit(
+        Halves(tmp_path), data
+    )
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2
     keys = [{image.numpy().tobytes() for image in part} for part in parts]
