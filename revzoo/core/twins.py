@@ -121,6 +121,12 @@ _IN_PLACE = {
 }
 
 
+@functools.cache
+def returns_arguments(func: Any) -> bool:
+    """Whether the operator returns storages of its arguments, as views and in-place ones do."""
+    return any(result.alias_info is not None for result in func._schema.returns)
+
+
 def _plain(t: Any) -> bool:
     """Whether it is a fake tensor without a value."""
     return isinstance(t, FakeTensor) and t.constant is None

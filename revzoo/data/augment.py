@@ -16,6 +16,7 @@ Known limit: the padding is black (zero bytes), as in torchvision's recipes, not
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Augment:
         """Whether Mixup or CutMix is on."""
         return bool(self.mixup or self.cutmix)
 
-    @property
+    @cached_property
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
         return [

@@ -309,8 +309,10 @@ class ImageData(pl.LightningDataModule, ABC):
             raise DataError(
                 f"{of} leaves no validation image: raise data.val_fraction, or lower data.folds"
             )
-        there = {*torch.unique(source.labels[rest]).tolist()}
-        if lost := [n for i, n in enumerate(source.classes) if i not in there]:
+        # of the classes that the set has: its files may lack others
+        parts = (source.labels, source.labels[rest])
+        there, left = (set(torch.unique(labels).tolist()) for labels in parts)
+        if lost := [n for i, n in enumerate(source.classes) if i in there - left]:
             raise DataError(
                 f"{of} leaves no image of {shortened(lost)} to train with: their groups are all "
                 "held back. Change data.split_seed, or give them a split of their own"

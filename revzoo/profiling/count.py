@@ -60,10 +60,10 @@ from revzoo.core import tape
 from revzoo.core.invertible import Step, bare, evaluation_mode, streams_of
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
-from revzoo.core.twins import Fakes
+from revzoo.core.twins import Fakes, returns_arguments
 from revzoo.core.words import fixed_of
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.profiling.live import LiveMemory, dense_in, returns_arguments
+from revzoo.profiling.live import LiveMemory, dense_in
 from revzoo.profiling.units import bytes_from
 
 _Module: Any = nn.Module

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from revzoo.core.twins import returns_arguments
+
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live tensors that were created inside the context.
@@ -66,12 +68,6 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, address: int, size: int, _: object) -> None:
         self.now -= size
         del self._watched[address]
-
-
-@functools.cache
-def returns_arguments(func: Any) -> bool:
-    """Whether the operator returns storages of its arguments, as views and in-place ones do."""
-    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def dense_in(tree: Any) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from revzoo.data import DataError, Table
+from revzoo.data import DataError, Digits, Table
 
 Rows = list[tuple[str, ...]]
 _NAMES = ("path", "label", "split", "patient")
@@ -195,3 +195,15 @@ def test_resuming_needs_the_same_fold(tmp_path: Path) -> None:
     other.load_state_dict(_ready(table, folds=2, fold=0).state_dict())
     with pytest.raises(DataError, match="other names, sizes or labels"):
         other.setup("fit")
+
+
+def test_a_class_without_images_is_not_lost_by_the_split(tmp_path: Path) -> None:
+    class Named(Digits):
+        def read(self, split: Any) -> Any:
+            if (images := super().read(split)) is not None:
+                images.classes = [*images.classes, "none of these"]
+            return images
+
+    data = Named()
+    data.setup("fit")
+    assert data.num_classes == 11

@@ -81,14 +81,18 @@ def build_module(
     channels_last = config["precision"]["channels_last"]
     module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
-    if isinstance(network, DenseNetwork) != (task == "segmentation"):
-        needed = "masks, such as data=shapes" if task == "classification" else "one label an image"
-        kind = "a class for each pixel" if task == "classification" else "a class for each image"
-        other = "" if task == "classification" else "; or take a U-Net, such as model=iunet2d"
+    name = config["model"]["name"]
+    if isinstance(network, DenseNetwork) and task != "segmentation":
         raise ConfigError(
-            f"model={config['model']['name']} gives {kind}: expected data with {needed}{other}"
+            f"model={name} gives a class for each pixel: expected data with masks, such as "
+            "data=shapes"
         )
-    if config["model"]["name"] in model_names():
+    if task == "segmentation" and not isinstance(network, DenseNetwork):
+        raise ConfigError(
+            f"model={name} gives a class for each image: expected data with one label an image; or "
+            "take a U-Net, such as model=iunet2d"
+        )
+    if name in model_names():
         network.check_size(side, side)
     else:
         from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
