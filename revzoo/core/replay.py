@@ -26,7 +26,6 @@ from revzoo.core.guard import (
     note_sums,
     sample,
     sample_of,
-    sum_of,
     words_sum,
 )
 from revzoo.core.invertible import (
@@ -42,6 +41,7 @@ from revzoo.core.invertible import (
     refuse_changed_outputs,
     streams_of,
 )
+from revzoo.core.kernels import sum_of
 from revzoo.core.saved import saving_for_replay
 from revzoo.core.sums import plus
 from revzoo.core.tensors import detached, unshared, version_of, versions_of, with_strides
@@ -244,9 +244,9 @@ class _Before(NamedTuple):
     """The stream that a coupling adds to, before it: what to restore, and what to compare."""
 
     strides: tuple[int, ...]
-    down: Tensor | None
-    total: Tensor | None  # of the words; for the guard
-    values: Tensor | None  # a sample; for the guard
+    down: Tensor | None = None
+    total: Tensor | None = None  # of the words; for the guard
+    values: Tensor | None = None  # a sample; for the guard
 
 
 class AdditiveCall(Call):
@@ -270,18 +270,23 @@ class AdditiveCall(Call):
         try:
             for at, step in enumerate(self.steps):
                 strides, dtype = _strides_of(x[0]), x[0].dtype
+                # what goes wrong in any coupling shows in the streams before the first
+                guarded = self.limit is not None and at < len(state)
                 before: Tensor | Fixed = x[1] or x[0]
                 if self.frees_input and at < len(state) and isinstance(before, Fixed):
                     discard(x[0])
                 del x
                 value = step.checked_value(self._value(step, z[0]), before)
-                self._note(before, strides)
                 if isinstance(before, Fixed):
-                    y = plus(before, value, dtype, step)
+                    y = plus(before, value, dtype, step, sums=guarded)
+                    note = _Before(strides, before.down, before.checksum if guarded else None)
                 else:
+                    values = sample_of(before) if guarded else None
+                    note = _Before(strides, values=values)
                     y = before + step.fitting(value, before), None
                     if self.frees_input and at < len(state):
                         discard(before)
+                self._before.append(note)
                 x, z = z, y
                 del value, before, y  # before the next evaluation
         except (RuntimeError, TypeError) as error:
@@ -306,16 +311,6 @@ class AdditiveCall(Call):
             values = self._evaluate(step, branch, (z,), self.needs[1:])
         refuse_changed_inputs(step, (z,), [version])
         return values
-
-    def _note(self, before: Tensor | Fixed, strides: tuple[int, ...]) -> None:
-        # what goes wrong in any coupling shows in the streams before the first
-        guarded = self.limit is not None and len(self._before) < 2
-        down = total = values = None
-        if isinstance(before, Fixed):
-            down, total = before.down, sum_of(before.words) if guarded else None
-        elif guarded:
-            values = sample_of(before)
-        self._before.append(_Before(strides, down, total, values))
 
     def unwind(
         self,
@@ -353,7 +348,9 @@ class AdditiveCall(Call):
                 value = value.detach()
                 x1 = _with_strides(_minus(y2, value, before, step), before.strides)
                 if before.total is not None and isinstance(x1, Fixed):
-                    note_sums(self.steps, before.total, sum_of(x1.words))
+                    # words that got other strides have no checksum yet
+                    total = sum_of(x1.words) if x1.checksum is None else x1.checksum
+                    note_sums(self.steps, before.total, total)
                 if before.values is not None:
                     guard.compare(self._replayed(), {0: before.values}, (x1, x2), (x2, y2))
                     guard.note_uses([leaf], (x1, x2))
@@ -415,7 +412,8 @@ class PairCall(AdditiveCall):
 def _minus(y: Tensor | Fixed, value: Tensor, before: _Before, step: Any) -> Tensor | Fixed:
     """``y - value``, in the memory of ``value`` if nothing else uses it."""
     if isinstance(y, Fixed):
-        return y.minus(value, before.down, overwrite=unshared(value))
+        sums = before.total is not None
+        return y.minus(value, before.down, overwrite=unshared(value), sums=sums)
     with torch.no_grad():
         if value.dtype == y.dtype and unshared(value):
             return torch.sub(y, value, out=value)

@@ -32,6 +32,7 @@ from revzoo.core.kernels import (
     magnitudes,
     quantise,
     sample_count,
+    with_sum,
 )
 from revzoo.core.words import (
     Fixed,
@@ -132,17 +133,23 @@ def _rounded_to(x: Tensor, scale: Scale, step: Step | None, *, fits: bool = Fals
 
 
 def plus(
-    fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step | None
+    fixed: Fixed, value: Tensor, dtype: torch.dtype, step: Step | None, *, sums: bool = False
 ) -> tuple[Tensor, Fixed]:
-    """``fixed + value`` without recording: the float tensor of the sum, and the words, apart."""
+    """``fixed + value`` without recording: the float tensor of the sum, and the words, apart.
+
+    If it ``sums``, it sets the checksum of ``fixed``.
+    """
     words, scale = torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
     summed = Fixed(words, scale, dtype, down=fixed.down, bound=0.0)
     if total.numel():
         tensors = fixed.words, value, words, total
-        up = scale.shaped(words.dim())[0]
-        peak = in_chunks(add_and_read, tensors, up, fixed.shaped_down())
+        figures = scale.shaped(words.dim())[0], fixed.shaped_down()
+        if sums:
+            peak, fixed.checksum = with_sum(add_and_read, tensors, fixed.words, *figures)
+        else:
+            peak = in_chunks(add_and_read, tensors, *figures)
         left = summed.measure(peak, fixed.bound, total, value, step)
         if left is not None:
             total.masked_fill_(for_samples_of(left, total.dim()), math.nan)

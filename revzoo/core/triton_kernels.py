@@ -60,11 +60,22 @@ def _quantise(value, words, up, peaks, n, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _subtract(words, value, out, up, n, step, BLOCK: tl.constexpr):
+def _add_to(checksum, words, at, mask, PAIRS: tl.constexpr):
+    """Add words to their sum, as ``kernels.sum_of`` does; a checksum of None needs none."""
+    if checksum is not None:
+        w = tl.where(mask, words, 0).to(tl.int64)
+        if PAIRS:  # every second word is the upper half of 64 bits
+            w = tl.where(at % 2 == 0, w & 4294967295, w << 32)
+        tl.atomic_add(checksum, tl.sum(w, 0))
+
+
+@triton.jit
+def _subtract(words, value, out, up, n, step, checksum, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     row, at, mask = _places(n, BLOCK)
     v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
-    w = tl.load(words + at, mask=mask, other=0)
-    tl.store(out + at, w - _rounded(v * tl.load(up + row * step)), mask=mask)
+    w = tl.load(words + at, mask=mask, other=0) - _rounded(v * tl.load(up + row * step))
+    tl.store(out + at, w, mask=mask)
+    _add_to(checksum, w, at, mask, PAIRS)
 
 
 @triton.jit
@@ -75,11 +86,27 @@ def _read(words, floats, down, n, step, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_and_read(x, value, words, total, up, down, peaks, n, step, count, BLOCK: tl.constexpr):
+def _add_and_read(
+    x,
+    value,
+    words,
+    total,
+    up,
+    down,
+    peaks,
+    n,
+    step,
+    count,
+    checksum,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, at, mask = _places(n, BLOCK)
     v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
     units = v * tl.load(up + row * step)
-    w = tl.load(x + at, mask=mask, other=0) + _rounded(units)
+    before = tl.load(x + at, mask=mask, other=0)
+    _add_to(checksum, before, at, mask, PAIRS)
+    w = before + _rounded(units)
     tl.store(words + at, w, mask=mask)
     t = w.to(tl.float32) * tl.load(down + row * step)
     t = tl.where(tl.abs(units) < 1073741824.0, t, float("nan")).to(total.dtype.element_ty)
@@ -172,9 +199,22 @@ def quantise(value: Tensor, words: Tensor, up: Tensor) -> Tensor:
     return peaks.view(torch.float32).repeat(2, 1)
 
 
-def subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
-    """``out = words - value``; ``out`` may have the memory of ``value``."""
-    _subtract[_grid(words)](words, value, out, up, words.shape[1], _step(up), BLOCK=_BLOCK)
+def subtract(
+    words: Tensor,
+    value: Tensor,
+    out: Tensor,
+    up: Tensor,
+    checksum: Tensor | None = None,
+    pairs: bool = False,
+) -> None:
+    """``out = words - value``; ``out`` may have the memory of ``value``.
+
+    Adds the words of ``out`` to ``checksum ()``, int64; in ``pairs``, two as one of 64 bits.
+    """
+    n = words.shape[1]
+    _subtract[_grid(words)](
+        words, value, out, up, n, _step(up), checksum, PAIRS=pairs, BLOCK=_BLOCK
+    )
 
 
 def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
@@ -183,17 +223,23 @@ def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
 
 
 def add_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
+    x: Tensor,
+    value: Tensor,
+    words: Tensor,
+    total: Tensor,
+    up: Tensor,
+    down: Tensor,
+    checksum: Tensor | None = None,
+    pairs: bool = False,
 ) -> Tensor:
-    """``words = x + value`` and its floats ``total``.
+    """``words = x + value`` and its floats ``total``; adds the words of ``x`` to ``checksum``.
 
     Returns the largest magnitudes of value and total, ``(2, B)``.
     """
     count, n = words.shape
     peaks = torch.zeros(2, count, dtype=torch.int32, device=words.device)
-    _add_and_read[_grid(words)](
-        x, value, words, total, up, down, peaks, n, _step(up), count, BLOCK=_BLOCK
-    )
+    figures = up, down, peaks, n, _step(up), count, checksum
+    _add_and_read[_grid(words)](x, value, words, total, *figures, PAIRS=pairs, BLOCK=_BLOCK)
     return peaks.view(torch.float32)
 
 

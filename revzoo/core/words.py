@@ -68,6 +68,7 @@ from revzoo.core.kernels import (
     read,
     renew,
     subtract,
+    with_sum,
 )
 from revzoo.core.tensors import as_dense, has_values, runs_eagerly, version_of
 
@@ -87,9 +88,10 @@ class Fixed:
         down: ``scale.down``; NaN for samples that left their range.
         bound: no word is larger, in samples that did not leave their range; on a CPU.
         peaks: the largest values of the sum and its summand ``(B,)``, if samples may have left.
+        checksum: the sum of the words, if the last sum or difference was asked for it.
     """
 
-    __slots__ = ("bound", "down", "dtype", "peaks", "scale", "words")
+    __slots__ = ("bound", "checksum", "down", "dtype", "peaks", "scale", "words")
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class Fixed:
         self.down = scale.down if down is None else down
         self.bound = bound
         self.peaks: Tensor | None = None
+        self.checksum: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -130,15 +133,25 @@ class Fixed:
         """A stream with the same values in other places of the same sample."""
         return Fixed(words, self.scale, dtype or self.dtype, down=self.down, bound=self.bound)
 
-    def minus(self, value: Tensor, down: Tensor | None, *, overwrite: bool = False) -> Fixed:
-        """The stream before ``value`` was added; ``overwrite`` allows reusing its memory."""
+    def minus(
+        self, value: Tensor, down: Tensor | None, *, overwrite: bool = False, sums: bool = False
+    ) -> Fixed:
+        """The stream before ``value`` was added, with its checksum if it ``sums``.
+
+        ``overwrite`` allows reusing the memory of ``value``.
+        """
         words = self.words
         fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
         reuses = overwrite and fits and kernels.backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
-        in_chunks(subtract, (words, value, out), self.scale.shaped(words.dim())[0])
-        return Fixed(out, self.scale, self.dtype, down=down)
+        tensors, up = (words, value, out), self.scale.shaped(words.dim())[0]
+        before = Fixed(out, self.scale, self.dtype, down=down)
+        if sums:
+            _, before.checksum = with_sum(subtract, tensors, out, up)
+        else:
+            in_chunks(subtract, tensors, up)
+        return before
 
     def measure(
         self,

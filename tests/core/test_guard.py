@@ -35,6 +35,7 @@ from revzoo import (
 )
 from revzoo.core import guard
 from revzoo.core import saved as offload
+from revzoo.core.kernels import sum_of
 from revzoo.profiling.live import LiveMemory
 
 
@@ -211,6 +212,12 @@ def test_fires_on_changes_that_cancel_in_sums(change, place):
     # 2,048 values in a stream: without weights, each sum is the sum of half an image's channel
     with pytest.raises(DriftError):
         run(net, torch.randn(4, 16, 8, 8))
+
+
+def test_sums_are_the_same_wherever_words_begin_in_memory():
+    """A slice at an odd place was summed in another way than its copy."""
+    words = torch.randint(-(2**31), 2**31, (1 + 2**13,), dtype=torch.int32)[1:]
+    assert torch.equal(sum_of(words), sum_of(words.clone()))
 
 
 def test_sums_of_large_words_do_not_wrap_around():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import revzoo.core
 from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, make_reversible
 from revzoo.core import kernels as torchs
-from revzoo.core.kernels import magnitudes
+from revzoo.core.kernels import magnitudes, sum_of, with_sum
 from revzoo.layers.side_bits import pack_bits, unpack_bits
 
 pytest.importorskip("triton")
@@ -32,7 +32,7 @@ def test_under_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stdout
-    assert "84 passed" in run.stdout, run.stdout
+    assert "104 passed" in run.stdout, run.stdout
 
 
 @pytest.fixture
@@ -221,15 +221,15 @@ class _Launches:
         return launch
 
 
-def operators_of_couplings(monkeypatch, ours, mode, build, *, guard, autocast):
-    """Operators of forward and backward pass of one coupling, from networks of two depths."""
+def operators_of_couplings(monkeypatch, ours, mode, build, *, guard, autocast=False, steps=3):
+    """Operators of a coupling in the last of the training steps, from networks of two depths."""
     found = []
     for depth in (4, 12):
         torch.manual_seed(0)
         net = ReversibleSequence([build() for _ in range(depth)], memory=mode).to(device())
         if not guard:
             revzoo.set_drift_limit(net, None)
-        for _ in range(3):  # the third step's couplings share functions
+        for _ in range(steps):  # the third step's couplings share functions
             counted = _Kernels()
             with monkeypatch.context() as patch, counted:
                 for name in ("_quantise", "_subtract", "_read", "_add_and_read", "_judge"):
@@ -252,10 +252,11 @@ def branch():
     ("build", "guard", "autocast"),
     [
         (lambda: AdditiveCoupling(branch()), False, False),
+        (lambda: AdditiveCoupling(branch()), True, False),
         (lambda: AdditiveCoupling(branch()), True, True),
         (lambda: ReversibleBlock(branch(), branch()), True, False),
     ],
-    ids=["coupling", "guarded-bfloat16", "block-guarded"],
+    ids=["coupling", "guarded", "guarded-bfloat16", "block-guarded"],
 )
 def test_a_coupling_runs_few_kernels_more_than_in_invert(
     in_place_of_torchs, kernels, monkeypatch, build, guard, autocast
@@ -274,6 +275,19 @@ def test_a_coupling_runs_few_kernels_more_than_in_invert(
     assert 0 < sum(exact.values()) - sum(invert.values()) <= 4, (exact, invert)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_guard_of_exact_reads_no_stream(in_place_of_torchs, kernels, monkeypatch, steps):
+    """Its checksums cost a coupling two numbers that are set to 0, and no kernel on streams."""
+    guarded, alone = (
+        operators_of_couplings(
+            monkeypatch, kernels, "exact", lambda: AdditiveCoupling(branch()), guard=g, steps=steps
+        )
+        for g in (True, False)
+    )
+    more = {name: count - alone.get(name, 0) for name, count in guarded.items()}
+    assert {name: count for name, count in more.items() if count > 0} == {"new_zeros": 2}
+
+
 def words_of(shape, dtype, layout):
     info, generator = torch.iinfo(dtype), torch.Generator().manual_seed(0)
     words = torch.randint(info.min, info.max, shape, generator=generator, dtype=dtype)
@@ -283,6 +297,46 @@ def words_of(shape, dtype, layout):
         "transposed": lambda: words.transpose(0, -1),
         "with gaps": lambda: words.repeat_interleave(2, 1)[:, ::2],
     }[layout]().to(device())
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed", "with gaps"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (3, 7, 11, 23), (2, 6, 33, 41)])
+def test_checksums_equal_torchs(in_place_of_torchs, monkeypatch, shape, layout):
+    """Of words of both signs, whose sums and differences wrap around."""
+    words, up = words_of(shape, torch.int32, layout), torch.tensor(2.0**20).to(device())
+    for dtype in DTYPES:
+        value = torch.randn_like(words, dtype=dtype) * 4
+        out, total = torch.empty_like(words), torch.empty_like(words, dtype=dtype)
+        minus = torchs.subtract, (words, value, out), out, up
+        plus = torchs.add_and_read, (words, value, out, total), words, up, 1 / up
+        for fn, tensors, summed, *figures in (minus, plus):
+            taken = torchs._by_triton(fn, tensors, tuple(figures), sums=True)
+            assert taken is not None or layout in ("transposed", "with gaps")
+            _, checksum = with_sum(fn, tensors, summed, *figures)
+            assert torch.equal(checksum, sum_of(summed)), (fn, dtype)
+            with monkeypatch.context() as patch:
+                patch.setattr(torchs, "_with_triton", set())
+                _, expected = with_sum(fn, tensors, summed, *figures)
+            assert torch.equal(checksum, expected), (fn, dtype)
+            assert checksum.dtype == torch.int64
+
+
+class _Drifts(nn.Module):
+    """Returns something else in each call."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * 0.5 + self.calls * 1e-3
+
+
+def test_checksums_find_a_replay_that_differs(in_place_of_torchs):
+    net = ReversibleSequence([AdditiveCoupling(_Drifts()) for _ in range(3)], memory="exact")
+    y = net(torch.randn(3, 6, 5, 5).to(device()).requires_grad_())
+    with pytest.raises(revzoo.DriftError, match="did not repeat the forward pass"):
+        y.sum().backward()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed", "with gaps"])
@@ -348,13 +402,18 @@ from revzoo.core import triton_kernels as ours
 kinds = {"x": "*i32", "words": "*i32", "out": "*i32", "up": "*fp32", "down": "*fp32"}
 kinds |= {"peaks": "*i32", "n": "i32", "step": "i32", "count": "i32", "BLOCK": "constexpr"}
 kinds |= {name: "*fp32" for name in ("unit", "reached", "ended")} | {"limit": "fp32"}
+kinds |= {"checksum": "*i64", "PAIRS": "constexpr"}
+guarded = {"BLOCK": 1024, "PAIRS": True}
 for fn in (ours._quantise, ours._subtract, ours._read, ours._add_and_read, ours._judge):
     for dtype in ("fp16", "bf16", "fp32", "fp64"):
         signature = {name: kinds.get(name, "*" + dtype) for name in fn.arg_names}
         if fn is ours._judge:
             signature["peaks"] = "*fp32"
-        source = ASTSource(fn, signature=signature, constexprs={"BLOCK": 1024})
-        assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
+        for options in (guarded, {**guarded, "checksum": None, "PAIRS": False}):
+            options = {name: value for name, value in options.items() if name in signature}
+            signature |= dict.fromkeys(options, "constexpr")
+            source = ASTSource(fn, signature=signature, constexprs=options)
+            assert triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["cubin"]
 for fn in (ours._pack_bits, ours._unpack_bits):
     for dtype in ("i16", "i32", "i64"):
         for bits, slot in ((1, 1), (3, 4), (4, 4), (8, 8)):
