@@ -11,7 +11,7 @@ VENV ?= .venv
 ARGS ?=
 WORKERS ?= 2
 OUT ?= gpu-results
-STAGES ?= 1,2,3
+STAGES ?= 1,2,3,4
 SMOKE := $(addprefix tests/,core/test_tape.py core/test_contract.py layers/test_sequence.py \
   models/test_registry.py cli/test_config.py cli/test_check.py data/test_digits.py test_facade.py)
 BIN := $(VENV)/bin

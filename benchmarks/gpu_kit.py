@@ -3,11 +3,11 @@
     python benchmarks/gpu_kit.py --out results          # or: make gpu OUT=results STAGES=1,2
     python benchmarks/gpu_kit.py --out results --dry    # tiny sizes, on a CPU
 
-Stage 1 runs the GPU tests (planned: 3 minutes, at most 4), stage 2 the tables of modes, compiled
-branches and peers, with and without graphs (6, at most 11), stage 3 training steps as CUDA graphs,
-in a plain loop and in ``revzoo train`` (3, at most 6). Each report is a file in ``--out``, written
-as it grows, so an end that comes early loses only what has not run. A command that does not fit
-into the time left is skipped and named.
+Stage 1 runs the GPU tests (planned: 3 minutes, at most 4), stage 2 the modes as graphs and with
+compiled branches (4, at most 7), stage 3 the peers and the modes without graphs (2, at most 4),
+stage 4 training steps as CUDA graphs, in a plain loop and in ``revzoo train`` (3, at most 6). Each
+report is a file in ``--out``, written as it grows, so an end that comes early loses only what has
+not run. A command that does not fit into the time left is skipped and named.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _modes(dtype: str, *extra: str) -> tuple[str, ...]:
 _DRY = ("--models", "revnet38", "--batch", "2", "--rounds", "2")
 _DRY_PEERS = ("--blocks", "1", "--batch", "2", "--channels", "4", "--size", "4", "--rounds", "2")
 _DRY_TRAIN = (*_DRY, "--modes", "store", "--images", "20", "--precision", "fp32")
-_PEERS = ("--blocks", "12", "--batch", "512", "--rounds", "9")
+_PEERS = ("--blocks", "12", "--batch", "512", "--channels", "64", "--channels-last")
 STAGES: dict[int, tuple[Job, ...]] = {
     1: (
         Job(
@@ -84,11 +84,13 @@ STAGES: dict[int, tuple[Job, ...]] = {
             _modes("bfloat16", "--compiled", "--models", "revnet38"),
             (*_DRY, "--compiled"),
         ),
+    ),
+    3: (
         Job("peers_bf16", 60, "bench_peers.py", (*_PEERS, "--dtype", "bfloat16"), _DRY_PEERS),
         Job("peers_fp32", 60, "bench_peers.py", (*_PEERS, "--dtype", "float32"), _DRY_PEERS),
         Job("modes_bf16", 90, "bench_modes.py", _modes("bfloat16"), _DRY),
     ),
-    3: (
+    4: (
         Job("graphed_bf16", 120, "bench_graphed.py", ("--dtype", "bfloat16"), _DRY),
         Job("graphed_fp32", 120, "bench_graphed.py", ("--dtype", "float32"), _DRY),
         Job("train_graph_bf16", 120, "bench_train_graph.py", ("--models", "revnet38"), _DRY_TRAIN),
@@ -128,14 +130,14 @@ def main() -> int:
     """Run the stages; the exit code is 1 if a command failed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
-    parser.add_argument("--stages", default="1,2,3", help="numbers with commas between")
+    parser.add_argument("--stages", default="1,2,3,4", help="numbers with commas between")
     parser.add_argument("--seconds", type=float, default=720, help="for everything")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     args = parser.parse_args()
     try:
         jobs = [job for number in args.stages.split(",") for job in STAGES[int(number)]]
     except (KeyError, ValueError):
-        parser.error(f"--stages {args.stages}: expected some of 1, 2, 3, such as 1,3")
+        parser.error(f"--stages {args.stages}: expected some of 1, 2, 3, 4, such as 1,3")
     args.out.mkdir(parents=True, exist_ok=True)
     end, lines = time.monotonic() + args.seconds, []
     for job in jobs:
