@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
     Attributes:
         name: of its report.
-        limit: seconds after which it is stopped.
+        limit: seconds after which it is stopped, on a GPU.
         script: in this folder; "" for pytest.
         arguments: on a GPU.
         dry: on a CPU.
@@ -106,7 +106,7 @@ def run(job: Job, out: Path, seconds: float, *, dry: bool) -> str:
         command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     command += job.dry if dry else job.arguments
     path = out / f"{job.name}.{'md' if job.script else 'txt'}"
-    start = time.monotonic()
+    start, limit = time.monotonic(), seconds if dry else min(job.limit, seconds)
     with path.open("w") as file:
         try:
             done = subprocess.run(
@@ -114,7 +114,7 @@ def run(job: Job, out: Path, seconds: float, *, dry: bool) -> str:
                 cwd=HERE.parent,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                timeout=min(job.limit, seconds),
+                timeout=limit,
                 env={
                     **os.environ,
                     "PYTHONPATH": f"{HERE.parent}:{os.environ.get('PYTHONPATH', '')}",
@@ -122,7 +122,7 @@ def run(job: Job, out: Path, seconds: float, *, dry: bool) -> str:
             )
             outcome = "ok" if done.returncode == 0 else f"exit code {done.returncode}"
         except subprocess.TimeoutExpired:
-            outcome = f"stopped after {min(job.limit, seconds):.0f} s"
+            outcome = f"stopped after {limit:.0f} s"
     return f"{job.name}: {outcome}, {time.monotonic() - start:.0f} s, {path.name}"
 
 

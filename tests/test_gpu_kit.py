@@ -60,5 +60,5 @@ def test_scripts_exist(kit):
 
 @pytest.mark.slow
 def test_a_dry_run_on_the_cpu(kit):
-    code, lines = kit.start("--dry")
+    code, lines = kit.start("--dry", "--seconds", "3000")
     assert code == 0, lines
