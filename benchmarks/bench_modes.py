@@ -2,7 +2,8 @@
 
     python benchmarks/bench_modes.py --models revnet38 revnet110 --batch 128
 
-One step is forward, cross-entropy and backward on random images of CIFAR's size. Times are
+One step is forward, cross-entropy and backward on random images, by default of CIFAR's size.
+Networks of torchvision and timm, such as ``torchvision:resnet50``, are made reversible. Times are
 medians over interleaved rounds, with the quartiles of the ratio to ``store``. The row "store and
 one more forward pass" is a lower bound for every mode that recomputes all branches. With
 ``--graph`` a CUDA graph holds each step, which leaves the time of the kernels; the drift guard is
@@ -29,7 +30,7 @@ FLOOR = "store and one more forward pass"
 
 
 def step(
-    model: nn.Module, batch: int, dtype: torch.dtype, *, forwards: int = 1
+    model: nn.Module, batch: int, dtype: torch.dtype, size: int = 32, *, forwards: int = 1
 ) -> Callable[[], None]:
     """One training step on random images, under autocast unless ``dtype`` is float32.
 
@@ -37,7 +38,7 @@ def step(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(batch, 3, 32, 32, generator=generator).to(device)
+    images = torch.randn(batch, 3, size, size, generator=generator).to(device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(10, (batch,), generator=generator).to(device)
 
@@ -53,10 +54,11 @@ def step(
     return run
 
 
-def build(name: str, mode: str, *, compiled: bool = False) -> nn.Module:
+def build(name: str, mode: str, size: int, *, compiled: bool = False) -> nn.Module:
     """The model in training mode and channels-last layout, on a GPU if there is one."""
     torch.manual_seed(0)
-    model = revzoo.create_model(name, memory=mode)
+    options = {"reversible_bits": 4, "reversible_size": size} if ":" in name else {}
+    model = revzoo.create_model(name, memory=mode, **options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device, memory_format=torch.channels_last)
     if compiled:
@@ -72,11 +74,11 @@ def table(name: str, args: argparse.Namespace) -> str:
     dtype = getattr(torch, args.dtype)
     modes = [mode for mode in MODES if not (args.graph and mode == "offload")]
     models = {
-        row: build(name, "store" if row == FLOOR else row, compiled=args.compiled)
+        row: build(name, "store" if row == FLOOR else row, args.size, compiled=args.compiled)
         for row in (*modes, FLOOR)
     }
     eager = {
-        row: step(model, args.batch, dtype, forwards=1 + (row == FLOOR))
+        row: step(model, args.batch, dtype, args.size, forwards=1 + (row == FLOOR))
         for row, model in models.items()
     }
     steps, failures = {}, {}
@@ -99,6 +101,8 @@ def table(name: str, args: argparse.Namespace) -> str:
             str(args.batch),
             "--dtype",
             args.dtype,
+            "--size",
+            str(args.size),
             *["--compiled"] * args.compiled,
         ]
         mib = step_growth(eager[mode], __file__, child) / MIB
@@ -114,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["revnet38", "revnet110"])
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--size", type=int, default=32, help="pixels a side (default 32)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--graph", action="store_true", help="time CUDA graphs")
@@ -121,13 +126,16 @@ def main() -> None:
     parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "MODE"))
     args = parser.parse_args()
     if args.memory_of:
-        model = build(*args.memory_of, compiled=args.compiled)
-        run = step(model, args.batch, getattr(torch, args.dtype))
+        model = build(*args.memory_of, args.size, compiled=args.compiled)
+        run = step(model, args.batch, getattr(torch, args.dtype), args.size)
         run()  # the first step also allocates gradients and workspaces
         print(growth(run))
         return
     print("# Memory modes of whole models\n")
-    print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds")
+    print(
+        environment()
+        + f"- Batch {args.batch} of {args.size} pixels, {args.dtype}, n = {args.rounds} rounds"
+    )
     print("- Branches are compiled\n" if args.compiled else "", end="")
     print("- Each step is a CUDA graph; the drift guard is off\n" if args.graph else "")
     print("| model | mode | seconds a step | time over store (quartiles) | peak growth, MiB |")

@@ -1,13 +1,16 @@
 """Everything that needs a GPU, in twelve minutes on one H100, the most valuable first.
 
     python benchmarks/gpu_kit.py --out results          # or: make gpu OUT=results STAGES=1,2
+    python benchmarks/gpu_kit.py --out results --stages 5 --images DIR    # CIFAR-10 as folders
     python benchmarks/gpu_kit.py --out results --dry    # tiny sizes, on a CPU
 
 Stage 1 runs the GPU tests (planned: 3 minutes, at most 4), stage 2 the modes as graphs and with
-compiled branches (4, at most 7), stage 3 the peers and the modes without graphs (2, at most 4),
-stage 4 training steps as CUDA graphs, in a plain loop and in ``revzoo train`` (3, at most 6). Each
+compiled branches (5, at most 9), stage 3 the peers and the modes without graphs (2, at most 4),
+stage 4 training steps as CUDA graphs, in a plain loop and in ``revzoo train`` (3, at most 6), stage
+5, which needs images, the papers' recipe for a RevNet and its ResNet (all that is left). Each
 report is a file in ``--out``, written as it grows, so an end that comes early loses only what has
-not run. A command that does not fit into the time left is skipped and named.
+not run; a training that was stopped resumes when the stage runs again with the same ``--out``. A
+command that does not fit into the time left is skipped and named.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class Job(NamedTuple):
         name: of its report.
         limit: seconds after which it is stopped, on a GPU.
         script: in this folder; "" for pytest.
-        arguments: on a GPU.
+        arguments: on a GPU; a run's folder replaces ``{run}``, the folder of images ``{images}``.
         dry: on a CPU.
     """
 
@@ -48,6 +51,11 @@ def _modes(dtype: str, *extra: str) -> tuple[str, ...]:
 _DRY = ("--models", "revnet38", "--batch", "2", "--rounds", "2")
 _DRY_PEERS = ("--blocks", "1", "--batch", "2", "--channels", "4", "--size", "4", "--rounds", "2")
 _DRY_TRAIN = (*_DRY, "--modes", "store", "--images", "20", "--precision", "fp32")
+_DRY_LARGE = (*_DRY, "--size", "64")
+_LARGE = ("--size", "224", "--models", "revnet56", "revvit_base", "irevnet301")
+_LARGE = (*_LARGE, "torchvision:resnet50", "torchvision:vit_b_16")
+_RECIPE = ("experiment=cifar_revnet", "data=imagefolder", "data.root={images}", "precision=tf32")
+_DRY_RECIPE = ("experiment=cifar_revnet", "data=digits", "debug=smoke", "hydra.run.dir={run}")
 _PEERS = ("--blocks", "12", "--batch", "512", "--channels", "64", "--channels-last")
 STAGES: dict[int, tuple[Job, ...]] = {
     1: (
@@ -84,6 +92,13 @@ STAGES: dict[int, tuple[Job, ...]] = {
             _modes("bfloat16", "--compiled", "--models", "revnet38"),
             (*_DRY, "--compiled"),
         ),
+        Job(
+            "modes_224_graph_bf16",
+            120,
+            "bench_modes.py",
+            (*_LARGE, "--dtype", "bfloat16", "--graph", "--batch", "32", "--rounds", "5"),
+            _DRY_LARGE,
+        ),
     ),
     3: (
         Job("peers_bf16", 60, "bench_peers.py", (*_PEERS, "--dtype", "bfloat16"), _DRY_PEERS),
@@ -93,18 +108,40 @@ STAGES: dict[int, tuple[Job, ...]] = {
     4: (
         Job("graphed_bf16", 120, "bench_graphed.py", ("--dtype", "bfloat16"), _DRY),
         Job("graphed_fp32", 120, "bench_graphed.py", ("--dtype", "float32"), _DRY),
-        Job("train_graph_bf16", 120, "bench_train_graph.py", ("--models", "revnet38"), _DRY_TRAIN),
+        Job(
+            "train_graph_bf16",
+            150,
+            "bench_train_graph.py",
+            ("--models", "revnet38", "revnet110", "resnet110", "--modes", "store", "exact"),
+            _DRY_TRAIN,
+        ),
+    ),
+    5: tuple(
+        Job(
+            f"recipe_{model}",
+            600,
+            "../train.py",
+            (*_RECIPE, f"model={model}", "hydra.run.dir={run}"),
+            (*_DRY_RECIPE, f"model={model}"),
+        )
+        for model in ("revnet38", "resnet32")
     ),
 }
 
 
-def run(job: Job, out: Path, seconds: float, *, dry: bool) -> str:
+def run(job: Job, out: Path, seconds: float, *, images: Path | None, dry: bool) -> str:
     """Run one command with its output in a file; returns what became of it."""
     command = [sys.executable]
     command += [str(HERE / job.script)] if job.script else ["-m", "pytest", "-q"]
     if not job.script:
         command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-    command += job.dry if dry else job.arguments
+    folder = (out / job.name).absolute()
+    arguments: tuple[str, ...] = ("--resume", str(folder))
+    if not (folder / "config.yaml").exists():
+        arguments = job.dry if dry else job.arguments
+    if "data.root={images}" in arguments and images is None:
+        return f"{job.name}: skipped, needs --images DIR with train/CLASS and test/CLASS"
+    command += [word.format(run=folder, images=images) for word in arguments]
     path = out / f"{job.name}.{'md' if job.script else 'txt'}"
     start, limit = time.monotonic(), seconds if dry else min(job.limit, seconds)
     with path.open("w") as file:
@@ -131,13 +168,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
     parser.add_argument("--stages", default="1,2,3,4", help="numbers with commas between")
+    parser.add_argument("--images", type=Path, help="folder with train/CLASS and test/CLASS")
     parser.add_argument("--seconds", type=float, default=720, help="for everything")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     args = parser.parse_args()
     try:
         jobs = [job for number in args.stages.split(",") for job in STAGES[int(number)]]
     except (KeyError, ValueError):
-        parser.error(f"--stages {args.stages}: expected some of 1, 2, 3, 4, such as 1,3")
+        parser.error(f"--stages {args.stages}: expected some of 1, 2, 3, 4, 5, such as 1,3")
     args.out.mkdir(parents=True, exist_ok=True)
     end, lines = time.monotonic() + args.seconds, []
     for job in jobs:
@@ -145,7 +183,7 @@ def main() -> int:
         if left < min(20, job.limit):
             lines.append(f"{job.name}: skipped, {max(left, 0):.0f} s were left")
         else:
-            lines.append(run(job, args.out, left, dry=args.dry))
+            lines.append(run(job, args.out, left, images=args.images, dry=args.dry))
         print(lines[-1], flush=True)
         (args.out / "summary.txt").write_text("\n".join(lines) + "\n")
     return int(any(": ok," not in line for line in lines))

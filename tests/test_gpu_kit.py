@@ -48,8 +48,25 @@ def test_every_outcome_is_named(kit, monkeypatch, tmp_path):
 
 def test_an_unknown_stage(kit, capsys):
     with pytest.raises(SystemExit):
-        kit.start("--stages", "5")
-    assert "--stages 5: expected some of 1, 2, 3, 4" in capsys.readouterr().err
+        kit.start("--stages", "6")
+    assert "--stages 6: expected some of 1, 2, 3, 4, 5" in capsys.readouterr().err
+
+
+def test_a_training_needs_images_and_resumes(kit, monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("import sys; print(*sys.argv[1:])")
+    monkeypatch.setattr(kit, "HERE", tmp_path)
+    job = kit.Job("recipe", 30, "train.py", ("data.root={images}", "hydra.run.dir={run}"), ())
+    monkeypatch.setattr(kit, "STAGES", {1: (job,)})
+    assert kit.start("--stages", "1")[1] == [
+        "recipe: skipped, needs --images DIR with train/CLASS and test/CLASS"
+    ]
+    assert kit.start("--stages", "1", "--images", "cifar")[0] == 0
+    run = tmp_path / "recipe"
+    assert (tmp_path / "recipe.md").read_text() == f"data.root=cifar hydra.run.dir={run}\n"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    kit.start("--stages", "1", "--images", "cifar")
+    assert (tmp_path / "recipe.md").read_text() == f"--resume {run}\n"
 
 
 def test_scripts_exist(kit):
@@ -60,5 +77,5 @@ def test_scripts_exist(kit):
 
 @pytest.mark.slow
 def test_a_dry_run_on_the_cpu(kit):
-    code, lines = kit.start("--dry", "--seconds", "3000")
+    code, lines = kit.start("--dry", "--seconds", "3000", "--stages", "1,2,3,4,5")
     assert code == 0, lines
