@@ -1,20 +1,23 @@
-"""Pretrained networks made reversible: accuracy by bits, memory and time of a step, a memory limit.
+"""Networks made reversible: what a step keeps and costs, accuracy by bits, a memory limit.
 
+    python benchmarks/bench_convert.py counted [--networks "ViT-B/16, 224" ...]
+    python benchmarks/bench_convert.py timed [--networks "ViT-B/16, 224" ... --rounds 5]
     python benchmarks/bench_convert.py accuracy --root DIR [--model resnet32 --images 10000]
     python benchmarks/bench_convert.py finetune --root DIR [--model resnet32 --train 2560]
-    python benchmarks/bench_convert.py steps [--network resnet50]
     python benchmarks/bench_convert.py limit --root DIR [--gib 4]
 
-DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` with CIFAR-10's images of 3x32x32 pixels.
+``counted`` and ``timed`` compare, with random weights: ``plain`` training; ``checkpoint``, torch's
+around each block; ``paying``, :func:`revzoo.make_reversible` with ``input_shape``; ``converted``,
+also with ``checkpoint=True``. Bytes are counted on fake tensors, times are interleaved CPU times of
+one thread. Set ``MALLOC_TRIM_THRESHOLD_=8000000000 MALLOC_MMAP_MAX_=0 MALLOC_TOP_PAD_=500000000``
+for ``timed``: page faults cost more than the operators on some machines. They need timm,
+transformers, peft and monai for the networks of these.
 
-``accuracy`` evaluates the shipped weights. ``finetune`` trains the plain and the
-converted networks with the same images, order and rate, and tests their last weights; it runs in
-mode ``store`` on the grid, which gives bit-equal gradients in less time. ``steps`` compares plain
-training, torch's checkpoint around each block, and the converted network: kept bytes are counted
-on tensors. A run without two of its blocks gives the bytes of a block. The peak is measured in a
-fresh process; times are interleaved. ``limit`` trains in processes whose data segment is limited
-(``RLIMIT_DATA``). ``llama`` needs transformers, a decoder of 24 layers of width 256 built from a
-configuration.
+DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` with CIFAR-10's images of 3x32x32 pixels.
+``accuracy`` evaluates the shipped weights. ``finetune`` trains the plain and the converted networks
+with the same images, order and rate, and tests their last weights; it runs in mode ``store`` on the
+grid, which gives bit-equal gradients in less time. ``limit`` trains in processes whose data segment
+is limited (``RLIMIT_DATA``).
 """
 
 from __future__ import annotations
@@ -24,30 +27,19 @@ import json
 import math
 import os
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from measure import MIB, environment, growth, in_own_process, interleaved
+from measure import MIB, environment, in_own_process, interleaved
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.io import ImageReadMode, decode_image
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
-
-# For timing: malloc keeps freed memory, as page faults cost more than the operators on some
-# machines. Peaks are measured without these settings, in processes that return freed memory.
-FAST_MALLOC = {
-    "MALLOC_TRIM_THRESHOLD_": "8000000000",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TOP_PAD_": "500000000",
-}
-KINDS = ("plain", "checkpoint", "converted")
+from revzoo.models.revunet import RevUNet
 
 
 def read_images(root: Path, split: str, count: int, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -152,132 +144,161 @@ def finetune(args: argparse.Namespace) -> Iterator[str]:
             )
 
 
-# ------------------------------------------------------------------------------------- steps
+# ------------------------------------------------------------------------------------- costs
 
 
-def checkpointed(blocks: Sequence[nn.Module]) -> None:
-    """Run each block in torch's checkpoint."""
-    for block in blocks:
-        forward = block.forward
+class Decoder(nn.Module):
+    """A Llama of 24 layers and width 256, without its head, on embedded tokens ``(B, T, 256)``."""
 
-        def run(*args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-        block.forward = run  # type: ignore[method-assign]
-
-
-def network(name: str, size: int) -> tuple[nn.Module, Tensor, str]:
-    """The network, its input, and the path of its longest run; ``size`` of a ResNet's images."""
-    import torchvision
-
-    torch.manual_seed(0)
-    if name == "llama":
+    def __init__(self, *, lora: bool = False) -> None:
+        super().__init__()
         import transformers
 
         sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
         config = transformers.LlamaConfig(
-            vocab_size=1000, num_hidden_layers=24, use_cache=False, **sizes
+            vocab_size=8, num_hidden_layers=24, use_cache=False, **sizes
         )
-        return transformers.LlamaModel(config), torch.randint(0, 1000, (2, 256)), "layers"
-    if name == "vit_b_16":
-        return torchvision.models.vit_b_16(), torch.randn(2, 3, 224, 224), "encoder.layers"
-    model = getattr(torchvision.models, name)()
-    return model, torch.randn(4, 3, size, size), "layer3"
+        self.net: nn.Module = transformers.LlamaModel(config)
+        if lora:
+            import peft
+
+            adapters = peft.LoraConfig(r=8, target_modules="all-linear")
+            self.net = peft.get_peft_model(self.net, adapters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(inputs_embeds=x).last_hidden_state
 
 
-def prepared(name: str, kind: str, *, size: int, left_out: int = 0) -> tuple[nn.Module, Tensor]:
-    """The network for plain, checkpointed or reversible training."""
-    net, x, path = network(name, size)
-    container = net.get_submodule(path)
-    for key in list(container._modules)[len(container._modules) - left_out :]:
-        del container._modules[key]
-    if name == "llama":
-        net.config.num_hidden_layers -= left_out
-    revzoo.make_reversible(net, 4)
-    rows = revzoo.reversible_blocks(net)
-    if kind != "converted":
-        revzoo.make_reversible(net, None)
-    if kind == "checkpoint":
-        checkpointed([net.get_submodule(row.path) for row in rows])
-    return net, x
+def monai_net(name: str, **options: Any) -> nn.Module:
+    """A network of MONAI for volumes of one channel, with two classes."""
+    import monai
+
+    return getattr(monai.networks.nets, name)(
+        spatial_dims=3, in_channels=1, out_channels=2, **options
+    )
 
 
-def output_of(net: nn.Module, x: Tensor) -> Tensor:
-    """A loss: the mean square of the network's output."""
-    y = net(x)
-    return (y if isinstance(y, Tensor) else y.last_hidden_state).square().mean()
+class Network(NamedTuple):
+    """How to build it, and the shape of one sample."""
+
+    build: Callable[[], nn.Module]
+    sample: tuple[int, ...]
 
 
-def kept(name: str, kind: str, *, size: int, left_out: int = 0) -> int:
-    """Bytes alive between forward and backward pass."""
-    net, x = prepared(name, kind, size=size, left_out=left_out)
-    output_of(net, x).backward()  # a first pass makes things that stay, such as caches
-    net.zero_grad()
-    with LiveMemory() as memory:
-        loss = output_of(net, x)
-    assert loss.requires_grad
-    return memory.now
+BACKBONES = {  # label: name, and the option for the image size where a network fixes it
+    "ResNet-18": ("torchvision:resnet18", None),
+    "ResNet-50": ("torchvision:resnet50", None),
+    "ResNet-152": ("torchvision:resnet152", None),
+    "MobileNetV3-L": ("torchvision:mobilenet_v3_large", None),
+    "EfficientNet-B0": ("torchvision:efficientnet_b0", None),
+    "ConvNeXt-T": ("torchvision:convnext_tiny", None),
+    "Swin-T": ("torchvision:swin_t", None),
+    "Hiera-S": ("timm:hiera_small_224", "img_size"),
+    "ViT-B/16": ("torchvision:vit_b_16", "image_size"),
+    "DeiT-S": ("timm:deit_small_patch16_224", "img_size"),
+    "DeiT-B": ("timm:deit_base_patch16_224", "img_size"),
+    "EVA-02-S": ("timm:eva02_small_patch14_336", "img_size"),
+}
+NETWORKS = {
+    f"{label}, {side}": Network(
+        partial(revzoo.create_model, name, memory="store", **({option: side} if option else {})),
+        (3, side, side),
+    )
+    for label, (name, option) in BACKBONES.items()
+    for side in (224, 384)
+}
+for tokens in (512, 4096):
+    NETWORKS[f"decoder, {tokens} tokens"] = Network(Decoder, (tokens, 256))
+    with_lora = partial(Decoder, lora=True)
+    NETWORKS[f"decoder with LoRA, {tokens} tokens"] = Network(with_lora, (tokens, 256))
+UNET = {"channels": (16, 32, 64, 128, 256), "strides": (2, 2, 2, 2), "num_res_units": 2}
+REVUNET = partial(revzoo.create_model, "revunet3d", memory="store", num_classes=2, in_chans=1)
+VOLUME = (1, 64, 64, 64)
+NETWORKS |= {
+    "MONAI UNet, 64": Network(partial(monai_net, "UNet", **UNET), VOLUME),
+    "MONAI BasicUNet, 64": Network(partial(monai_net, "BasicUNet"), VOLUME),
+    "MONAI SegResNet, 64": Network(partial(monai_net, "SegResNet"), VOLUME),
+    "revunet3d, 64": Network(REVUNET, VOLUME),
+}
+BATCH = 8  # that is counted
+KINDS = ("plain", "checkpoint", "paying", "converted")
+MODES = dict(zip(KINDS, ("store", "recompute", "exact", "exact"), strict=True))  # of revunet3d
+MONAI_BLOCKS = ("ResidualUnit", "TwoConv")  # of networks without runs
 
 
-def training_step(net: nn.Module, x: Tensor) -> Callable[[], None]:
-    """Forward and backward pass."""
+def prepared(name: str, kind: str) -> nn.Module:
+    """The network for plain, checkpointed or reversible training.
 
-    def step() -> None:
-        output_of(net, x).backward()
-        net.zero_grad(set_to_none=True)
-
-    return step
-
-
-def measured(args: argparse.Namespace) -> Iterator[str]:
-    """One figure in this process, for :func:`steps`."""
-    if args.figure == "time":
-        candidates = {
-            kind: training_step(*prepared(args.network, kind, size=args.size))
-            for kind in KINDS[::-1]
-        }
-        order = {kind: candidates[kind] for kind in ("checkpoint", "plain", "converted")}
-        timings = interleaved(order, args.rounds)
-        yield json.dumps({kind: tuple(timing) for kind, timing in timings.items()})
-        return
-    step = training_step(*prepared(args.network, args.figure, size=args.size))
-    if args.peak:
-        step()  # the first step allocates gradients and workspaces
-        yield json.dumps(growth(step))
-    else:
-        # the difference of the two is the bytes of two blocks
-        yield json.dumps(
-            [kept(args.network, args.figure, size=args.size, left_out=n) for n in (0, 2)]
-        )
+    Raises:
+        ValueError: it has no run to convert.
+    """
+    torch.manual_seed(0)
+    build, sample = NETWORKS[name]
+    net = build()
+    if isinstance(net, RevUNet):  # reversible by design
+        revzoo.set_memory(net, MODES[kind])
+    elif kind == "checkpoint":
+        for block in blocks_of(net):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[assignment]
+    elif kind != "plain":
+        shape = (BATCH, *sample)
+        revzoo.make_reversible(net, input_shape=shape, checkpoint=kind == "converted")
+    return net
 
 
-def steps(args: argparse.Namespace) -> Iterator[str]:
-    """Rows: network, how it trains, kept bytes, a block's, peak, time against the checkpoint."""
-    common = ["measured", "--network", args.network, "--rounds", str(args.rounds)]
-    common += ["--size", str(args.size)]
+def blocks_of(net: nn.Module) -> list[nn.Module]:
+    """The blocks of all runs; without a run, MONAI's blocks."""
+    try:
+        revzoo.make_reversible(net, 4)
+    except ValueError:
+        return [m for m in net.modules() if type(m).__name__ in MONAI_BLOCKS]
+    paths = [row.path for row in revzoo.reversible_blocks(net)]
+    revzoo.make_reversible(net, None)
+    return [net.get_submodule(path) for path in paths]
 
-    def child(*more: str, environment: dict[str, str] | None = None) -> Any:
-        command = [*common, *more]
-        if environment is None:
-            return json.loads(in_own_process(__file__, command))
-        found = subprocess.run(
-            [sys.executable, __file__, *command],
-            env=os.environ | environment,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        return json.loads(found.stdout)
 
-    times = child("--figure", "time", environment=FAST_MALLOC)
-    for kind in KINDS:
-        whole, shorter = child("--figure", kind)
-        peak = child("--figure", kind, "--peak")
-        seconds, ratio, low, high = times[kind]
-        yield (
-            f"| {args.network} | {kind} | {whole / MIB:.2f} | {(whole - shorter) / 2 / MIB:.3f} | "
-            f"{peak / MIB:.0f} | {seconds:.2f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
-        )
+def counted(args: argparse.Namespace) -> Iterator[str]:
+    """Rows: network, blocks, inverted, and by kind MiB a sample kept, and at the peak."""
+    yield f"| network | blocks, inverted | {' | '.join(KINDS)} |"
+    yield "|---" * (len(KINDS) + 2) + "|"
+    for name in args.networks:
+        cells, blocks = [], {}
+        for kind in KINDS:
+            try:
+                net = prepared(name, kind)
+            except ValueError:
+                cells.append("no run")
+                continue
+            report = revzoo.audit(net, (BATCH, *NETWORKS[name].sample), modes=[])
+            sizes = (report.kept_bytes, report.activation_bytes)
+            cells.append(", ".join(f"{size / BATCH / MIB:.3g}" for size in sizes))
+            blocks[kind] = len(revzoo.reversible_blocks(net))
+        counts = f"{blocks['converted']}, {blocks['paying']}" if blocks.get("converted") else "-"
+        yield f"| {name} | {counts} | {' | '.join(cells)} |"
+
+
+def timed(args: argparse.Namespace) -> Iterator[str]:
+    """Rows: network, seconds of a plain step, and by kind the ratio to it (quartiles)."""
+    yield "| network | plain, s | checkpoint | converted |"
+    yield "|---|---|---|---|"
+    for name in args.networks:
+        x = torch.randn(1, *NETWORKS[name].sample)
+        candidates: dict[str, Callable[[], object]] = {}
+        for kind in ("plain", "checkpoint", "converted"):
+            try:
+                candidates[kind] = partial(step, prepared(name, kind), x)
+            except ValueError:
+                continue
+        found = interleaved(candidates, args.rounds)
+        ratios = [f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})" for t in [*found.values()][1:]]
+        cells = " | ".join([*ratios, "no run"][:2])
+        yield f"| {name} | {found['plain'].seconds:.2f} | {cells} |"
+
+
+def step(net: nn.Module, x: Tensor) -> None:
+    """Forward and backward pass; the loss is the mean square of the output."""
+    net(x).square().mean().backward()
+    net.zero_grad(set_to_none=True)
 
 
 # ------------------------------------------------------------------------------------- limit
@@ -311,48 +332,7 @@ def limit(args: argparse.Namespace) -> Iterator[str]:
         yield f"| {args.model} | {args.batch} | {kind} | {found} |"
 
 
-CONVERTED = (
-    *("torchvision:resnet18", "torchvision:resnet50", "torchvision:resnet152"),
-    *("torchvision:regnet_y_1_6gf", "torchvision:mobilenet_v3_large"),
-    *("torchvision:efficientnet_b0", "torchvision:convnext_tiny", "torchvision:swin_t"),
-    *("torchvision:vit_b_16", "timm:resnet50", "timm:convnext_tiny"),
-    *("timm:swin_tiny_patch4_window7_224", "timm:vit_tiny_patch16_224"),
-    *("timm:vit_small_patch16_224", "timm:vit_base_patch16_224", "timm:deit_small_patch16_224"),
-    *("timm:deit3_base_patch16_224", "timm:eva02_tiny_patch14_336"),
-    *("timm:eva02_small_patch14_336", "timm:hiera_tiny_224"),
-)
-
-
-def conversions(args: argparse.Namespace) -> Iterator[str]:
-    """What training keeps for an image of 224x224, by kind of conversion; how outputs change."""
-    yield "| network | blocks, inverted | plain | torch | `input_shape` | `checkpoint` | changed |"
-    yield "|---|---|---|---|---|---|---|"
-    shape = (1, 3, 224, 224)
-    for name in CONVERTED:
-        torch.manual_seed(0)
-        size = {"img_size": 224} if name.endswith("336") else {}
-        net = revzoo.create_model(name, memory="store", **size).eval()
-        paths = [row.path for row in revzoo.reversible_blocks(revzoo.make_reversible(net, 4))]
-        revzoo.make_reversible(net, None)
-        x = torch.randn(shape)
-        sizes, changed = [], 0.0
-        with torch.no_grad():
-            plain = net(x)
-            for recomputed in (False, True):
-                revzoo.make_reversible(net, input_shape=shape, checkpoint=recomputed)
-                found = revzoo.conversion(net, shape)
-                sizes.append(found.now)
-                changed = max(changed, float((net(x) - plain).norm() / plain.norm()))
-        revzoo.make_reversible(net, None)
-        for block in map(net.get_submodule, paths):
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[assignment]
-        torchs = revzoo.audit(net, shape, modes=[]).kept_bytes
-        inverted = sum(row.inverted for row in found.rows)
-        mib = [f"{size / MIB:.3g}" for size in (found.before, torchs, *sizes)]
-        yield f"| {name} | {len(paths)}, {inverted} | {' | '.join(mib)} | {changed:.2%} |"
-
-
-PARTS = {f.__name__: f for f in (accuracy, finetune, steps, measured, limit, limited, conversions)}
+PARTS = {f.__name__: f for f in (counted, timed, accuracy, finetune, limit, limited)}
 
 
 def main() -> None:
@@ -361,8 +341,7 @@ def main() -> None:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--root", type=Path)
     parser.add_argument("--model", default="resnet32")
-    parser.add_argument("--network", default="resnet50")
-    parser.add_argument("--size", type=int, default=128, help="pixels, of a ResNet's images")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--train", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=64)
@@ -371,11 +350,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", help=argparse.SUPPRESS)
-    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gib", type=float, default=4.0)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if args.part not in ("measured", "limited"):
+    if args.part != "limited":
         print(environment(root=args.root), flush=True)
     for row in PARTS[args.part](args):
         print(row, flush=True)
