@@ -153,11 +153,13 @@ class Decoder(nn.Module):
     def __init__(self, *, lora: bool = False) -> None:
         super().__init__()
         import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        # without a mask, as in a real step: on fake tensors transformers makes one for "sdpa"
+        transformers.AttentionInterface.register("causal", sdpa_attention_forward)
+        options = {"attn_implementation": "causal", "use_cache": False, "vocab_size": 8}
         sizes = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(
-            vocab_size=8, num_hidden_layers=24, use_cache=False, **sizes
-        )
+        config = transformers.LlamaConfig(num_hidden_layers=24, **sizes, **options)
         self.net: nn.Module = transformers.LlamaModel(config)
         if lora:
             import peft
@@ -179,32 +181,44 @@ def monai_net(name: str, **options: Any) -> nn.Module:
 
 
 class Network(NamedTuple):
-    """How to build it, and the shape of one sample."""
+    """How to build it, the shape of one sample, and the class of its blocks if it has no runs."""
 
     build: Callable[[], nn.Module]
     sample: tuple[int, ...]
+    block: str = ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return KINDS[:2] if self.block else KINDS
 
 
-BACKBONES = {  # label: name, and the option for the image size where a network fixes it
-    "ResNet-18": ("torchvision:resnet18", None),
-    "ResNet-50": ("torchvision:resnet50", None),
-    "ResNet-152": ("torchvision:resnet152", None),
-    "MobileNetV3-L": ("torchvision:mobilenet_v3_large", None),
-    "EfficientNet-B0": ("torchvision:efficientnet_b0", None),
-    "ConvNeXt-T": ("torchvision:convnext_tiny", None),
-    "Swin-T": ("torchvision:swin_t", None),
-    "Hiera-S": ("timm:hiera_small_224", "img_size"),
-    "ViT-B/16": ("torchvision:vit_b_16", "image_size"),
-    "DeiT-S": ("timm:deit_small_patch16_224", "img_size"),
-    "DeiT-B": ("timm:deit_base_patch16_224", "img_size"),
-    "EVA-02-S": ("timm:eva02_small_patch14_336", "img_size"),
+ANY_SIZE = {
+    "ResNet-18": "torchvision:resnet18",
+    "ResNet-50": "torchvision:resnet50",
+    "ResNet-152": "torchvision:resnet152",
+    "MobileNetV3-L": "torchvision:mobilenet_v3_large",
+    "EfficientNet-B0": "torchvision:efficientnet_b0",
+    "ConvNeXt-T": "torchvision:convnext_tiny",
+    "Swin-T": "torchvision:swin_t",
+}
+ONE_SIZE = {
+    "Hiera-S": "timm:hiera_small_224",
+    "ViT-B/16": "torchvision:vit_b_16",
+    "DeiT-S": "timm:deit_small_patch16_224",
+    "DeiT-B": "timm:deit_base_patch16_224",
+    "EVA-02-S": "timm:eva02_small_patch14_336",
 }
 NETWORKS = {
     f"{label}, {side}": Network(
-        partial(revzoo.create_model, name, memory="store", **({option: side} if option else {})),
+        partial(
+            revzoo.create_model,
+            name,
+            memory="store",
+            **({"img_size": side} if label in ONE_SIZE else {}),
+        ),
         (3, side, side),
     )
-    for label, (name, option) in BACKBONES.items()
+    for label, name in (ANY_SIZE | ONE_SIZE).items()
     for side in (224, 384)
 }
 for tokens in (512, 4096):
@@ -215,43 +229,38 @@ UNET = {"channels": (16, 32, 64, 128, 256), "strides": (2, 2, 2, 2), "num_res_un
 REVUNET = partial(revzoo.create_model, "revunet3d", memory="store", num_classes=2, in_chans=1)
 VOLUME = (1, 64, 64, 64)
 NETWORKS |= {
-    "MONAI UNet, 64": Network(partial(monai_net, "UNet", **UNET), VOLUME),
-    "MONAI BasicUNet, 64": Network(partial(monai_net, "BasicUNet"), VOLUME),
+    "MONAI UNet, 64": Network(partial(monai_net, "UNet", **UNET), VOLUME, "ResidualUnit"),
+    "MONAI BasicUNet, 64": Network(partial(monai_net, "BasicUNet"), VOLUME, "TwoConv"),
     "MONAI SegResNet, 64": Network(partial(monai_net, "SegResNet"), VOLUME),
     "revunet3d, 64": Network(REVUNET, VOLUME),
 }
 BATCH = 8  # that is counted
 KINDS = ("plain", "checkpoint", "paying", "converted")
+NO_RUN = ("no run", "no run")  # in place of the last two
 MODES = dict(zip(KINDS, ("store", "recompute", "exact", "exact"), strict=True))  # of revunet3d
-MONAI_BLOCKS = ("ResidualUnit", "TwoConv")  # of networks without runs
 
 
 def prepared(name: str, kind: str) -> nn.Module:
-    """The network for plain, checkpointed or reversible training.
-
-    Raises:
-        ValueError: it has no run to convert.
-    """
+    """The network for plain, checkpointed or reversible training."""
     torch.manual_seed(0)
-    build, sample = NETWORKS[name]
-    net = build()
+    network = NETWORKS[name]
+    net = network.build()
     if isinstance(net, RevUNet):  # reversible by design
         revzoo.set_memory(net, MODES[kind])
     elif kind == "checkpoint":
-        for block in blocks_of(net):
+        for block in blocks_of(net, network.block):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[assignment]
     elif kind != "plain":
-        shape = (BATCH, *sample)
+        shape = (BATCH, *network.sample)
         revzoo.make_reversible(net, input_shape=shape, checkpoint=kind == "converted")
     return net
 
 
-def blocks_of(net: nn.Module) -> list[nn.Module]:
-    """The blocks of all runs; without a run, MONAI's blocks."""
-    try:
-        revzoo.make_reversible(net, 4)
-    except ValueError:
-        return [m for m in net.modules() if type(m).__name__ in MONAI_BLOCKS]
+def blocks_of(net: nn.Module, kind: str) -> list[nn.Module]:
+    """The modules of this class; without one, the blocks of all runs."""
+    if kind:
+        return [m for m in net.modules() if type(m).__name__ == kind]
+    revzoo.make_reversible(net, 4)
     paths = [row.path for row in revzoo.reversible_blocks(net)]
     revzoo.make_reversible(net, None)
     return [net.get_submodule(path) for path in paths]
@@ -263,35 +272,33 @@ def counted(args: argparse.Namespace) -> Iterator[str]:
     yield "|---" * (len(KINDS) + 2) + "|"
     for name in args.networks:
         cells, blocks = [], {}
-        for kind in KINDS:
-            try:
-                net = prepared(name, kind)
-            except ValueError:
-                cells.append("no run")
-                continue
+        for kind in NETWORKS[name].kinds:
+            net = prepared(name, kind)
             report = revzoo.audit(net, (BATCH, *NETWORKS[name].sample), modes=[])
             sizes = (report.kept_bytes, report.activation_bytes)
             cells.append(", ".join(f"{size / BATCH / MIB:.3g}" for size in sizes))
             blocks[kind] = len(revzoo.reversible_blocks(net))
         counts = f"{blocks['converted']}, {blocks['paying']}" if blocks.get("converted") else "-"
-        yield f"| {name} | {counts} | {' | '.join(cells)} |"
+        yield f"| {name} | {counts} | {' | '.join([*cells, *NO_RUN][:4])} |"
 
 
 def timed(args: argparse.Namespace) -> Iterator[str]:
-    """Rows: network, seconds of a plain step, and by kind the ratio to it (quartiles)."""
+    """Rows: network, seconds of a plain step, and by kind the ratio to it (quartiles).
+
+    One sample; without the large sizes.
+    """
     yield "| network | plain, s | checkpoint | converted |"
     yield "|---|---|---|---|"
-    for name in args.networks:
+    for name in (n for n in args.networks if not n.endswith((", 384", ", 4096 tokens"))):
         x = torch.randn(1, *NETWORKS[name].sample)
-        candidates: dict[str, Callable[[], object]] = {}
-        for kind in ("plain", "checkpoint", "converted"):
-            try:
-                candidates[kind] = partial(step, prepared(name, kind), x)
-            except ValueError:
-                continue
+        candidates: dict[str, Callable[[], object]] = {
+            kind: partial(step, prepared(name, kind), x)
+            for kind in NETWORKS[name].kinds
+            if kind != "paying"
+        }
         found = interleaved(candidates, args.rounds)
         ratios = [f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})" for t in [*found.values()][1:]]
-        cells = " | ".join([*ratios, "no run"][:2])
+        cells = " | ".join([*ratios, *NO_RUN][:2])
         yield f"| {name} | {found['plain'].seconds:.2f} | {cells} |"
 
 
