@@ -204,6 +204,7 @@ ANY_SIZE = {
 ONE_SIZE = {
     "Hiera-S": "timm:hiera_small_224",
     "ViT-B/16": "torchvision:vit_b_16",
+    "ViT-L/16": "torchvision:vit_l_16",
     "DeiT-S": "timm:deit_small_patch16_224",
     "DeiT-B": "timm:deit_base_patch16_224",
     "EVA-02-S": "timm:eva02_small_patch14_336",
@@ -275,8 +276,10 @@ def counted(args: argparse.Namespace) -> Iterator[str]:
         for kind in NETWORKS[name].kinds:
             net = prepared(name, kind)
             report = revzoo.audit(net, (BATCH, *NETWORKS[name].sample), modes=[])
-            sizes = (report.kept_bytes, report.activation_bytes)
-            cells.append(", ".join(f"{size / BATCH / MIB:.3g}" for size in sizes))
+            sizes = (report.kept_bytes / BATCH / MIB, report.activation_bytes / BATCH / MIB)
+            cells.append(
+                ", ".join(f"{size:.3g}" if size < 1000 else f"{size:.0f}" for size in sizes)
+            )
             blocks[kind] = len(revzoo.reversible_blocks(net))
         counts = f"{blocks['converted']}, {blocks['paying']}" if blocks.get("converted") else "-"
         yield f"| {name} | {counts} | {' | '.join([*cells, *NO_RUN][:4])} |"
