@@ -50,7 +50,7 @@ def with_code() -> list[Any]:
 def check_readme(names: dict[str, Any], printed: str) -> None:
     model = names["model"]
     assert all(p.grad is not None for p in model.parameters())
-    assert list(model.state_dict()) == list(torchvision.models.resnet50().state_dict())
+    assert list(model.state_dict()) == list(torchvision.models.vit_b_16().state_dict())
     audits = revzoo.audit(model, names["images"].shape, modes=["store", "exact"]).audits
     assert audits["exact"].kept_bytes < 0.5 * audits["store"].kept_bytes
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import revzoo
 
@@ -114,3 +117,17 @@ def test_a_branch_for_all_channels_is_explained(memory: str) -> None:
     assert "splits 16 channels in two" in str(caught.value)
     assert "Build it for 8" in str(caught.value)
     assert "to have 16 channels" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("kind", ["converted", "torch's checkpoint"])
+def test_a_vit_keeps_what_is_counted_on_fakes(kind: str) -> None:
+    """The figures of common networks are counted on fake tensors."""
+    model, shape = network("timm:vit_tiny_patch16_224"), (2, 3, 224, 224)
+    if kind == "converted":
+        revzoo.make_reversible(model, input_shape=shape)
+    else:
+        for block in model.net.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    fake, real = (revzoo.audit(model, shape, modes=[], real=r) for r in (False, True))
+    assert fake.kept_bytes == real.kept_bytes
+    assert fake.activation_bytes == pytest.approx(real.activation_bytes, rel=0.001)
