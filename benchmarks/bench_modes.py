@@ -72,7 +72,9 @@ def build(name: str, mode: str, size: int, *, compiled: bool = False) -> nn.Modu
 def table(name: str, args: argparse.Namespace) -> str:
     """Rows of the report for one model, as Markdown."""
     dtype = getattr(torch, args.dtype)
-    modes = [mode for mode in MODES if not (args.graph and mode == "offload")]
+    left_out = {"offload"} if args.graph else set()
+    left_out |= {"invert"} if ":" in name else set()  # side bits are of words
+    modes = [mode for mode in MODES if mode not in left_out]
     models = {
         row: build(name, "store" if row == FLOOR else row, args.size, compiled=args.compiled)
         for row in (*modes, FLOOR)
