@@ -31,6 +31,7 @@ from revzoo.cli.main import main
 from revzoo.models.tensor_bundle import read_tensor_bundle
 from revzoo.models.weights_file import read_tensorflow
 from revzoo.weights.errors import ArchitectureMismatchError, UnreadableWeightsError
+from revzoo.weights.table import SHIPPED
 
 TYPES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "float16": 19, "bool": 10}
 HEADER = b"\x08\x01\x1a\x02\x08\x01"  # one data file, little-endian, version 1
@@ -357,6 +358,22 @@ def test_an_archive_gives_the_network_by_path_and_by_name(index, tmp_path, monke
         with torch.no_grad():
             assert (model(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert load_published(packed, "revnet").num_classes == 7
+
+
+def test_the_entry_of_revnet_104_has_the_options_and_size_of_its_checkpoint():
+    entry = SHIPPED.entries["revnet104.in1k"]
+    variables = {}
+    layout = ((2, 2, 11, 2), (128, 128, 256, 512, 832), True, True, True)
+    release(torch.zeros(1, 3, 32, 32), variables, *layout)
+    with torch.device("meta"):
+        model = create_model(entry.architecture, num_classes=7, **entry.options)
+    names = dict(model.published_keys())
+    layers = {name.removeprefix("Model/").rpartition("/")[0] for name in variables}
+    assert {names[layer] for layer in layers} == {
+        key.rpartition(".")[0] for key in model.state_dict()
+    }
+    values = sum(v.size for k, v in variables.items() if "/ema_" not in k) + 993 * (3328 + 1)
+    assert entry.parameters == pytest.approx(values / 1e6, rel=5e-3)
 
 
 def test_an_archive_without_one_checkpoint_is_refused(index):
