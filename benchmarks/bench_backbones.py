@@ -127,9 +127,8 @@ def tables() -> tuple[dict[str, list[tuple[float, float]]], list[WeightsEntry]]:
 
 def times(names: Iterable[str], batch: int, rounds: int) -> None:
     """Print the time of a step over that of the peer."""
-    print(
-        "| backbone | peer | seconds a step of the peer | `store` | `exact` |\n|---|---|---|---|---|"
-    )
+    print("| backbone | peer | seconds a step of the peer | `store` | `exact` |")
+    print("|---|---|---|---|---|")
     for name in names:
         (side,) = (entry.input_size[1] for entry in entries(name) if entry.architecture == name)
         peer = PEERS[name]
