@@ -149,7 +149,8 @@ def _unpacked(path: Path, folder: Path) -> Path:
         raise UnreadableWeightsError(
             f"{path} is damaged, cut off or not a .tar.gz archive ({error}): fetch it again"
         ) from None
-    names = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
+    found = (file for file in folder.glob(f"*{SUFFIX}") if file.with_suffix(DATA_SUFFIX).exists())
+    names = sorted(file.name for file in found)
     if len(names) != 1:
         raise UnreadableWeightsError(
             f"{path} holds {len(names)} TensorFlow checkpoints ({shortened(names)}): expected one, "
