@@ -204,8 +204,9 @@ def _stage(variant: IResNetVariant, index: int, width: int) -> Iterator[Step]:
         )
 
     for block in range(variant.units[index]):
-        before = (1, *variant.reductions)[index]  # see the top of this file
-        side = -(-variant.image_size // (variant.reductions[index] if block else before))
+        # before the squeeze in a stage's first block, see the top of this file
+        reduction = variant.reductions[index] if block else (1, *variant.reductions)[index]
+        side = -(-variant.image_size // reduction)
         layers = (conv(width, inner, 3), nn.ELU(), conv(inner, inner, 1), nn.ELU())
         first = not (index or block)  # it reads the image itself
         norm, residual = (PaddedActNorm, PaddedBlock) if first else (ActNorm, ContractiveBlock)
