@@ -273,6 +273,7 @@ REVCOL = section(
     widths=Option(Sequence, None, "channels of each level"),
     units=Option(Sequence, None, "number of blocks of each level"),
     kernel_size=Option(int, 3, "side of the depthwise convolutions, odd", COUNT),
+    top_to_bottom=Option(bool, None, "level 0 also reads the last level, as in revcol_huge"),
     image_size=Option(int, 224, "pixels of the publication's images", COUNT),
 )
 MOMENTUMNET = section(
