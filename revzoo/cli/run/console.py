@@ -294,18 +294,16 @@ def log_result(
         log.info("%-8s %s", name, command, extra={"command": True})
 
 
-def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
+def log_finished(trainer: pl.Trainer, run_dir: Path, checkpoint: Path) -> None:
     """Log that a resumed run had nothing left to train, and how to train on."""
     epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
     if 0 < steps <= trainer.global_step:
         end, key = f"step {steps:,} of {steps:,}", "trainer.max_steps"
     else:
         end, key = f"epoch {epochs_of_run(trainer)} of {epochs}", "trainer.max_epochs"
-    weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
-    log.info(
-        "the run was finished (%s): nothing was trained. To train on from its weights, add "
-        "%s %s=N hydra.run.dir=DIR to the command that started it",
-        end,
-        weights,
-        key,
-    )
+    if epochs_of_run(trainer) < epochs and steps < 1:  # early stopping has ended it
+        weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
+        remedy = f"from its weights, add {weights} hydra.run.dir=DIR to the command that started it"
+    else:
+        remedy = command_line("train", "--resume", short_path(run_dir), f"{key}=N")
+    log.info("the run was finished (%s): nothing was trained. To train on: %s", end, remedy)

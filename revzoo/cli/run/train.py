@@ -236,7 +236,7 @@ def train(
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
-                console.log_finished(run.trainer, resume.path)
+                console.log_finished(run.trainer, run_dir, resume.path)
             return figures
     except RunStopped as stopped:
         status = stopped.status
