@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> None:
     folder = _folder(args.words)
     if args.workers is not None:
         check_count("--workers", args.workers)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
     with status_of("loading torch"):  # only now: it takes seconds
         from revzoo.data.folders import check_folder
 
@@ -64,7 +66,7 @@ def _folder(words: Sequence[str]) -> Path:
     *before, last = words
     # a missing path is named later
     if before == ["data"] or (not before and (Path(last).is_dir() or "/" in last)):
-        return Path(last)
+        return Path(last).expanduser()
     raise ValueError(
         f"check {' '.join(words)}: expected revzoo check DIR, where DIR is a folder of images. To "
         "see a model: revzoo info NAME. To check a configuration: revzoo train ... --cfg job"

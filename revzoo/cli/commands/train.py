@@ -32,6 +32,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo._files import check_writable
 from revzoo.cli.terminal import ConfigError, override_argument, status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
@@ -85,8 +86,9 @@ def run(args: argparse.Namespace) -> None:
         _print(parts[args.cfg], args)
         return
     check_root(config["data"])
-    from revzoo.cli.run.folder import check_unused, dir_of, is_timed
+    from revzoo.cli.run.folder import CONFIG_FILE, check_unused, dir_of, is_timed
 
+    check_writable(dir_of(whole.hydra.run) / CONFIG_FILE, makes_folders=True)
     if not is_timed(whole.hydra.run):  # a name with the time is new
         check_unused(dir_of(whole.hydra.run))
     with status_of("loading torch and Lightning"):
@@ -108,6 +110,7 @@ def _resume(args: argparse.Namespace) -> None:
         )
     run_dir, allow = newest_run(args.resume), args.allow_precision_change
     config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
+    check_writable(run_dir / CONFIG_FILE)
     with status_of("loading torch and Lightning"), errors_naming(run_dir / CONFIG_FILE):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import resume

@@ -120,7 +120,7 @@ def test_other_words_are_told_what_to_write(
 def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
     with pytest.raises(SystemExit, match="--workers="):
         main(["check", "data", str(root), "--workers", workers])
-    with pytest.raises(SystemExit, match="does not exist"):
+    with pytest.raises(SystemExit, match="there is no folder"):
         main(["check", "data", str(root / "nowhere")])
 
 
