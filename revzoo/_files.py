@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 TABLES = (".csv", ".tsv", ".parquet")  # that list images
 
+
 def file_name(name: str) -> str:
     """``torchvision:resnet50`` as ``torchvision-resnet50``, for the name of a file or folder.
 
