@@ -92,7 +92,6 @@ def test_safetensors_describe_themselves(tmp_path: Path) -> None:
         ("pt2", "iunet2d", SMALL_UNET),
         ("onnx", "iunet2d", SMALL_UNET),
         ("pt2", "iunet3d", {**SMALL_UNET, "channels": (4, 16)}),
-        ("onnx", "revunet3d", {"channels": (8, 16), "units": (1, 1), "groups": 2}),
     ],
 )
 def test_other_networks(kind: str, name: str, options: dict[str, Any], tmp_path: Path) -> None:

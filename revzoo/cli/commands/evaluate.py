@@ -102,7 +102,9 @@ def _check_keys(overrides: Iterable[str]) -> None:
             raise ConfigError(f"{override}: expected KEY=VALUE")
 
 
-def evaluate(config: Mapping[str, Any], *, paths: Mapping[str, str]) -> dict[str, float]:
+def evaluate(
+    config: Mapping[str, Any], *, paths: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Evaluate a checkpoint on a split; return ``test/loss``, ``test/acc`` and so on.
 
     Args:
@@ -121,7 +123,7 @@ def evaluate(config: Mapping[str, Any], *, paths: Mapping[str, str]) -> dict[str
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
-    data_config = _data_section(config, paths)
+    data_config = _data_section(config, paths or {})
     apply_precision(config["precision"])
     data = build_data(data_config)
     data.prepare_data()
