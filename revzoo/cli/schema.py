@@ -168,6 +168,18 @@ TABLE = section(
     split_column=Option(str | None, None, "train, val or test; null: all rows are for training"),
     group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
+VOLUMES = section(
+    "Volumes with masks.",
+    DIGITS,
+    root=Option(str | None, None, "the folder above train/images and train/labels, or imagesTr"),
+    table=Option(str | None, None, "CSV or Parquet: a row for each volume"),
+    **{n: TABLE.options[n] for n in ("path_column", "split_column", "group_column")},
+    label_column=Option(str, "mask", "of the masks"),
+    classes=Option(Sequence | None, None, "names by label; null: of dataset.json, or numbers"),
+    patch=Option(Sequence, (64, 64, 64), "voxels of a training patch and of a window"),
+    patches=Option(int, 1, "of each volume in an epoch", COUNT),
+    window=Option(Sequence | None, None, "[low, high] for CT; null: z-scores of each volume"),
+)
 
 MODEL = section(
     "Keywords of create_model.",
@@ -565,12 +577,14 @@ FAMILIES = {
     "timm": LIBRARY,
 }  # by the start of a model's name
 DATA = {
+    "revzoo.data.Blobs3d": DIGITS,
     "revzoo.data.Digits": DIGITS,
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
     "revzoo.data.ImageFolder": FOLDER,
     "revzoo.data.Shapes": DIGITS,
     "revzoo.data.Table": TABLE,
+    "revzoo.data.Volumes": VOLUMES,
 }
 FITTED = {
     "memory": "the mode of memory=MODE",

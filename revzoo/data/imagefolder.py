@@ -8,7 +8,7 @@ to disk.
 
 import logging
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 from revzoo._checks import check_choice, check_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size
@@ -84,10 +84,10 @@ class ImageFolder(ImageData):
         return ["upright by EXIF, transparency dropped, first frame only", *super().notes]
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         side, _ = self.preparation()
-        sizes = {"in_chans": self._wanted_chans, "side": side}
-        return {"num_classes": len(self._listing().classes), **sizes}
+        found = {"num_classes": len(self._listing().classes), "in_chans": self._wanted_chans}
+        return {**found, "sizes": (side, side)}
 
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)

@@ -100,6 +100,7 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
+        sizes: likewise: the sides of an image, or of a volume's patch.
         identity: number of images to train with, to validate with, and their :meth:`digest`; also
             after ``setup("fit")``.
         poisson: whether training batches are drawn independently, for private training; set it
@@ -118,6 +119,7 @@ class ImageData(pl.LightningDataModule, ABC):
     classes: list[str]
     in_chans: int
     image_size: int
+    sizes: tuple[int, ...]
     normalisation: Normalisation
     _measured: Normalisation
     identity: dict[str, Any]
@@ -186,15 +188,15 @@ class ImageData(pl.LightningDataModule, ABC):
         return None, 1.0
 
     @property
-    def shape(self) -> dict[str, int]:
-        """``num_classes``, ``in_chans`` and ``side`` in pixels: what a model is built for.
+    def shape(self) -> dict[str, Any]:
+        """``num_classes``, ``in_chans`` and ``sizes`` in pixels: what a model is built for.
 
         Empty before ``setup("fit")``, unless ``prepare_data`` finds them without reading images.
         """
         if not hasattr(self, "classes"):
             return {}
-        sizes = {"in_chans": self.in_chans, "side": self.image_size}
-        return {"num_classes": self.num_classes, **sizes}
+        found = {"num_classes": self.num_classes, "in_chans": self.in_chans}
+        return {**found, "sizes": self.sizes}
 
     @property
     def num_classes(self) -> int:
@@ -273,7 +275,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert source is not None, "every set has training images"
         self._describe(source)
         self._check_augment(source)
-        self.normalisation = self._measured = Normalisation.measure(source.sample())
+        self.normalisation = self._measured = source.normalisation()
         val = self._read_once("val")
         if val is not None and self.folds > 1:
             raise DataError(
@@ -320,7 +322,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
-        self.image_size = images.image_size
+        self.image_size, self.sizes = images.image_size, images.sizes
 
     def teardown(self, stage: str) -> None:
         self._run_is_over = True
@@ -417,7 +419,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """A training batch, augmented, mixed and normalised."""
         assert self.trainer is not None
         draws = self._draws(images)
-        if labels.dim() == 3:
+        if labels.dim() > 2:
             with seeded(batch_seed(self._order_seed or 0, self.trainer)):
                 return self._augmented_masks(images, labels, draws)
         if draws is not None:
@@ -444,6 +446,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert trainer is not None
         resident = isinstance(self._sets.get("train"), DeviceImages)
         own = own or bool(self.augment.single or self.augment.erasing)  # these draw as they run
+        own = own or len(self.sizes) > 2  # so do volumes
         if not resident or self.poisson or own or not self.augment.changes(self.image_size):
             return None
         seed, batches = self._order_seed or 0, int(trainer.num_training_batches)
@@ -457,7 +460,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def _check_augment(self, images: ImageSet) -> None:
         """Raise a DataError for changes of images that masks do not follow."""
         augment = self.augment
-        if images.labels.dim() == 3 and (augment.single or augment.erasing or augment.mixes):
+        if self.task == "segmentation" and (augment.single or augment.erasing or augment.mixes):
             raise DataError(
                 "the set has masks, which follow crops and flips only: leave out "
                 "data.augment.policy, rotation, color, blur, erasing, mixup and cutmix"
@@ -499,4 +502,4 @@ class ImageData(pl.LightningDataModule, ABC):
 
 def _classes_of(labels: Tensor) -> Tensor:
     """Labels as they are; masks as int64, with -1 for 255."""
-    return (labels + 1).long() - 1 if labels.dim() == 3 else labels
+    return (labels + 1).long() - 1 if labels.dim() > 2 else labels

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from revzoo._checks import check_new_name
+from revzoo.data.blobs3d import Blobs3d
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.module import ImageData
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
+from revzoo.data.volumes import Volumes
 
 DATA: dict[str, type[ImageData]] = {
+    "revzoo.data.Blobs3d": Blobs3d,
     "revzoo.data.Digits": Digits,
     "revzoo.data.CIFAR10": CIFAR10,
     "revzoo.data.CIFAR100": CIFAR100,
     "revzoo.data.ImageFolder": ImageFolder,
     "revzoo.data.Shapes": Shapes,
     "revzoo.data.Table": Table,
+    "revzoo.data.Volumes": Volumes,
 }
 
 

@@ -103,16 +103,11 @@ class Table(ImageFolder):
         return digest.hexdigest()
 
     def _scan(self) -> Tree:
-        rows = _read(self.table)
-        self._check_columns(rows[0])
-        root = self.root.absolute()
-        for row in rows:  # one name for each file: ./a.png is a.png
-            if path := row[self.path_column]:
-                row[self.path_column] = os.path.normpath(root / path)
-        classes = _in_order({row[self.label_column] for row in rows})
+        by_split = self.rows_by_split()
+        classes = _in_order({row[self.label_column] for rows in by_split.values() for row in rows})
         number = {name: label for label, name in enumerate(classes)}
         splits: dict[Split, Files] = {}
-        for split, chosen in self._by_split(rows).items():
+        for split, chosen in by_split.items():
             groups = [row[self.group_column] for row in chosen] if self.group_column else []
             order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
             splits[split] = Files(
@@ -124,6 +119,20 @@ class Table(ImageFolder):
         self._check_files(splits)
         self._check_links(path for files in splits.values() for path in files.paths)
         return Tree(classes, splits, {}, [])
+
+    def rows_by_split(self) -> dict[Split, list[dict[str, str]]]:
+        """The rows of each split, with absolute paths.
+
+        Raises:
+            DataError: as ``prepare_data``, except for faults of the files and classes.
+        """
+        rows = _read(self.table)
+        self._check_columns(rows[0])
+        root = self.root.absolute()
+        for row in rows:  # one name for each file: ./a.png is a.png
+            if path := row[self.path_column]:
+                row[self.path_column] = os.path.normpath(root / path)
+        return self._by_split(rows)
 
     def _check_columns(self, row: Mapping[str, str]) -> None:
         """Raise a DataError if the table lacks a column that an option names."""

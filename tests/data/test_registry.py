@@ -4,7 +4,17 @@ import pytest
 
 import revzoo
 from revzoo.cli.run.build import build_data
-from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder, Shapes, Table
+from revzoo.data import (
+    CIFAR10,
+    CIFAR100,
+    DATA,
+    Blobs3d,
+    Digits,
+    ImageFolder,
+    Shapes,
+    Table,
+    Volumes,
+)
 
 
 class Sevens(Digits):
@@ -20,7 +30,7 @@ def table(monkeypatch):
 
 
 def test_the_package_registers_its_own():
-    kinds = (CIFAR10, CIFAR100, Digits, ImageFolder, Shapes, Table)
+    kinds = (Blobs3d, CIFAR10, CIFAR100, Digits, ImageFolder, Shapes, Table, Volumes)
     assert {f"revzoo.data.{kind.__name__}": kind for kind in kinds} == DATA
 
 

@@ -140,7 +140,7 @@ def log_opening(
         ends = " to ".join(map(str, dict.fromkeys([*used[:1], *used[-1:]])))
         reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
-    shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
+    shape = "x".join(map(str, (data.in_chans, *data.sizes)))
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     memory, device = module.memory_mode, trainer.strategy.root_device
@@ -179,7 +179,7 @@ def _saved(module: Classifier, data: ImageData) -> Iterator[str]:
     from revzoo.profiling.conversion import conversion  # few runs need the profiler
 
     # two images: BatchNorm refuses one image of one pixel
-    shape = (2, data.in_chans, data.image_size, data.image_size)
+    shape = (2, data.in_chans, *data.sizes)
     report = conversion(module.model, shape)
     yield from map(str, report.rows)
     yield report.sentence("model.reversible_runs=checkpoint")

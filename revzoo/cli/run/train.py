@@ -280,7 +280,7 @@ def build(
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
 
-    def build_network(shape: Mapping[str, int]) -> Classifier:
+    def build_network(shape: Mapping[str, Any]) -> Classifier:
         # a checkpoint replaces the weights that the run started from: say nothing of these
         before = pretrained.log.level
         pretrained.log.setLevel(before if resume is None else logging.WARNING)
