@@ -149,10 +149,10 @@ def test_a_folder_without_images_is_a_fault(tmp_path: Path) -> None:
         main(["check", "data", str(tmp_path / "train"), "--workers", "1"])
 
 
-def test_a_folder_of_volumes_names_the_page(tmp_path: Path) -> None:
+def test_a_folder_of_volumes_names_their_data_set(tmp_path: Path) -> None:
     """Training named it, but the check only listed the formats of images."""
     (tmp_path / "train" / "cat").mkdir(parents=True)
     (tmp_path / "train" / "cat" / "a.npy").touch()
     for folder in (tmp_path, tmp_path / "train"):
-        with pytest.raises(SystemExit, match=r"but volumes, such as a\.npy: .*volumes\.md"):
+        with pytest.raises(SystemExit, match=r"but volumes, such as a\.npy: .*data=volumes"):
             main(["check", "data", str(folder), "--workers", "1"])
