@@ -2,8 +2,8 @@
 
     python benchmarks/bench_volumes.py
 
-Counts the peaks of all networks on tensors without values. Of some, it also measures one step, each in
-its own process. Needs MONAI.
+Counts the peaks of all networks on tensors without values. Of some, it also measures one step, each
+in its own process. Needs MONAI.
 """
 
 from __future__ import annotations

@@ -196,7 +196,8 @@ FAULTS: dict[str, tuple[str, Any, Any, str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found_before_training(name: str, root: Path) -> None:
     part, array, affine, message = FAULTS[name]
-    for folder, new in zip(("images", "labels"), array if part == "both" else (array,) * 2):
+    arrays = array if part == "both" else (array, array)
+    for folder, new in zip(("images", "labels"), arrays, strict=True):
         if part not in (folder, "both"):
             continue
         path = root / "train" / folder / "1.nii.gz"
@@ -221,7 +222,7 @@ def test_a_damaged_file_is_named(root: Path) -> None:
 
 def test_a_folder_without_volumes(tmp_path: Path) -> None:
     assert check_volumes(tmp_path) is None
-    with pytest.raises(DataError, match="no volumes in .*: expected DIR/train/images/NAME"):
+    with pytest.raises(DataError, match=r"no volumes in .*: expected DIR/train/images/NAME"):
         module(tmp_path).prepare_data()
 
 
@@ -254,7 +255,7 @@ def test_a_table_with_patients(root: Path) -> None:
 
 @pytest.mark.parametrize(("patch", "window"), [([4, 4], None), ([4] * 3, [3, 1]), ([4] * 3, [1])])
 def test_the_preparation_is_checked(patch: Any, window: Any) -> None:
-    with pytest.raises(ValueError, match="patch=|window="):
+    with pytest.raises(ValueError, match=r"patch=|window="):
         checked_preparation(patch, window)
 
 
@@ -333,6 +334,7 @@ def test_generated_volumes() -> None:
     assert (volumes.shape, masks.shape) == ((50, 1, 32, 32, 32), (50, 32, 32, 32))
     assert masks.unique().tolist() == [0, 1, 2]
     inside = [
-        v[0][m > 0].float().mean() - v[0][m == 0].float().mean() for v, m in zip(volumes, masks)
+        v[0][m > 0].float().mean() - v[0][m == 0].float().mean()
+        for v, m in zip(volumes, masks, strict=True)
     ]
     assert torch.stack(inside).min() > 20
