@@ -186,7 +186,8 @@ def _read_series(folder: Path) -> Any:
     height, width = map(float, slices[0].PixelSpacing)
     affine = np.eye(4)
     affine[:3] = np.stack([row * width, column * height, steps.mean(0), places[0]], axis=1)
-    return nibabel.Nifti1Image(pixels, np.diag([-1, -1, 1, 1]) @ affine)
+    affine = np.diag([-1, -1, 1, 1]) @ affine
+    return nibabel.Nifti1Image(pixels, affine)  # type: ignore[no-untyped-call]
 
 
 def _pixels(part: Any) -> np.ndarray:
@@ -205,5 +206,6 @@ def write_volume(path: Path, array: np.ndarray, like: Volume) -> Path:
         import nibabel
 
         target = path.with_name(f"{path.name}.nii.gz")
-        nibabel.save(nibabel.Nifti1Image(array, like.affine), target)
+        image = nibabel.Nifti1Image(array, like.affine)  # type: ignore[no-untyped-call]
+        nibabel.save(image, target)
     return target

@@ -56,6 +56,7 @@ Window = tuple[float, float] | None
 IGNORED = 255  # in masks
 FOREGROUND = 0.5  # share of the patches that are centred on foreground
 KEPT = 1000  # voxels of each class in each slab
+TOLERANCE = 0.01  # of spacings
 NNUNET: dict[str, Split] = {"Tr": "train", "Ts": "test"}
 
 log = logging.getLogger(__name__)
@@ -141,7 +142,9 @@ def measure(case: Case) -> Facts:
             found = found[:: -(-len(found) // KEPT)]
             found[:, 2] += part[2].start
             voxels.append(np.insert(found, 0, int(label), axis=1))
-    facts = Facts(*map(np.array, (means, deviations, sorted(labels))), np.concatenate(voxels))
+    facts = Facts(
+        np.array(means), np.array(deviations), np.array(sorted(labels)), np.concatenate(voxels)
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file) as target:
         np.savez_compressed(target, **vars(facts))
@@ -198,7 +201,7 @@ def fault_of(case: Case, first: Case, *, classes: int | None, patch: Sequence[in
     return ""
 
 
-def _by(sizes: Sequence[int]) -> str:
+def _by(sizes: Sequence[object]) -> str:
     return "x".join(map(str, sizes))
 
 
@@ -208,16 +211,14 @@ def _check_geometry(volume: Volume, other: Volume, remedy: str) -> None:
         return
     from nibabel.orientations import aff2axcodes
 
-    for name, found in (
-        ("orientation", ["".join(map(str, aff2axcodes(v.affine))) for v in (volume, other)]),
-        ("spacing", [np.linalg.norm(v.affine[:3, :3], axis=0) for v in (volume, other)]),
-    ):
-        same = found[0] == found[1] if name == "orientation" else np.allclose(*found, rtol=0.01)
-        if not same:
-            here, there = (
-                f if isinstance(f, str) else f"{_by([f'{x:.3g}' for x in f])} mm" for f in found
-            )  # type: ignore[misc]
-            raise ValueError(f"has the {name} {here}, not {there} as {remedy}")
+    affines = (volume.affine, other.affine)
+    here, there = ("".join(aff2axcodes(affine)) for affine in affines)  # type: ignore[no-untyped-call]
+    if here != there:
+        raise ValueError(f"has the orientation {here}, not {there} as {remedy}")
+    mine, others = (np.linalg.norm(affine[:3, :3], axis=0) for affine in affines)
+    if not np.allclose(mine, others, rtol=TOLERANCE, atol=0):
+        here, there = (_by([f"{side:.3g}" for side in spacing]) for spacing in (mine, others))
+        raise ValueError(f"has the spacing {here} mm, not {there} as {remedy}")
 
 
 class VolumeImages(ImageSet):
@@ -377,14 +378,23 @@ class Volumes(ImageData):
         window: Sequence[float] | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> None:
-        super().__init__(**{"batch_size": 2, "eval_batch_size": 1, **loading})  # type: ignore[misc]
+        loading.setdefault("batch_size", 2)
+        loading.setdefault("eval_batch_size", 1)
+        super().__init__(**loading)
         if root is None and table is None:
             raise ValueError("root=None: give the folder of the volumes, or data.table=FILE")
         check_count("patches", patches)
         self.root = None if root is None else Path(root).expanduser()
-        columns = {"label_column": label_column, "path_column": path_column}
-        columns |= {"split_column": split_column, "group_column": group_column}
-        self.table = None if table is None else Table(table, root=root, **columns)  # type: ignore[arg-type]
+        self.table = None
+        if table is not None:
+            self.table = Table(
+                table,
+                root=root,
+                path_column=path_column,
+                label_column=label_column,
+                split_column=split_column,
+                group_column=group_column,
+            )
         self.patch, self.window = checked_preparation(patch, window)
         self.patches, self._names = patches, None if classes is None else list(map(str, classes))
         self._found: dict[Split, list[Case]] | None = None
@@ -434,6 +444,8 @@ class Volumes(ImageData):
             found = self._of_table() if self.table is not None else cases_in(self.root or Path())
             cases = [case for part in found.values() for case in part]
             log.info("reading  %s", number_of(len(cases), "volume"))  # takes seconds each
+            if self._names is None and self.root is not None:
+                self._names = names_in(self.root)
             faults = list(faults_of(found, classes=self._names, patch=self.patch))
             if faults:
                 more = f" ({len(faults) - 1} more: revzoo check DIR)" if len(faults) > 1 else ""
@@ -458,21 +470,10 @@ class Volumes(ImageData):
     def _classes(self) -> list[str]:
         if self._names is None:
             cases = [case for part in self._listing().values() for case in part]
-            most = max((int(measure(case).labels.max(initial=1)) for case in cases), default=1)
-            names = [*map(str, range(most + 1))]
-            file = (self.root or Path()) / "dataset.json"
-            if file.is_file():
-                try:
-                    labels = json.loads(file.read_text())["labels"]
-                    names = sorted(
-                        (n for n in labels if n != "ignore"), key=lambda n: int(labels[n])
-                    )
-                except (ValueError, KeyError, TypeError) as error:
-                    raise DataError(
-                        f"{file} has no labels as nnU-Net writes them ({error!s:.100}): set "
-                        "data.classes"
-                    ) from error
-            self._names = names
+            most = max(int(measure(case).labels.max(initial=1)) for case in cases)
+            # an evaluated split may lack the last classes of training
+            known = self._restored.get("classes", ())
+            return list(known) if most < len(known) else [*map(str, range(most + 1))]
         return self._names
 
     def digest(self) -> str:
@@ -560,10 +561,10 @@ def cases_in(root: Path) -> dict[Split, list[Case]]:
 def check_volumes(root: Path) -> tuple[int, list[str]] | None:
     """The number of volumes of a set and their faults; None if the folder has no set of volumes."""
     try:
-        found = cases_in(root.expanduser())
+        found = cases_in(root)
     except DataError:
         return None
-    return sum(map(len, found.values())), list(faults_of(found))
+    return sum(map(len, found.values())), list(faults_of(found, classes=names_in(root)))
 
 
 def read_prepared(paths: Sequence[Path], state: Mapping[str, Any]) -> tuple[Tensor, Volume]:
@@ -592,6 +593,25 @@ def _with_mask(channels: tuple[Path, ...], labels: Path) -> Case:
     masks = [labels / f"{name}{suffix}" for suffix in SUFFIXES]
     mask = next((path for path in masks if path.exists()), labels / f"{name}.nii.gz")
     return Case(channels, mask)
+
+
+def names_in(root: Path) -> list[str] | None:
+    """The names in nnU-Net's ``dataset.json``, by label; None without this file.
+
+    Raises:
+        DataError: it cannot be read, or has regions of several labels.
+    """
+    file = root / "dataset.json"
+    if not file.is_file():
+        return None
+    try:
+        labels = {n: int(x) for n, x in json.loads(file.read_text())["labels"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{file} has no labels as nnU-Net writes them, NAME: NUMBER ({error!r:.100}): set "
+            "data.classes"
+        ) from error
+    return sorted((name for name in labels if name != "ignore"), key=lambda name: labels[name])
 
 
 def faults_of(

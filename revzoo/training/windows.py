@@ -31,7 +31,7 @@ def by_windows(
         device: of the network.
         progress: show a bar.
     """
-    from monai.inferers import sliding_window_inference  # takes seconds
+    from monai.inferers.utils import sliding_window_inference  # takes seconds
 
     found = sliding_window_inference(
         volumes,

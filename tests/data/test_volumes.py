@@ -241,6 +241,26 @@ def test_the_layout_of_nnunet(tmp_path: Path) -> None:
     assert next(iter(data.train_dataloader()))[0].shape == (2, 2, 4, 4, 4)
 
 
+def test_an_evaluated_split_may_lack_a_class(root: Path, tmp_path: Path) -> None:
+    trained = module(root)
+    trained.setup("fit")
+    image, mask = volume(5)
+    mask[mask == 2] = 0
+    for folder, array in (("images", image), ("labels", mask)):
+        save(tmp_path / "other" / "test" / folder / "a.nii.gz", array)
+    data = module(tmp_path / "other")
+    data.prepare_data()
+    data.load_state_dict(trained.state_dict())
+    data.setup("test")
+    assert data.classes == ["0", "1", "2"]
+
+
+def test_labels_of_nnunet_are_numbers(root: Path) -> None:
+    (root / "dataset.json").write_text(json.dumps({"labels": {"background": 0, "whole": [1, 2]}}))
+    with pytest.raises(DataError, match=r"dataset.json has no labels as nnU-Net writes them"):
+        module(root).prepare_data()
+
+
 def test_a_table_with_patients(root: Path) -> None:
     table = root / "list.csv"
     with table.open("w", newline="") as file:
