@@ -136,7 +136,7 @@ def measure(case: Case) -> Facts:
         for label in np.unique(values):
             if label != IGNORED:
                 labels.add(float(label))
-            if label in (0, IGNORED):
+            if label in (0, IGNORED) or np.isnan(label):
                 continue
             found = np.argwhere(values == label)
             found = found[:: -(-len(found) // KEPT)]
@@ -187,7 +187,7 @@ def fault_of(case: Case, first: Case, *, classes: int | None, patch: Sequence[in
             )
         facts = measure(case)
         labels, at = facts.labels, case.mask
-        wrong = [x for x in labels if x != int(x) or not 0 <= x < (classes or IGNORED)]
+        wrong = [x for x in labels if x % 1 or not 0 <= x < (classes or IGNORED)]
         if wrong:
             raise ValueError(
                 f"has the labels {shortened(f'{x:g}' for x in wrong)}: expected whole numbers from "

@@ -174,6 +174,7 @@ FAULTS: dict[str, tuple[str, Any, Any, str]] = {
     "missing": ("labels", None, None, "images/1.nii.gz has no label: expected .*labels/1.nii.gz"),
     "shape": ("labels", volume(1, (12, 10, 8))[1], None, "12x10x8 voxels, .* has 12x10x9: resamp"),
     "class": ("labels", volume(1)[1] * 4, None, "has the labels 4, 8: expected whole numbers"),
+    "nan label": ("labels", _nan(volume(1)[0] * 0), None, "has the labels nan: expected whole"),
     "half": ("labels", volume(1)[0] / 2, None, "has the labels 0.5"),
     "spacing": ("images", volume(1)[0], np.diag([1, 1, 3, 1]), "has the spacing 1x1x3 mm, not 1x"),
     "turned": (
@@ -316,6 +317,23 @@ def test_whole_volumes_are_evaluated_by_windows(root: Path) -> None:
     assert torch.allclose(model.eval()(volumes), logits, atol=1e-5)
     figure = float(trainer.callback_metrics["val/acc"])
     assert figure == pytest.approx(float((logits.argmax(1) == masks).float().mean()), abs=1e-6)
+
+
+def test_a_volume_of_a_patch_is_a_window_if_it_is_not_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Segmenter({**MODEL, "num_classes": 3, "in_chans": 1}).eval()
+    model.window, volumes = (4, 4, 4), torch.zeros(1, 1, 4, 4, 4)
+    assert model(volumes).shape == (1, 3, 4, 4, 4)
+    monkeypatch.setattr("revzoo.training.segmenter.by_windows", lambda *_, device: device)
+    model._device = torch.device("cuda")
+    assert model(volumes) == torch.device("cuda")
+
+
+def test_networks_of_volumes_keep_the_default_layout() -> None:
+    """precision=bf16 asks for channels_last, which torch refuses for five axes."""
+    model = Segmenter({**MODEL, "num_classes": 3, "in_chans": 1}, channels_last=True)
+    assert model(torch.zeros(1, 1, 4, 4, 4)).shape == (1, 3, 4, 4, 4)
 
 
 class Coded(Blobs3d):
