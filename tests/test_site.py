@@ -61,7 +61,7 @@ def test_every_configuration_file_is_shown_whole(pages: dict[str, str]) -> None:
 def test_an_option_stands_with_its_value_and_its_comment(pages: dict[str, str]) -> None:
     rows = {
         "configuration/callbacks": (
-            r"`callbacks\.best_checkpoint\.monitor` \| `val/acc` \| `val/acc`, .* \| the figure",
+            r"`callbacks\.best_checkpoint\.monitor` \| `null` \| `val/loss`, .* \| null: that of",
             r"`callbacks\.drift` \| `null` \| a mapping or null \| relative error",
         ),
         "configuration/optim": (

@@ -602,19 +602,26 @@ def _check_callbacks(config: Config) -> None:
     for name, options in used.items():
         if name not in CALLBACKS or "monitor" not in CALLBACKS[name].options:
             continue
-        figure, mode = options.get("monitor", "val/acc"), options.get("mode")
+        figure, mode = options.get("monitor") or config.get("monitor"), options.get("mode")
         no_validation = trainer.get("limit_val_batches") == 0
-        if name == "early_stopping" and figure.startswith("val/") and no_validation:
+        of_validation = figure is None or figure.startswith("val/")
+        if name == "early_stopping" and of_validation and no_validation:
             raise ConfigError(
-                f"callbacks.{name}.monitor={figure}, but with trainer.limit_val_batches=0 the run "
-                f"does not validate: set callbacks.{name}.monitor=train/loss, or "
-                f"callbacks.{name}=null"
+                f"callbacks.{name}.monitor={figure or 'val/...'}, but with "
+                "trainer.limit_val_batches=0 the run does not validate: set "
+                f"callbacks.{name}.monitor=train/loss, or callbacks.{name}=null"
             )
-        if mode not in (None, better := MONITORED[figure]):
-            raise ConfigError(
-                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
-                f"callbacks.{name}.mode={better}"
-            )
+        if figure is not None:  # else the task decides, see with_monitor in run/build.py
+            check_mode(name, figure, mode)
+
+
+def check_mode(callback: str, figure: str, mode: str | None) -> None:
+    """Check that a callback compares a figure in the right direction."""
+    if mode not in (None, better := MONITORED[figure]):
+        raise ConfigError(
+            f"callbacks.{callback}.mode={mode}: the best {figure} is the {better}imum, so set "
+            f"callbacks.{callback}.mode={better}"
+        )
 
 
 # --- this machine ---

@@ -21,6 +21,7 @@ from typing import Any
 from revzoo._checks import check_choice, did_you_mean, shortened
 from revzoo._libraries import LIBRARIES, check_library_name, library_hint
 from revzoo.cli.terminal import ConfigError
+from revzoo.training.figure_names import ORDER, higher_is_better
 
 MISSING: Any = "???"  # as in OmegaConf
 CONFIGS = Path(str(files("revzoo.configs")))
@@ -36,12 +37,16 @@ PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 PLANS = ("auto", "balanced", "budget")
 OPTIMIZERS = ("sgd", "adamw", "muon")
 BITS = ("saved", *range(1, 9))
-MONITORED = dict.fromkeys(
-    ("val/acc", "val/balanced_acc", "val/acc5", "val/dice", "val/iou", "train/acc"), "max"
-) | {
-    "val/loss": "min",
-    "train/loss": "min",
+MONITORED = {
+    f"{split}/{name}": "max" if higher_is_better(name) else "min"
+    for split, names in (("val", ORDER), ("train", ("loss", "acc", "mae")))
+    for name in names
 }  # logged figures -> whether the best is the largest or the smallest
+TASKS = ("classification", "multilabel", "regression", "segmentation")
+LOSSES = (
+    *("cross_entropy", "focal", "ordinal", "bce"),
+    *("mse", "mae", "huber", "dice_ce"),
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ TABLE = section(
     ),
     root=Option(str | None, None, "where relative paths start; null: the table's folder"),
     path_column=Option(str, "path", "of the images"),
-    label_column=Option(str, "label", "of the classes"),
+    label_column=Option(str | Sequence, "label", "of the classes; several: [a,b]"),
+    task=Option(str | None, None, "as the option task", choices=TASKS[:3]),
     split_column=Option(str | None, None, "train, val or test; null: all rows are for training"),
     group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
@@ -367,6 +373,7 @@ OPTIM = section(
     nesterov=Option(bool, True, "Nesterov momentum, with sgd"),
     weight_decay=Option(float, MISSING, "with sgd coupled: added to the gradient", LEAST_0),
     decay_all=Option(bool, False, "decay norms and biases, too; not with muon"),
+    loss=Option(str | None, None, "null: the task's; see the guide", choices=LOSSES),
     label_smoothing=Option(float, 0.0, "of the training loss", PART),
     class_weights=Option(str | Sequence | None, None, "balanced, or one per class, as in [1, 3]"),
     layer_decay=Option(float, 1.0, "factor of the rate per stage, down to the stem", "(0, 1]"),
@@ -435,8 +442,10 @@ TRAINER = section(
 
 BEST = section(
     "checkpoints/best.ckpt: the weights that the test and `revzoo eval` use",
-    monitor=Option(str, "val/acc", "the figure to compare", choices=tuple(MONITORED)),
-    mode=Option(str | None, None, "null: max, or min for a loss"),
+    monitor=Option(str | None, None, "null: that of the run", choices=tuple(MONITORED)),
+    mode=Option(
+        str | None, None, "null: max, or min for a loss or an error", choices=("max", "min")
+    ),
 )
 PICTURES = section("", every_n_epochs=Option(int, 5, "and at the end", COUNT))
 OFTEN = Option(int, 10, "optimiser steps", COUNT)
@@ -613,6 +622,13 @@ RUN = section(
     callbacks=section("what a run does besides; null removes one", default=MISSING, **CALLBACKS),
     logger=Chosen("kind", LOGGERS, "where figures go", MISSING),
     tuner=Chosen("kind", TUNERS, "a search before the run, or instead"),
+    task=Option(str | None, None, "null: as the data say; a table may have several", choices=TASKS),
+    monitor=Option(
+        str | None,
+        None,
+        "figure of the best checkpoint and of early stopping; null: the task's",
+        choices=tuple(MONITORED),
+    ),
     seed=Option(int, MISSING, "of the initial weights, order and augmentation", "[0, 4294967295]"),
     threads=Option(int | None, None, "CPU threads; null: one per core, or OMP_NUM_THREADS", COUNT),
     test=Option(bool, MISSING, "evaluate the best checkpoint on the test split at the end"),
@@ -639,7 +655,7 @@ OF_PLUGIN = Option(Any, None, "of the plugin")
 # What to write -> words of Lightning, lightning-hydra-template and timm, KEY or KEY=VALUE; @ is the
 # value. Keys whose last part is ours, such as lr, need no row: the nearest is suggested anyway.
 _OURS = {
-    "callbacks.best_checkpoint.monitor=val/acc": "callbacks=model_checkpoint eval_metric",
+    "monitor=val/acc": "callbacks=model_checkpoint eval_metric",
     "callbacks.best_checkpoint=null callbacks.last_checkpoint=null": "trainer.enable_checkpointing",
     "'callbacks.compiled_branches={}'": "compile model.compile torchcompile",
     "callbacks.early_stopping.patience=10": "callbacks=early_stopping",

@@ -35,6 +35,7 @@ from revzoo.cli.terminal import (
     status_of,
     train_words,
 )
+from revzoo.training.figure_names import higher_is_better
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class Search:
                 "it; use a figure of the validation, such as val/acc"
             )
         if not options["direction"]:
-            options["direction"] = "minimize" if self.metric.endswith("loss") else "maximize"
+            options["direction"] = "maximize" if higher_is_better(self.metric) else "minimize"
         check_choice("direction", options["direction"], ("maximize", "minimize"))
         # the results so far would not be comparable
         for name, value in options.items() if recorded else ():

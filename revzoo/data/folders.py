@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
 
@@ -39,14 +39,14 @@ _LAYOUT = (
 
 @dataclass(frozen=True)
 class Files:
-    """One split: paths and labels of the same length.
+    """One split: paths and labels of the same length; a label may be a list of numbers.
 
     Attributes:
         groups: by image; the images of one group stay in one part of a split.
     """
 
     paths: list[str]
-    labels: list[int]
+    labels: list[Any]
     groups: list[int] | None = None
 
 

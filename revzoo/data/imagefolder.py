@@ -143,8 +143,14 @@ class ImageFolder(ImageData):
                 log.warning("%s", note)
             if self.on_error == "skip":
                 classes, most = self._tree.classes, self.max_errors
+                alone = self.task == "classification"  # else all images count as one class
                 self._skipped = {
-                    split: SkippedFiles(files.paths, files.labels, classes=classes, at_most=most)
+                    split: SkippedFiles(
+                        files.paths,
+                        files.labels if alone else [0] * len(files.paths),
+                        classes=classes if alone else ["any"],
+                        at_most=most,
+                    )
                     for split, files in self._tree.splits.items()
                 }
         return self._tree

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from revzoo.data.normalise import Normalisation
 
 Batch = tuple[Tensor, Tensor]
-"""Images uint8 (B, C, S, S) and labels int64 (B,), or masks uint8 (B, S, S), 255 not to count.
+"""Images uint8 (B, C, S, S) and labels int64 (B,), or masks uint8 (B, S, S), 255 not to count; or
+float32 (B, K): each of K labels (0 or 1), or K targets of a regression.
 
 Volumes have three sizes, (B, C, D, H, W), and may be float32."""
 
@@ -33,7 +34,7 @@ class ImageSet(Dataset[Batch]):
     """A set of images: :class:`TensorImages`, or ``FileImages`` in ``file_images.py``.
 
     Attributes:
-        labels: int64 (N,), or masks uint8 (N, S, S) with a class for each pixel.
+        labels: int64 (N,), or masks uint8 (N, S, S) with a class for each pixel, or float32 (N, K).
         classes: names, by label.
         groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
             if each image is its own.
@@ -64,7 +65,7 @@ class ImageSet(Dataset[Batch]):
 
     @property
     def strata(self) -> Tensor:
-        """The class of each image, int64 (N,), whose frequencies a split keeps; 0 with masks."""
+        """The class of each image, int64 (N,), whose frequencies a split keeps; 0 without one."""
         return self.labels if self.labels.dim() == 1 else torch.zeros(len(self), dtype=torch.long)
 
     def __getitem__(self, index: int) -> Batch:

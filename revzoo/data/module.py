@@ -43,6 +43,7 @@ from revzoo.data.state import (
     BYTE_MAX,
     check_same_classes,
     check_same_images,
+    check_same_task,
     check_state,
     normalisation_for,
 )
@@ -113,8 +114,9 @@ class ImageData(pl.LightningDataModule, ABC):
     pixel_max: ClassVar[int] = BYTE_MAX
     """Largest value of a stored pixel."""
 
-    task: ClassVar[str] = "classification"
-    """``"segmentation"`` if labels are masks, with a class for each pixel."""
+    task: str = "classification"
+    """``"segmentation"`` if labels are masks, ``"multilabel"`` or ``"regression"`` if they are
+    float32 (N, K); ``classes`` then names the K labels or targets."""
 
     classes: list[str]
     in_chans: int
@@ -210,8 +212,19 @@ class ImageData(pl.LightningDataModule, ABC):
 
     @property
     def train_labels(self) -> Tensor:
-        """Their labels, int64 (train_count,)."""
+        """Their labels, int64 (train_count,), or as the task has them."""
         return self._images("train").labels
+
+    @property
+    def targets(self) -> dict[str, list[float]] | None:
+        """Of a regression, ``mean`` and ``std`` of each target in the training; else None."""
+        if self.task != "regression":
+            return None
+        if "targets" in self._restored:
+            known: dict[str, list[float]] = self._restored["targets"]
+            return known
+        labels = self.train_labels.double()
+        return {"mean": labels.mean(0).tolist(), "std": labels.std(0, correction=0).tolist()}
 
     @property
     def val_count(self) -> int:
@@ -253,6 +266,7 @@ class ImageData(pl.LightningDataModule, ABC):
             else:
                 self._setup_training()
         if self._restored:
+            check_same_task(self._restored.get("task", self.task), self.task)
             check_same_classes(self._restored["classes"], self.classes)
             if stage == "fit":
                 check_same_images(self._restored, self.identity)
@@ -295,6 +309,12 @@ class ImageData(pl.LightningDataModule, ABC):
             val = source.subset(held, training=False)
             source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
+        if (targets := self.targets) and 0 in targets["std"]:
+            name = self.classes[targets["std"].index(0)]
+            raise DataError(
+                f"{name} has the same value in all training images, so there is nothing to learn: "
+                "leave its column out"
+            )
         # now, not when a checkpoint is saved: the files may change in between
         digest = self.digest()
         if self.folds > 1:  # other folds may have as many images
@@ -311,8 +331,12 @@ class ImageData(pl.LightningDataModule, ABC):
             raise DataError(
                 f"{of} leaves no validation image: raise data.val_fraction, or lower data.folds"
             )
+        if self.task == "regression":
+            return
         # of the classes that the set has: its files may lack others
-        parts = (source.labels, source.labels[rest])
+        parts = [source.labels, source.labels[rest]]
+        if source.labels.is_floating_point():  # the labels that an image has
+            parts = [labels.nonzero()[:, 1] for labels in parts]
         there, left = (set(torch.unique(labels).tolist()) for labels in parts)
         if lost := [n for i, n in enumerate(source.classes) if i in there - left]:
             raise DataError(
@@ -479,6 +503,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return {
             "task": self.task,
             "classes": list(self.classes),
+            **({"targets": targets} if (targets := self.targets) else {}),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,

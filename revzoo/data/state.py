@@ -27,23 +27,30 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
     state = state if isinstance(state, Mapping) else {}
     classes, stored = state.get("classes"), state.get("in_chans")
     scales = state.get("normalisation")
-    mean, std = (scales.get(n) if isinstance(scales, Mapping) else None for n in ("mean", "std"))
+    mean = scales.get("mean") if isinstance(scales, Mapping) else None
     known = stored if is_count(stored) else len(mean) if isinstance(mean, list) else 0
     channels = in_chans or known
 
-    def numbers(values: Any, low: float) -> bool:
-        """Whether these are finite numbers above ``low``, one for each channel."""
-        fits = isinstance(values, list) and 0 < len(values) == channels
-        return fits and all(is_number(v) and low < v < inf for v in values)
+    def numbers(scale: Any, count: int) -> bool:
+        """Whether it has finite means and deviations above 0, ``count`` each."""
+        if not isinstance(scale, Mapping) or set(scale) != {"mean", "std"}:
+            return False
+        fits = (isinstance(v, list) and 0 < len(v) == count for v in scale.values())
+        return all(fits) and all(
+            is_number(v) and low < v < inf
+            for name, low in (("mean", -inf), ("std", 0))
+            for v in scale[name]
+        )
 
     names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     pixel_max, side, crop = (state.get(n) for n in ("pixel_max", "image_size", "crop_pct"))
     valid = {
         "classes": names and 0 < len(classes) == (num_classes or len(classes)),
         "pixel_max": "pixel_max" not in state or (is_number(pixel_max) and 0 < pixel_max < inf),
-        "normalisation": numbers(mean, -inf) and numbers(std, 0) and len(scales) == 2,
+        "normalisation": numbers(scales, channels),
         "in_chans": stored is None or (is_count(stored) and stored == channels),
         "image_size": side is None or is_count(side),
+        "targets": "targets" not in state or (names and numbers(state["targets"], len(classes))),
         "crop_pct": crop is None or (is_number(crop) and 0 < crop <= 1),
     }
     faults = [f"{name} is {state.get(name)!r:.80}" for name, fits in valid.items() if not fits]
@@ -64,6 +71,15 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     scale = pixel_max / state.get("pixel_max", BYTE_MAX)
     values = state["normalisation"]
     return {name: [value * scale for value in values[name]] for name in ("mean", "std")}
+
+
+def check_same_task(trained: str, found: str) -> None:
+    """Refuse data for another task than training's."""
+    if trained != found:
+        raise DataError(
+            f"the model was trained for task={trained}, the labels of this data are for "
+            f"task={found}: give data of the same kind, or a table with task={trained}"
+        )
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:

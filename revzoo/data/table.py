@@ -10,18 +10,20 @@ import csv
 import hashlib
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
-from revzoo._checks import did_you_mean, number_of, package_needed, shortened
+from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
 from revzoo._files import TABLES
 from revzoo.data.errors import DataError
 from revzoo.data.folders import NAMES, Files, Tree, split_of
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
 from revzoo.data.module import Split
 
+TASKS = {"classification": "classes", "multilabel": "labels", "regression": "targets"}
 _TEXT = {".csv": None, ".tsv": "\t"}  # the separator; None: found in the first lines
 
 
@@ -30,11 +32,17 @@ class Table(ImageFolder):
 
     The classes are the different labels: numbers in their order, words in alphabetical order.
 
+    An image with several labels (``task="multilabel"``) has a column of 0 and 1 for each, or one
+    column with the names of its labels between ``;`` or ``|``, empty without any. Targets of a
+    regression (``task="regression"``) are columns of numbers. ``classes`` names these columns.
+
     Args:
         table: a file .csv, .tsv or .parquet, with the names of its columns in the first row.
         root: folder from which relative paths start; None for the folder of the table.
         path_column: of the images' paths.
-        label_column: of the classes.
+        label_column: of the classes; several for labels or targets.
+        task: ``"classification"``, ``"multilabel"`` or ``"regression"``; None for
+            ``"multilabel"`` if there are several columns, else ``"classification"``.
         split_column: with ``train``, ``val`` or ``test`` in each row (``valid``, ``validation``,
             ``dev`` and others as in :data:`~revzoo.data.folders.NAMES`). None: all rows are for
             training, and a share or a fold of them for validation.
@@ -44,7 +52,8 @@ class Table(ImageFolder):
     Raises:
         DataError: from ``prepare_data``: the table cannot be read or lacks a column, a row has no
             path or label, a file is missing or listed twice, a split lacks or adds a class, two
-            splits share a group, or two labels or groups are the same number (1 and 1.0).
+            splits share a group, two labels or groups are the same number (1 and 1.0), or a label
+            is not 0 or 1, a target no number.
 
     Example:
         >>> import csv
@@ -67,7 +76,8 @@ class Table(ImageFolder):
         *,
         root: str | Path | None = None,
         path_column: str = "path",
-        label_column: str = "label",
+        label_column: str | Sequence[str] = "label",
+        task: str | None = None,
         split_column: str | None = None,
         group_column: str | None = None,
         **options: Unpack[ReadingOptions],
@@ -76,15 +86,27 @@ class Table(ImageFolder):
         if self.table.suffix.lower() not in TABLES:
             raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
         super().__init__(self.table.parent if root is None else root, **options)
-        self.path_column, self.label_column = path_column, label_column
+        single = isinstance(label_column, str)
+        self.label_columns = [label_column] if isinstance(label_column, str) else [*label_column]
+        self.task = task or ("classification" if single else "multilabel")
+        check_choice("task", self.task, TASKS)
+        if not self.label_columns or len({*self.label_columns}) < len(self.label_columns):
+            raise ValueError(f"label_column={self.label_columns}: expected different names")
+        if self.task == "classification" and not single:
+            raise ValueError(
+                f"label_column={self.label_columns} with task=classification: expected one column, "
+                "with the class of each image; task=multilabel and task=regression take several"
+            )
+        self.path_column, self._lists = path_column, single and self.task == "multilabel"
         self.split_column, self.group_column = split_column, group_column
 
     @property
     def notes(self) -> list[str]:
-        columns = {"images": self.path_column, "classes": self.label_column}
+        labels = "', '".join(self.label_columns)
+        columns = {"images": self.path_column, TASKS[self.task]: labels}
         columns |= {"splits": self.split_column} if self.split_column else {}
         columns |= {"groups": self.group_column} if self.group_column else {}
-        said = ", ".join(f"{what} from column {name!r}" for what, name in columns.items())
+        said = ", ".join(f"{what} from column '{name}'" for what, name in columns.items())
         return [f"{self.table.name}: {said}", *super().notes]
 
     def has(self, split: Split) -> bool:
@@ -104,18 +126,20 @@ class Table(ImageFolder):
 
     def _scan(self) -> Tree:
         by_split = self.rows_by_split()
-        classes = _in_order({row[self.label_column] for rows in by_split.values() for row in rows})
-        number = {name: label for label, name in enumerate(classes)}
+        rows = [row for chosen in by_split.values() for row in chosen]
+        classes, labels = self._labels(rows)
+        label_of = {row[self.path_column]: label for row, label in zip(rows, labels, strict=True)}
         splits: dict[Split, Files] = {}
         for split, chosen in by_split.items():
             groups = [row[self.group_column] for row in chosen] if self.group_column else []
             order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
             splits[split] = Files(
                 [row[self.path_column] for row in chosen],
-                [number[row[self.label_column]] for row in chosen],
+                [label_of[row[self.path_column]] for row in chosen],
                 [order[name] for name in groups] or None,
             )
-        self._check_classes(splits, classes)
+        if self.task != "regression":
+            self._check_classes(splits, classes)
         self._check_files(splits)
         self._check_links(path for files in splits.values() for path in files.paths)
         return Tree(classes, splits, {}, [])
@@ -132,12 +156,45 @@ class Table(ImageFolder):
         for row in rows:  # one name for each file: ./a.png is a.png
             if path := row[self.path_column]:
                 row[self.path_column] = os.path.normpath(root / path)
+        # the first line has the names
+        self._lines = {row[self.path_column]: line for line, row in enumerate(rows, 2)}
         return self._by_split(rows)
+
+    def _labels(self, rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[Any]]:
+        """The classes, and the label of each row: a class, or a number for each column or name."""
+        columns = self.label_columns
+        if self._lists:
+            named = [re.split(r"\s*[|;]\s*", row[columns[0]]) for row in rows]
+            classes = _in_order({name for names in named for name in names if name})
+            return classes, [[float(name in names) for name in classes] for names in named]
+        if self.task == "classification":
+            classes = _in_order({row[columns[0]] for row in rows})
+            number = {name: label for label, name in enumerate(classes)}
+            return classes, [number[row[columns[0]]] for row in rows]
+        return columns, [[self._number(row, name) for name in columns] for row in rows]
+
+    def _number(self, row: Mapping[str, str], column: str) -> float:
+        """A target, or 0 or 1 for a label."""
+        text, line = row[column], self._lines[row[self.path_column]]
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.inf
+        fits = number in (0, 1) if self.task == "multilabel" else abs(number) < math.inf
+        if not fits:
+            expected = "0 or 1" if self.task == "multilabel" else "a number"
+            other = "; task=regression takes numbers" if self.task == "multilabel" else ""
+            raise DataError(
+                f"line {line} of {self.table} has {text!r} in column {column!r}: expected "
+                f"{expected}, since task={self.task}{other}"
+            )
+        return number
 
     def _check_columns(self, row: Mapping[str, str]) -> None:
         """Raise a DataError if the table lacks a column that an option names."""
-        for option in ("path_column", "label_column", "split_column", "group_column"):
-            name = getattr(self, option)
+        named = [(option, getattr(self, option)) for option in ("path_column", "split_column")]
+        named += [("label_column", name) for name in self.label_columns]
+        for option, name in (*named, ("group_column", self.group_column)):
             if name is not None and name not in row:
                 raise DataError(
                     f"{self.table} has no column {name!r}{did_you_mean(name, row)}; its columns: "
@@ -145,7 +202,8 @@ class Table(ImageFolder):
                 )
 
     def _by_split(self, rows: list[dict[str, str]]) -> dict[Split, list[dict[str, str]]]:
-        needed = (self.path_column, self.label_column, self.split_column, self.group_column)
+        labels = [] if self._lists else self.label_columns
+        needed = (self.path_column, *labels, self.split_column, self.group_column)
         found: dict[Split, list[dict[str, str]]] = {}
         for line, row in enumerate(rows, 2):  # the first line has the names
             if empty := [name for name in needed if name and not row[name]]:
@@ -185,13 +243,15 @@ class Table(ImageFolder):
                     )
 
     def _check_classes(self, splits: Mapping[Split, Files], classes: list[str]) -> None:
-        if len(classes) == 1:
+        if len(classes) == 1 and self.task == "classification":
             raise DataError(
                 f"{self.table} has only one class, {classes[0]!r}, in column "
-                f"{self.label_column!r}: expected at least two"
+                f"{self.label_columns[0]!r}: expected at least two"
             )
-        trained = splits.get("train")
-        unseen = {*range(len(classes))} - {*trained.labels} if trained else set()
+        trained = splits["train"].labels if "train" in splits else [*range(len(classes))]
+        if self.task == "multilabel" and "train" in splits:  # an image has any number of labels
+            trained = [label for row in trained for label, there in enumerate(row) if there]
+        unseen = {*range(len(classes))} - {*trained}
         if unseen:
             raise DataError(
                 f"no training image of {shortened(classes[label] for label in sorted(unseen))} in "

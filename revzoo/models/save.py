@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from torchvision.transforms import v2
 
 # fields of an entry that describe the data; they hold for a network until its data changes
-_DATA_FIELDS = ("classes", "mean", "std", "crop_pct", "input_size")
+_DATA_FIELDS = (
+    *("classes", "mean", "std", "crop_pct", "input_size"),
+    *("task", "target_mean", "target_std"),
+)
 # the fields among them that everyone needs to use the weights
 _NEEDED = ("classes", "mean", "std")
 TOLERANCE = 1e-4

@@ -170,7 +170,10 @@ class HardSamples(ReadsNorms):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if getattr(data_of(trainer), "task", "classification") != "classification":
-            raise ValueError("HardSamples names the class of each image, but the data have masks")
+            raise ValueError(
+                "HardSamples names the class of each image, but the data have masks, or several "
+                "labels or targets"
+            )
         super().on_fit_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:

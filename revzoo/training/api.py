@@ -16,7 +16,9 @@ from revzoo.training.optim.optimizers import (
     build_schedule,
     make_schedule,
 )
-from revzoo.training.segmenter import Segmenter
+from revzoo.training.tasks.multilabel import MultilabelClassifier
+from revzoo.training.tasks.regression import Regressor
+from revzoo.training.tasks.segmentation import Segmenter
 from revzoo.training.tuning import LRCurve, find_lr
 
 __all__ = [
@@ -29,8 +31,10 @@ __all__ = [
     "Finetuning",
     "Footprint",
     "LRCurve",
+    "MultilabelClassifier",
     "OptimSpec",
     "Reconstructions",
+    "Regressor",
     "Samples",
     "Segmenter",
     "build_callbacks",

@@ -4,23 +4,24 @@ The model is a plain specification (the arguments of :func:`revzoo.models.create
 passed as an instance. Checkpoints keep specifications as plain containers, so they load with
 ``weights_only=True`` and without a configuration library.
 
-The training loss may be smoothed (``label_smoothing``) and weighted (``class_weights``); validation
-and test losses never are, so they compare across recipes.
+The training loss (``optim.loss``, by default the cross-entropy) may be smoothed
+(``label_smoothing``) and weighted (``class_weights``); validation and test losses never are, so
+they compare across recipes with one loss. The other tasks are subclasses, see
+:mod:`revzoo.training.tasks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
-from revzoo._checks import shortened
+from revzoo._checks import did_you_mean, shortened
 from revzoo.core.modes import mode_of
 from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
@@ -38,7 +39,12 @@ from revzoo.training.checkpoint.files import (
     read_checkpoint,
 )
 from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
-from revzoo.training.metrics import count_unrepeated, log_metrics, make_metrics, update_metrics
+from revzoo.training.metrics import (
+    classification_metrics,
+    count_unrepeated,
+    log_metrics,
+    true_classes,
+)
 from revzoo.training.optim.optimizers import (
     BALANCED,
     ConstantSchedule,
@@ -49,6 +55,7 @@ from revzoo.training.optim.optimizers import (
 )
 from revzoo.training.resume import RunState
 from revzoo.training.step_retry import FiniteLoss, StepRetry
+from revzoo.training.tasks.losses import CLASSIFICATION, Loss
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source
 
@@ -59,13 +66,19 @@ class Classifier(pl.LightningModule):
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
     labels (B,) or class probabilities (B, num_classes), whose largest counts for the accuracy. Logs
     ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and ``test/acc`` per
-    epoch, accuracies in [0, 1]; ``train/loss_step`` per step; ``val/balanced_acc`` and
-    ``test/balanced_acc``, the mean over the classes; ``val/acc5`` and ``test/acc5`` if there are
-    more than five classes.
+    epoch, accuracies in [0, 1]; ``train/loss_step`` per step. Validation and test also log
+    ``balanced_acc``, ``f1``, ``auroc``, ``ap`` (average precision), ``sensitivity`` and
+    ``specificity``, means over the classes; ``ece``, the calibration error; and ``acc5`` if there
+    are more than five classes. With two classes ``ap``, ``sensitivity`` and ``specificity`` are
+    those of the second one.
 
     A subclass may override :meth:`loss`.
 
     Attributes:
+        task: the value of ``ImageData.task`` that the module trains on.
+        losses: the choices of ``optim.loss``, the default first.
+        monitor: the figure that chooses the best checkpoint by default.
+        console: the figures that a run prints.
         graph: replays training steps as a CUDA graph, see
             :mod:`revzoo.training.callbacks.cuda_graph`; None without one.
 
@@ -85,6 +98,10 @@ class Classifier(pl.LightningModule):
         >>> module = Classifier({"name": "revnet38", "num_classes": 10}, optim={"lr": 0.1})
     """
 
+    task: ClassVar[str] = "classification"
+    losses: ClassVar[Mapping[str, Loss]] = CLASSIFICATION
+    monitor: ClassVar[str] = "val/acc"
+    console: ClassVar[tuple[str, ...]] = ("loss", "acc", "balanced_acc", "acc5")
     graph: Any = None
     _logged_in: int | None = None  # the epoch
 
@@ -97,6 +114,11 @@ class Classifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.optim = OptimSpec.of(optim)
+        if (loss := self.optim.loss) not in (None, *self.losses):
+            raise ValueError(
+                f"optim.loss={loss} with task={self.task}: expected one of "
+                f"{', '.join(self.losses)}{did_you_mean(loss, self.losses)}"
+            )
         # plain containers: weights_only refuses Hydra's types
         plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
         self.model = model if isinstance(model, nn.Module) else model_from(model)
@@ -112,7 +134,11 @@ class Classifier(pl.LightningModule):
 
     def make_metrics(self) -> nn.ModuleDict:
         """The metrics of each split."""
-        return make_metrics(class_count(self.model))
+        return classification_metrics(class_count(self.model))
+
+    def measured(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The arguments of the metrics' ``update`` for a batch."""
+        return {"preds": logits, "target": true_classes(labels)}
 
     def lay_out(self, *, channels_last: bool) -> None:
         """Set the memory format of weights and images; under bfloat16 it changes rounding.
@@ -249,7 +275,7 @@ class Classifier(pl.LightningModule):
             self.balance(data)
 
     def balance(self, data: Any) -> None:
-        """Compute the weights ``balanced`` from the training images, after their ``setup``."""
+        """Learn from the training labels, after their ``setup``: the weights ``balanced``."""
         if self.optim.class_weights != BALANCED:
             return
         if not isinstance(data, ImageData):
@@ -257,9 +283,12 @@ class Classifier(pl.LightningModule):
                 f"optim.class_weights={BALANCED} counts the images of a data module of "
                 f"revzoo.data, got {type(data).__name__}: give a list of numbers, one per class"
             )
-        labels = data.train_labels.flatten()
-        counted = labels[labels < len(data.classes)]  # of masks, 255 does not count
-        self.class_weights = balanced_weights(counted, data.classes)
+        self.class_weights = self.balanced(data.train_labels, data.classes)
+
+    def balanced(self, labels: Tensor, classes: Sequence[str]) -> Tensor:
+        """The weights ``balanced`` of the classes (C,), in float64."""
+        counted = labels[labels < len(classes)]  # of masks, 255 does not count
+        return balanced_weights(counted, classes)
 
     def _listed_weights(self) -> Tensor | None:
         """The weights that the options list; None without a list."""
@@ -288,7 +317,7 @@ class Classifier(pl.LightningModule):
         return self.model(images.contiguous(memory_format=self.memory_format))
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss () of a batch: cross-entropy, which a subclass may replace.
+        """The mean loss () of a batch, ``optim.loss``, which a subclass may replace.
 
         Training, validation and test call it. In training (``self.training``) it is smoothed and
         weighted as ``optim`` says.
@@ -300,18 +329,11 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: the weights are ``balanced``, and no images were counted.
         """
+        function = self.losses[self.optim.loss or next(iter(self.losses))]
         if not self.training:
-            return functional.cross_entropy(logits, labels)
-        smoothing = self.optim.label_smoothing
-        if self.optim.class_weights is None:
-            return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        weight = self.weights_for(logits)
-        total = functional.cross_entropy(
-            logits, labels, weight, label_smoothing=smoothing, reduction="sum"
-        )
-        # torch's "mean" divides by the weights of the labels: an image's gradient would depend on
-        # the others in its batch
-        return total / len(labels)
+            return function(logits, labels)
+        weight = None if self.optim.class_weights is None else self.weights_for(logits)
+        return function(logits, labels, weight=weight, smoothing=self.optim.label_smoothing)
 
     def weights_for(self, logits: Tensor) -> Tensor:
         """The weights (C,) of the classes, in the dtype and on the device of the logits.
@@ -338,7 +360,7 @@ class Classifier(pl.LightningModule):
             loss, logits = self.retry.forward(lambda: self.loss_and_logits(images, labels))
         if not self.retry.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        update_metrics(self.metrics_of("train"), loss, logits, labels)
+        self.update_metrics("train", loss, logits, labels)
         return loss
 
     def loss_and_logits(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -388,9 +410,13 @@ class Classifier(pl.LightningModule):
         self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Return class probabilities (B, num_classes); labels in the batch are ignored."""
+        """Return the :meth:`predicted` values of a batch; its labels are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return at_least_float32(self(images)).softmax(dim=1)
+        return self.predicted(at_least_float32(self(images)))
+
+    def predicted(self, logits: Tensor) -> Tensor:
+        """Class probabilities (B, num_classes)."""
+        return logits.softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: stop at NaN, resume exactly."""
@@ -429,9 +455,17 @@ class Classifier(pl.LightningModule):
         # all images of a process may be repeated ones
         if count := count_unrepeated(loaders, batch_idx, len(logits)):
             loss = self.loss(logits[:count], labels[:count])
-            update_metrics(self.metrics_of(split), loss, logits[:count], labels[:count])
+            self.update_metrics(split, loss, logits[:count], labels[:count])
             log_metrics(self, self.metrics_of(split))
         return logits
+
+    def update_metrics(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: its mean loss (), logits (B, num_classes) and labels, as in the batch."""
+        # one loss per image: MeanMetric ignores weights if it does not check values
+        values, metrics = loss.detach().expand(len(labels)), self.metrics_of(split)
+        where = next(iter(metrics.values())).device  # the logits of windows are on the CPU
+        measured = self.measured(logits.detach(), labels)
+        metrics.update(value=values, **{name: t.to(where) for name, t in measured.items()})
 
     def metrics_of(self, split: str) -> MetricCollection:
         """The metrics of ``train``, ``val`` or ``test``."""
@@ -518,11 +552,14 @@ def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
     """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
     size = data_state.get("image_size") or network.image_size
+    task, targets = data_state.get("task", Classifier.task), data_state.get("targets") or {}
     return {
         "classes": tuple(data_state["classes"]),
         **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
         "crop_pct": data_state.get("crop_pct"),
         "input_size": (network.in_chans, size, size),
+        **({} if task == Classifier.task else {"task": task}),
+        **{f"target_{name}": tuple(values) for name, values in targets.items()},
     }
 
 

@@ -1,9 +1,13 @@
-"""Mean loss and accuracies over all images of a split, batches and processes.
+"""Figures of a run: torchmetrics' interface, constant memory, no values read in a training step.
 
-Lightning computes training metrics once per epoch, at its end.
+Training figures are logged once per epoch, at its end. An image that is evaluated twice counts
+once: Lightning gives the loaders of validation and test a ``DistributedSampler``, which repeats the
+first images to fill the last round.
 
-An image that is evaluated twice counts once: Lightning gives the loaders of validation and test a
-``DistributedSampler``, which repeats the first images to fill the last round.
+Why not torchmetrics' own classes for most figures: its macro averages count a class without images
+as 0, its calibration error keeps all predictions, its binned curves (thresholds evenly spaced in
+the probability) see nothing of a class whose probabilities are all below 1/200, and few of them
+give the figures of each class beside the mean. Here one state serves all figures of a kind.
 """
 
 from __future__ import annotations
@@ -12,25 +16,198 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 from torch.utils.data import DistributedSampler
 from torchmetrics import MeanMetric, Metric, MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+from torchmetrics.classification import MulticlassAccuracy
 
-ORDER = ("loss", "acc", "balanced_acc", "acc5", "dice", "iou")
+from revzoo.training.figure_names import ORDER
+
+BINS = 600  # of the log odds: 0.05 each
+LARGEST = 15.0  # of the log odds that a bin tells apart: a probability of 1 - 3e-7
+CONFIDENCES = 15  # bins of the calibration error, as in C. Guo et al. 2017 (arXiv 1706.04599)
 
 
-class BalancedAccuracy(MulticlassStatScores):
-    """The mean over the classes of the share of their images that are classified correctly.
+class PerClass(Metric):
+    """A figure of each class, label or target, and their mean; an undefined one does not count.
 
-    A class without images does not count, as in scikit-learn's ``balanced_accuracy_score``.
-    Torchmetrics' macro average counts it as 0 if an image is taken for it.
+    Attributes:
+        values: (C,), of the last ``compute``.
     """
 
+    full_state_update = False
+    higher_is_better = True
+    values: Tensor | None = None
+    first = 0  # the first class that counts in the mean
+
+    def of_each(self) -> Tensor:
+        """The figures (C,), NaN where undefined."""
+        raise NotImplementedError
+
     def compute(self) -> Tensor:
-        counts = super().compute()  # (classes, 5): true positives first, images last
-        # 0 / 0 for a class without images
-        return (counts[:, 0] / counts[:, -1]).nanmean()
+        values = self.values = self.of_each()
+        return values[self.first :].nanmean()
+
+
+class Rate(PerClass):
+    """A share of right decisions: the likeliest class, or labels with a probability above 0.5.
+
+    Args:
+        figure: a name of :data:`RATES`.
+        count: of classes or labels.
+        labels: whether each image has several labels.
+        second: whether of two classes the second one alone counts, the "positive" one.
+    """
+
+    counts: Tensor  # true and false positives, true and false negatives: (4, C)
+
+    def __init__(
+        self, figure: str, count: int, *, labels: bool = False, second: bool = False
+    ) -> None:
+        super().__init__()
+        self.figure, self.labels = figure, labels
+        self.first = int(second and count == 2)
+        self.add_state("counts", torch.zeros(4, count, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add logits (B, C), and labels as in the batch."""
+        count = preds.shape[1]
+        found = preds > 0 if self.labels else one_hot(preds.argmax(1), count).bool()
+        true = target > 0.5 if self.labels else one_hot(target, count).bool()
+        cells = found & true, found & ~true, ~found & ~true, ~found & true
+        self.counts = self.counts + torch.stack([cell.sum(0) for cell in cells])
+
+    def of_each(self) -> Tensor:
+        return RATES[self.figure](*self.counts.float())
+
+
+RATES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "accuracy": lambda tp, fp, tn, fn: (tp + tn) / (tp + fp + tn + fn),
+    "recall": lambda tp, fp, tn, fn: tp / (tp + fn),
+    "specificity": lambda tp, fp, tn, fn: tn / (tn + fp),
+    "balanced": lambda tp, fp, tn, fn: (tp / (tp + fn) + tn / (tn + fp)) / 2,
+    "f1": lambda tp, fp, tn, fn: 2 * tp / (2 * tp + fp + fn),
+}
+"""From true and false positives, true and false negatives of each class."""
+
+
+class Curve(PerClass):
+    """A figure of a class against all others at every threshold: of bins of the log odds."""
+
+    bins: Tensor  # images of the others, and of the class: (2, C, BINS)
+
+    def __init__(self, count: int, *, labels: bool = False, second: bool = False) -> None:
+        super().__init__()
+        self.labels, self.first = labels, int(second and count == 2)
+        bins = torch.zeros(2, count, BINS, dtype=torch.long)
+        self.add_state("bins", bins, dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """As :meth:`Rate.update`."""
+        count = preds.shape[1]
+        odds = preds if self.labels else preds.softmax(1).logit()
+        true = target > 0.5 if self.labels else one_hot(target, count)
+        scaled = (odds.clamp(-LARGEST, LARGEST) / LARGEST + 1) / 2 * BINS
+        place = scaled.nan_to_num(0).long().clamp(0, BINS - 1)
+        classes = torch.arange(count, device=preds.device)
+        index = ((true.long() * count + classes) * BINS + place).flatten()
+        flat = self.bins.flatten().scatter_add(0, index, torch.ones_like(index))
+        self.bins = flat.view_as(self.bins)
+
+
+class AUROC(Curve):
+    """The area under the ROC curve: how often an image of the class gets the larger probability."""
+
+    def of_each(self) -> Tensor:
+        others, own = self.bins  # whole numbers: sums of floats are not deterministic on a GPU
+        pairs = 2 * others.cumsum(1) - others  # equal probabilities count half
+        return (own * pairs).sum(1) / (2 * others.sum(1) * own.sum(1))
+
+
+class AveragePrecision(Curve):
+    """The mean of the precision at each image of the class, ranked by probability."""
+
+    def of_each(self) -> Tensor:
+        others, own = self.bins.flip(2)
+        found = own.cumsum(1)
+        precision = found / (found + others.cumsum(1)).clamp(min=1)
+        return (own * precision).sum(1) / own.sum(1)
+
+
+class CalibrationError(PerClass):
+    """The mean distance of probability and frequency: of the likeliest class, or of each label."""
+
+    higher_is_better = False
+    sums: Tensor  # numbers, probabilities and frequencies: (3, C, CONFIDENCES)
+
+    def __init__(self, count: int = 1, *, labels: bool = False) -> None:
+        super().__init__()
+        self.labels = labels
+        self.add_state("sums", torch.zeros(3, count, CONFIDENCES), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """As :meth:`Rate.update`."""
+        if self.labels:
+            shares, true = preds.sigmoid(), target
+        else:
+            shares, found = preds.softmax(1).max(1, keepdim=True)
+            true = found == target[:, None]
+        shares = shares.nan_to_num(0).float()
+        place = (shares * CONFIDENCES).long().clamp(0, CONFIDENCES - 1)
+        index = torch.arange(shares.shape[1], device=preds.device) * CONFIDENCES + place
+        rows = torch.stack([torch.ones_like(shares), shares, true.float()]).flatten(1)
+        flat = self.sums.flatten(1).scatter_add(1, index.flatten().expand(3, -1), rows)
+        self.sums = flat.view_as(self.sums)
+
+    def of_each(self) -> Tensor:
+        number, shares, true = self.sums
+        return (shares - true).abs().sum(1) / number.sum(1)
+
+
+class Residual(PerClass):
+    """An error of predicted numbers (B, K), for each target."""
+
+    higher_is_better = False
+    sums: Tensor  # of absolute and squared errors, of targets and their squares: (4, K)
+    number: Tensor
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.add_state("sums", torch.zeros(4, count), dist_reduce_fx="sum")
+        self.add_state("number", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add predictions and true values (B, K), both less the mean of the training rows."""
+        error = preds - target
+        parts = torch.stack([error.abs(), error.square(), target, target.square()])
+        self.sums = self.sums + parts.sum(1).float()
+        self.number = self.number + len(preds)
+
+
+class MAE(Residual):
+    """The mean absolute error."""
+
+    def of_each(self) -> Tensor:
+        return self.sums[0] / self.number
+
+
+class RMSE(Residual):
+    """The root of the mean squared error."""
+
+    def of_each(self) -> Tensor:
+        return (self.sums[1] / self.number).sqrt()
+
+
+class R2(Residual):
+    """The share of the variance that is explained: 1 less the squared errors over it."""
+
+    higher_is_better = True
+
+    def of_each(self) -> Tensor:
+        _, errors, sums, squares = self.sums
+        return 1 - errors / (squares - sums.square() / self.number)
 
 
 def mean_loss() -> Metric:
@@ -39,42 +216,55 @@ def mean_loss() -> Metric:
     return MeanMetric(nan_strategy="disable")
 
 
-def by_split(metrics: Callable[[str], MetricCollection]) -> nn.ModuleDict:
-    """The metrics of ``train``, ``val`` and ``test``."""
+SHARED = (Rate, Curve, Residual)  # figures of one kind have one state
+
+
+def by_split(metrics: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:
+    """The metrics of ``train``, ``val`` and ``test``, by name; the argument is false for train."""
+
+    def collection(split: str) -> MetricCollection:
+        by_name: dict[str, Metric | MetricCollection] = dict(metrics(split != "train"))
+        groups: dict[object, list[str]] = {}
+        for name, metric in by_name.items():
+            kind = next((kind for kind in SHARED if isinstance(metric, kind)), name)
+            groups.setdefault(kind, []).append(name)
+        # torchmetrics would find these groups itself, by reading states after the first batch
+        return MetricCollection(by_name, prefix=f"{split}/", compute_groups=[*groups.values()])
+
     # a ModuleDict refuses the key "train": nn.Module has a method of that name
-    return nn.ModuleDict({f"{split}_metrics": metrics(split) for split in ("train", "val", "test")})
+    splits = ("train", "val", "test")
+    return nn.ModuleDict({f"{split}_metrics": collection(split) for split in splits})
 
 
-def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and accuracy of each split; of validation and test also balanced and top-5."""
+def classification_metrics(num_classes: int) -> nn.ModuleDict:
+    """Mean loss and accuracy of each split; of validation and test all figures of classes."""
 
-    def metrics(split: str) -> MetricCollection:
+    def metrics(evaluated: bool) -> dict[str, Metric]:
         options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
-        by_name: dict[str, Any] = {"loss": mean_loss()}
-        for k in (1, 5) if num_classes > 5 and split != "train" else (1,):
+        by_name: dict[str, Metric] = {"loss": mean_loss()}
+        for k in (1, 5) if num_classes > 5 and evaluated else (1,):
             name = "acc" if k == 1 else f"acc{k}"
             by_name[name] = MulticlassAccuracy(top_k=k, average="micro", **options)
-        if split != "train":
-            by_name["balanced_acc"] = BalancedAccuracy(average=None, **options)
-        return MetricCollection(by_name, prefix=f"{split}/", compute_groups=False)
+        if evaluated:
+            by_name |= {
+                "balanced_acc": Rate("recall", num_classes),
+                "sensitivity": Rate("recall", num_classes, second=True),
+                "specificity": Rate("specificity", num_classes, second=True),
+                "f1": Rate("f1", num_classes),
+                "auroc": AUROC(num_classes),
+                "ap": AveragePrecision(num_classes, second=True),
+                "ece": CalibrationError(),
+            }
+        return by_name
 
     return by_split(metrics)
 
 
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:
-    """Sort figures by :data:`ORDER`; Lightning sorts them by name."""
+    """Sort figures by :data:`~revzoo.training.figure_names.ORDER`; Lightning sorts them by name."""
     places = {name: i for i, name in enumerate(ORDER)}
     ordered = sorted(figures, key=lambda n: places.get(n.rpartition("/")[2], len(ORDER)))
     return {name: figures[name] for name in ordered}
-
-
-def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch: its mean loss (), logits (B, num_classes) and labels, as in the batch."""
-    # one loss per image: MeanMetric ignores weights if it does not check values
-    losses = loss.detach().expand(len(labels))
-    where = next(iter(metrics.values())).device  # the logits of windows are on the CPU
-    true = true_classes(labels).to(where)
-    metrics.update(value=losses, preds=logits.detach().to(where), target=true)
 
 
 def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:

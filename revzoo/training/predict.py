@@ -1,4 +1,4 @@
-"""Class probabilities of images, from a checkpoint, weights or a model."""
+"""Predictions for images, from a checkpoint, weights or a model."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ OVERSHOOT = 0.1
 """Bicubic interpolation exceeds [0, 1] by as much at an edge; such floats are clamped."""
 
 Probabilities: TypeAlias = dict[str, float]
-"""Probability of each class by its name, the most probable first. Names that several labels share,
-as "crane" in ImageNet, get their label: "crane (134)", "crane (517)"."""
+"""Probability of each class or label by its name, the most probable first; of a regression, the
+value of each target in its unit. Names that several labels share, as "crane" in ImageNet, get their
+label: "crane (134)", "crane (517)"."""
 
 
 @overload
@@ -76,8 +77,8 @@ def predict(
         top: number of classes to return; None for all.
 
     Returns:
-        The probability of each class by its name, the most probable first. For a list of images, a
-        list of these.
+        The probability of each class by its name, the most probable first; of a regression, the
+        value of each target. For a list of images, a list of these.
 
     Raises:
         DataError: there is no such file, or it is not an image.
@@ -222,7 +223,7 @@ def classify(
     size: int | None = None,
     batch_size: int = 64,
 ) -> Iterator[Probabilities]:
-    """Yield the probabilities of each image, computed on the network's device; see :func:`predict`.
+    """Yield the prediction for each image, computed on the network's device; see :func:`predict`.
 
     Raises:
         CheckpointError: an output is NaN or Inf.
@@ -242,10 +243,15 @@ def classify(
         # in a generator: between two batches the caller may use the network
         with evaluation_mode(network), torch.inference_mode():
             # softmax in float32, also for a network in half precision
-            rows = network(prepared).float()
+            rows = network(prepared).float().cpu()
         if not rows.isfinite().all():
             raise _not_finite()
-        names = _distinct(classes)
-        for row in rows.softmax(1).cpu():
+        names, task = _distinct(classes), network.facts.get("task")
+        if task == "regression":
+            scale, start = (torch.tensor(network.facts[f"target_{n}"]) for n in ("std", "mean"))
+            for row in rows * scale + start:
+                yield dict(zip(names, row.tolist(), strict=True))
+            continue
+        for row in rows.sigmoid() if task == "multilabel" else rows.softmax(1):
             order = row.argsort(descending=True).tolist()
             yield {names[label]: float(row[label]) for label in order}

@@ -28,7 +28,7 @@ KEY = "entry"
 # fields that the file cannot hold (its hash), that the network shows, or that change when someone
 # renames or moves the file
 _OUTSIDE = ("sha256", "file", "url", "default", "parameters", "mib")
-_LISTS = ("input_size", "classes", "mean", "std")
+_LISTS = ("input_size", "classes", "mean", "std", "target_mean", "target_std")
 _NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")  # timm:resnet50.tag
 
 
@@ -63,6 +63,9 @@ class WeightsEntry:
             these weights has the names in ``model.entry.classes``.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
+        task: ``multilabel``, ``regression`` or ``segmentation``; None for classification.
+        target_mean: of a regression, one number per target; outputs are standardised.
+        target_std: as ``target_mean``.
         crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and crop the
             centre to ``input_size``; 1 keeps all of it.
         license: SPDX identifier of the weights' licence.
@@ -91,6 +94,9 @@ class WeightsEntry:
     class_set: str | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    task: str | None = None
+    target_mean: tuple[float, ...] | None = None
+    target_std: tuple[float, ...] | None = None
     crop_pct: float | None = None
     license: str | None = None
     citation: str | None = None
@@ -169,12 +175,20 @@ class WeightsEntry:
         yield "class_set", known, f"one of {', '.join(CLASS_SETS)}, without classes"
         sized = 2 <= len(self.input_size) <= 4 and all(map(is_count, self.input_size))
         yield "input_size", sized, "[channels, height, width], or 1 or 3 sizes"
-        for name, least in (("mean", -inf), ("std", 0)):
-            values = getattr(self, name)
-            valid = values is None or (sized and len(values) == self.in_chans)
+        for name, least in (
+            *(("mean", -inf), ("std", 0)),
+            *(("target_mean", -inf), ("target_std", 0)),
+        ):
+            values, what = getattr(self, name), "target" if "target" in name else "channel"
+            count = self.num_classes if what == "target" else self.in_chans if sized else 0
+            valid = values is None or len(values) == count
             valid = valid and all(is_number(v) and least < v < inf for v in values or ())
             above = " above 0" if least == 0 else ""
-            yield name, valid, f"numbers{above}, one for each channel"
+            yield (
+                name,
+                valid,
+                f"numbers{above}, one for each {what}",
+            )
         share = self.crop_pct is None or 0 < self.crop_pct <= 1
         yield "crop_pct", share, "a share above 0, up to 1"
         numbers = all(is_number(value) and abs(value) < inf for value in self.metrics.values())

@@ -325,7 +325,7 @@ def test_a_volume_of_a_patch_is_a_window_if_it_is_not_on_the_device(
     model = Segmenter({**MODEL, "num_classes": 3, "in_chans": 1}).eval()
     model.window, volumes = (4, 4, 4), torch.zeros(1, 1, 4, 4, 4)
     assert model(volumes).shape == (1, 3, 4, 4, 4)
-    monkeypatch.setattr("revzoo.training.segmenter.by_windows", lambda *_, device: device)
+    monkeypatch.setattr("revzoo.training.tasks.segmentation.by_windows", lambda *_, device: device)
     model._device = torch.device("cuda:0")
     assert model(volumes) == torch.device("cuda:0")
 

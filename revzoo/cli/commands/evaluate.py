@@ -10,9 +10,9 @@ name their data, so data= is needed.
 By default it evaluates the run's data, from its config.yaml; data.root=DIR and data.table=FILE say
 where they are now.
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
-checkpoint's mean and deviation. Prints one line per figure. The memory mode does not matter: an
-evaluation keeps no activations. bits=null evaluates a network of reversible blocks as the plain
-network.
+checkpoint's mean and deviation. Prints one line per figure, and a table of each class to standard
+error. The memory mode does not matter: an evaluation keeps no activations. bits=null evaluates a
+network of reversible blocks as the plain network.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
 """
@@ -114,6 +114,7 @@ def evaluate(
     from revzoo.cli.config import check_machine
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
     from revzoo.data import DataError
+    from revzoo.training import class_table
     from revzoo.training.callbacks.progress_bar import Progress
     from revzoo.training.lightning_compat import is_first_process
     from revzoo.training.memory import memory_errors
@@ -125,7 +126,9 @@ def evaluate(
     restored = trained(config["ckpt"], config["bits"])
     data_config = _data_section(config, paths or {})
     apply_precision(config["precision"])
-    data = build_data(data_config)
+    task = restored.data_state.get("task")
+    # a table's columns may serve several tasks: the checkpoint says for which it was trained
+    data = build_data(data_config, task if "task" in data_config else None)
     data.prepare_data()
     testing = config["split"] == "test"
     if not data.has(config["split"]):
@@ -154,6 +157,9 @@ def evaluate(
     run = trainer.test if testing else trainer.validate
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
+    table = class_table.class_table(restored.module.metrics_of(config["split"]), data.num_classes)
+    for line in class_table.lines_of(table, data.classes) if table and is_first_process() else ():
+        log.info("%s", line)
     return in_order({name: float(value) for name, value in figures.items()})
 
 

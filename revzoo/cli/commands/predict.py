@@ -6,8 +6,9 @@ NAME_OR_CKPT is a checkpoint, or the folder of a run, for its best checkpoint; o
 such as revnet38.cifar10, a safetensors file, a folder of save_pretrained. Images are prepared as
 for evaluation: converted to the model's channels, resized, cropped to the centre, and normalised
 with the checkpoint's mean and deviation. It needs no data set. Prints a table with the --top most
-probable classes of each image, or all classes with --json or --csv. An image that cannot be read
-has a line on standard error and no row; then the command exits with 1.
+probable classes of each image, or all classes with --json or --csv; for a model with several
+labels, the probability of each and the labels above 0.5; for a regression, all values. An image
+that cannot be read has a line on standard error and no row; then the command exits with 1.
 
 A U-Net classifies each pixel: --masks DIR writes a PNG for each image, in its size, whose grey
 values are the numbers of the classes. For volumes (.nii, .nii.gz, .npy, folders of DICOM slices) it
@@ -24,10 +25,10 @@ import json
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count, number_of, shortened
 from revzoo._files import check_writable, write_atomically
@@ -137,7 +138,9 @@ def run(args: argparse.Namespace) -> None:
             }
             # a list: the table aligns paths by the longest
             predictions = list(predict(restored, args.images, **options, on_error=report))
-            rows, readable = FORMS[args.form](predictions, args.top), len(predictions)
+            task = restored.module.task
+            top = len(restored.data_state["classes"]) if task == "regression" else args.top
+            rows, readable = FORMS[args.form](predictions, top, task), len(predictions)
     if output is None:
         sys.stdout.write(rows)
     else:
@@ -152,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 Prediction = tuple[str, dict[str, float]]
-"""A path, and the probability of each class, the most probable first."""
+"""A path, and the probability of each class, the most probable first; or each target's value."""
 
 
 def predict(
@@ -312,14 +315,15 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         yield from images
 
 
-def as_table(predictions: Sequence[Prediction], top: int) -> str:
-    """A line per image: its path, then classes with their probabilities."""
+def as_table(predictions: Sequence[Prediction], top: int, task: str = "classification") -> str:
+    """A line per image: its path, then classes with their probabilities, or values."""
+    form = "{} {:.6g}" if task == "regression" else "{} {:.4f}"
     shown = [_in_line(path) for path, _ in predictions]
     width = max(map(len, shown), default=0)
     lines = []
     for path, (_, classes) in zip(shown, predictions, strict=True):
         best = list(classes.items())[:top]
-        figures = "  ".join(f"{_in_line(name)} {p:.4f}" for name, p in best)
+        figures = "  ".join(form.format(_in_line(name), value) for name, value in best)
         line = f"{path:{width}}  {figures}"
         too_long = 0 < columns() < len(line)  # 0 without a terminal
         lines.append(f"{path}\n  {figures}" if too_long else line)
@@ -331,25 +335,39 @@ def _in_line(name: str) -> str:
     return printable(name).replace("\n", r"\n")
 
 
-def as_json(predictions: Sequence[Prediction], top: int) -> str:
-    """A list of objects with path, class and probabilities by class name."""
-    rows = [
-        {"path": path, "class": next(iter(classes)), "probabilities": classes}
-        for path, classes in predictions
-    ]
+def present(probabilities: Mapping[str, float]) -> list[str]:
+    """The labels of an image, the most probable first."""
+    return [name for name, p in probabilities.items() if p > 0.5]
+
+
+def as_json(predictions: Sequence[Prediction], top: int, task: str = "classification") -> str:
+    """A list of objects with path, class or labels, and probabilities by name; or values."""
+    rows: list[dict[str, Any]] = []
+    for path, found in predictions:
+        if task == "regression":
+            rows.append({"path": path, "values": found})
+            continue
+        row: dict[str, Any] = {"path": path, "class": next(iter(found)), "probabilities": found}
+        if task == "multilabel":
+            row = {"path": path, "labels": present(found), "probabilities": found}
+        rows.append(row)
     return json.dumps(rows, indent=1) + "\n"
 
 
-def as_csv(predictions: Sequence[Prediction], top: int) -> str:
-    """Columns path, class, and the probability of each class by its name."""
+def as_csv(predictions: Sequence[Prediction], top: int, task: str = "classification") -> str:
+    """Columns path, class or labels, and the probability of each by its name; or values."""
     text = io.StringIO()
-    # each image orders its classes by probability; columns need one order
-    names = sorted(predictions[0][1]) if predictions else []
     # csv's default is \r\n, which many tools show as ^M
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["path", "class", *names])
-    for path, classes in predictions:
-        writer.writerow([path, next(iter(classes)), *(f"{classes[n]:.6f}" for n in names)])
+    # each image orders its classes by probability; columns need one order
+    names = sorted(predictions[0][1]) if predictions else []
+    digits = ".6g" if task == "regression" else ".6f"
+    heads = {"classification": ["class"], "multilabel": ["labels"]}.get(task, [])
+    writer.writerow(["path", *heads, *names])
+    for path, found in predictions:
+        first = {"class": next(iter(found)), "labels": ";".join(present(found))}
+        values = (f"{found[name]:{digits}}" for name in names)
+        writer.writerow([path, *map(first.__getitem__, heads), *values])
     return text.getvalue()
 
 

@@ -20,7 +20,7 @@ from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from torch import nn
 
 from revzoo._checks import in_section, package_needed
-from revzoo.cli.config import device_kind
+from revzoo.cli.config import check_mode, device_kind
 from revzoo.cli.run.folder import METRICS_FILE
 from revzoo.cli.schema import MODES, model_names
 from revzoo.cli.terminal import ConfigError
@@ -35,7 +35,7 @@ from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import allow_unused_parameters, is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume import GracefulStop
-from revzoo.training.segmenter import task_class
+from revzoo.training.tasks.registry import task_class
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
@@ -44,13 +44,37 @@ PROFILERS: dict[str, type[Any]] = {
 }
 
 
-def build_data(data: Mapping[str, Any]) -> ImageData:
-    """The data module of a checked ``data`` section; it reads no files."""
-    options = {key: value for key, value in data.items() if key != "_target_"}
+def build_data(data: Mapping[str, Any], task: str | None = None) -> ImageData:
+    """The data module of a checked ``data`` section; it reads no files.
+
+    Raises:
+        ConfigError: its labels are for another task than ``task``.
+    """
+    options, kind = {key: data[key] for key in data if key != "_target_"}, DATA[data["_target_"]]
+    if "task" in options:  # sets that have the option serve several tasks
+        options["task"] = options["task"] or task
     try:
-        return DATA[data["_target_"]](**options)
+        built = kind(**options)
     except ValueError as error:
         raise in_section("data", error) from error
+    if task not in (None, built.task):
+        raise ConfigError(
+            f"task={task}, but the labels of {kind.__name__} are for task={built.task}: leave task "
+            "out, or choose other data"
+        )
+    return built
+
+
+def with_monitor(config: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The configuration with the figure that callbacks without one compare."""
+    figure = config.get("monitor") or task_class(task).monitor
+    callbacks = dict(config["callbacks"])
+    for name in ("best_checkpoint", "early_stopping"):
+        options = callbacks.get(name)
+        if options is not None and options.get("monitor") is None:
+            check_mode(name, figure, options.get("mode"))
+            callbacks[name] = {**options, "monitor": figure}
+    return {**config, "callbacks": callbacks}
 
 
 def data_name(config: Mapping[str, Any]) -> str:
@@ -131,7 +155,7 @@ def check_parts(config: Mapping[str, Any]) -> None:
     """Build what needs no files, on the ``meta`` device: before several runs, for their errors."""
     OptimSpec.of(config["optim"])
     callbacks = build_callbacks(config["callbacks"], run_dir=Path())
-    build_data(config["data"])
+    build_data(config["data"], config.get("task"))
     # any numbers: the data are not read yet
     spec = model_spec(config, num_classes=10, in_chans=3)
     start = {key: spec.pop(key) for key in WEIGHTS_ARGUMENTS if key in spec}

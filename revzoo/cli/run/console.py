@@ -6,7 +6,7 @@ import logging
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,15 @@ from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.models.network import ImageNetwork
 from revzoo.models.wrapped import weights_name
-from revzoo.training.callbacks.checkpoints import best_checkpoint_path, best_figures
+from revzoo.training import class_table
+from revzoo.training.callbacks.checkpoints import (
+    BestCheckpoint,
+    best_checkpoint_path,
+    best_figures,
+)
 from revzoo.training.callbacks.progress_bar import clock
 from revzoo.training.classifier import Classifier
-from revzoo.training.lightning_compat import epochs_of_run
+from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
 from revzoo.training.metrics import in_order
 from revzoo.weights.source import CHECKPOINTS, LAST
 
@@ -45,6 +50,7 @@ PRECISION_NAMES = {
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
+OUTPUTS = {"multilabel": "labels", "regression": "targets"}  # of tasks without classes
 UNEQUAL = 2  # images of the largest class over the smallest; ImageNet (1,300 / 732) counts as equal
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
@@ -141,6 +147,7 @@ def log_opening(
         reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = "x".join(map(str, (data.in_chans, *data.sizes)))
+    outputs = f"{data.num_classes} {OUTPUTS.get(data.task, 'classes')}"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     memory, device = module.memory_mode, trainer.strategy.root_device
@@ -157,7 +164,7 @@ def log_opening(
     lines = [
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         *(("", line) for line in (_saved(module, data) if bits else ())),
-        ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
+        ("data", f"{type(data).__name__}{root}, {outputs}, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         *(("", note) for note in (*data.notes, *_notes(config, trainer, data))),
         ("memory", memory),
@@ -228,7 +235,7 @@ def _notes(config: Mapping[str, Any], trainer: pl.Trainer, data: ImageData) -> I
             f"each epoch leaves out {count:,} ({100 * count / data.train_count:.0f} %), an "
             "incomplete batch; a smaller data.batch_size leaves out fewer"
         )
-    if 0 < data.val_count < data.num_classes:
+    if 0 < data.val_count < data.num_classes and data.task == "classification":
         yield (
             "fewer images to validate than classes, so accuracy is coarse: raise data.val_fraction"
         )
@@ -259,8 +266,8 @@ def log_result(
 ) -> None:
     """Log the figures, and the commands that a user wants next.
 
-    The balanced accuracy appears only if a class has more than twice the training images of
-    another.
+    Figures are those of the module's ``console`` and the monitored one. The balanced accuracy
+    appears only if a class has more than twice the training images of another.
     """
     epochs = number_of(epochs_of_run(trainer), "epoch")
     steps = number_of(trainer.global_step, "step")
@@ -268,10 +275,14 @@ def log_result(
     best = best_checkpoint_path(trainer)  # None: the figures belong to the last weights
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
+    printed = set(getattr(trainer.lightning_module, "console", ()))
     if data.task == "classification":
-        counts = torch.bincount(data.train_labels.flatten(), minlength=data.num_classes)
+        counts = torch.bincount(data.train_labels, minlength=data.num_classes)
         if counts.max() <= UNEQUAL * counts.min():
-            shown = {k: v for k, v in shown.items() if not k.endswith("balanced_acc")}
+            printed.discard("balanced_acc")
+    savers = callbacks_of(trainer, BestCheckpoint)
+    printed |= {str(saver.monitor).rpartition("/")[2] for saver in savers}
+    shown = {k: v for k, v in shown.items() if k.rpartition("/")[2] in printed}
     for split, is_best in {"val": bool(validated), "test": bool(best)}.items():
         weights = "best checkpoint" if is_best else "last"
         of_split = in_order({k: v for k, v in shown.items() if k.startswith(f"{split}/")})
@@ -293,6 +304,24 @@ def log_result(
         commands["evaluate"] = command_line("eval", f"ckpt={quoted_if_needed(run)}", *words)
     for name, command in commands.items():
         log.info("%-8s %s", name, command, extra={"command": True})
+
+
+def log_classes(
+    trainer: pl.Trainer, module: Classifier, split: str, classes: Sequence[str], run_dir: Path
+) -> None:
+    """Log the figures of each class; write them to ``per_class.csv`` and TensorBoard."""
+    if not (table := class_table.class_table(module.metrics_of(split), len(classes))):
+        return
+    path = run_dir / class_table.FILE
+    try:
+        class_table.write(table, classes, path)
+    except OSError as error:
+        log.error("cannot write %s (%s)", path, error.strerror)
+    class_table.log_text(table, classes, trainer.loggers, trainer.global_step)
+    weights = ", last weights" if split == "val" else ""
+    log.info("%-8s figures of each in %s%s, also in %s", "classes", split, weights, path.name)
+    for line in class_table.lines_of(table, classes):
+        log.info("%s", line)
 
 
 def log_finished(trainer: pl.Trainer, run_dir: Path, checkpoint: Path) -> None:

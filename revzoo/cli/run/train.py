@@ -35,6 +35,7 @@ from revzoo.cli.run.build import (
     check_network,
     data_name,
     model_spec,
+    with_monitor,
 )
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, short_path, user_errors
@@ -274,8 +275,9 @@ def build(
     step = None if resume is None else resume.step
     if resume is None and (run_dir / folder.CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
+    data = build_data(config["data"], config.get("task"))
+    config = with_monitor(config, data.task)
     trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
-    data = build_data(config["data"])
     if trainer.is_global_zero and (place := console.place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
@@ -370,6 +372,8 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
             if not stopped:
                 # before the summary, which a full disk refuses
                 console.log_result(trainer, figures, data, run_dir, seconds=seconds)
+                split = "test" if any(name.startswith("test/") for name in figures) else "val"
+                console.log_classes(trainer, module, split, data.classes, run_dir)
             summary = describe_run(run, seconds, figures, stopped)
             # sorted: two summaries can be compared line by line
             content = json_bytes(summary, sort_keys=True)

@@ -28,7 +28,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     options = dict(config["tuner"])
     kind, then = options.pop("kind"), options.pop("then")
     section, key, search = KINDS[kind]
-    data = build_data(config["data"])
+    data = build_data(config["data"], config.get("task"))
     data.prepare_data()
     data.setup("fit")
     module = build_module(config, **data.shape, task=data.task)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.checkpoint.files import UnwritableCheckpointError, has_saved
+from revzoo.training.figure_names import higher_is_better
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume import (
     RunState,
@@ -89,8 +90,8 @@ def note_failed_save(trainer: Trainer, path: Path) -> None:
 
 
 def direction(figure: str) -> str:
-    """``"min"`` for a loss, ``"max"`` for an accuracy."""
-    return "min" if figure.endswith("loss") else "max"
+    """``"max"`` for a figure such as the accuracy, ``"min"`` for a loss or an error."""
+    return "max" if higher_is_better(figure) else "min"
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -102,14 +103,17 @@ class BestCheckpoint(ModelCheckpoint):
 
     Args:
         run_dir: the run's folder; the file is ``checkpoints/best.ckpt``.
-        monitor: a logged figure.
+        monitor: a logged figure; None for ``val/acc``.
         mode: ``"min"`` or ``"max"``; None as :func:`direction`.
 
     Attributes:
         figures: the validation figures of the best checkpoint; empty if it was saved without one.
     """
 
-    def __init__(self, run_dir: Path, *, monitor: str = "val/acc", mode: str | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *, monitor: str | None = None, mode: str | None = None
+    ) -> None:
+        monitor = monitor or "val/acc"
         super().__init__(
             dirpath=run_dir / CHECKPOINTS,
             filename=BEST.removesuffix(".ckpt"),

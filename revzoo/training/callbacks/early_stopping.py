@@ -23,14 +23,15 @@ class EarlyStopping(callbacks.EarlyStopping):
     The trainer's ``min_epochs`` and ``min_steps`` still apply.
 
     Args:
-        monitor: a logged figure.
-        mode: ``"min"`` or ``"max"``; None for the least loss or the highest accuracy.
+        monitor: a logged figure; None for ``val/acc``.
+        mode: ``"min"`` or ``"max"``; None for the least loss or error, else the highest figure.
         patience: number of validations without a better figure after which the run stops.
     """
 
     def __init__(
-        self, *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
+        self, *, monitor: str | None = None, mode: str | None = None, patience: int = 10
     ) -> None:
+        monitor = monitor or "val/acc"
         check_count("patience", patience)
         super().__init__(monitor=monitor, mode=mode or direction(monitor), patience=patience)
 

@@ -107,13 +107,16 @@ class Samples(PictureCallback):
     """Images of the validation split with predicted class, its probability, and true class.
 
     With masks, each image beside its predicted mask, its true mask and the errors, in white; of a
-    volume the middle slice across its last axis.
+    volume the middle slice across its last axis. With several labels or targets, the first of them
+    with predicted and true value.
     """
 
     tag = "samples"
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
         chosen = self.chosen(trainer, len(logits), i)
+        if getattr(module, "task", "") in ("multilabel", "regression"):
+            return batch[0][chosen], batch[1][chosen], module.predicted(logits[chosen])
         images, labels, logits = (t[chosen] for t in (batch[0], true_classes(batch[1]), logits))
         if logits.dim() == 5:
             images, logits = middle_slices(images), middle_slices(logits)
@@ -124,8 +127,10 @@ class Samples(PictureCallback):
         images, labels, logits = gathered
         if logits.dim() > 2:
             return masks_figure(to_pixels(trainer, images), logits.argmax(1), labels)
-        shares, guesses = logits.softmax(1).max(1)
         names = class_names(trainer, logits.shape[1])
+        if labels.dim() > 1:
+            return images_figure(to_pixels(trainer, images), listed(names, logits, labels))
+        shares, guesses = logits.softmax(1).max(1)
         captions = [
             f"{names[guess]} {share:.2f}\ntrue: {names[label]}"
             for share, guess, label in zip(shares.tolist(), guesses, labels, strict=True)
@@ -189,6 +194,8 @@ class ConfusionMatrix(PictureCallback):
         self._metric: MulticlassConfusionMatrix | None = None
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
+        if getattr(module, "task", "") in ("multilabel", "regression"):
+            return ()  # there are no classes to confuse
         if i == 0:
             # checks of values would make the host wait for the GPU at every batch
             options: dict[str, Any] = {"ignore_index": -1, "validate_args": False}  # of masks
@@ -267,6 +274,14 @@ def images_figure(
         panel.imshow(image.numpy())
         panel.set_title(caption, fontsize=9, color=colours[i] if colours else "black")
     return figure
+
+
+def listed(names: Sequence[str], found: Tensor, true: Tensor) -> list[str]:
+    """A caption for each row of predictions (N, K) and true values: a line each, four at most."""
+    return [
+        "\n".join(f"{n} {a:.2f}, true {b:g}" for n, a, b in [*zip(names, *pair, strict=True)][:4])
+        for pair in zip(found.tolist(), true.tolist(), strict=True)
+    ]
 
 
 def masks_figure(images: Tensor, found: Tensor, true: Tensor) -> Figure:

@@ -179,7 +179,7 @@ class EpochLog(Callback):
         if not trainer.is_global_zero:
             return
         parts, validated = [], self._validated_in == trainer.current_epoch
-        for name in ("loss", "acc"):
+        for name in _shown(pl_module):
             # callback_metrics keeps an earlier validation's figures; the line must not repeat them
             pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * validated
             texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
@@ -223,8 +223,14 @@ def clock(seconds: float) -> str:
 
 
 def _figures(module: LightningModule) -> list[str]:
-    """Loss and accuracy of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
+    """Two figures of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
     metrics = getattr(module, "metrics_of", None)
     figures = so_far(metrics("train")) if metrics else {}
-    keys = {"loss": "train/loss", "acc": "train/acc"}
+    keys = {name: f"train/{name}" for name in _shown(module)}
     return [f"{name} {figures[key]:.3f}" for name, key in keys.items() if key in figures]
+
+
+def _shown(module: LightningModule) -> tuple[str, ...]:
+    """The loss, and the accuracy or the error."""
+    figures: tuple[str, ...] = getattr(module, "console", ("loss", "acc"))
+    return figures[:2]

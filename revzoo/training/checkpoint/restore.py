@@ -21,7 +21,8 @@ from revzoo.training.checkpoint.files import (
 )
 from revzoo.training.classifier import Classifier, facts_of, saved_data
 from revzoo.training.resume import RunState
-from revzoo.training.segmenter import task_class
+from revzoo.training.tasks.registry import task_class
+from revzoo.training.tasks.regression import Regressor
 from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.source import SAVED, SUFFIX, resolve_source
 
@@ -116,14 +117,20 @@ def _from_weights(source: str | Path) -> Restored:
             f"model = revzoo.from_pretrained({str(source)!r}), then {describing_save(lacking)}, "
             "and give FOLDER; or use the checkpoint from which the weights were made"
         )
-    data = {
+    data: dict[str, Any] = {
         "classes": list(facts["classes"]),
         "pixel_max": 1,  # an entry refers to pixels in [0, 1], a checkpoint perhaps to 0 to 255
         "normalisation": {"mean": list(facts["mean"]), "std": list(facts["std"])},
         "image_size": entry.input_size[-1],
         "crop_pct": entry.crop_pct,
+        **({} if entry.task is None else {"task": entry.task}),
     }
-    return Restored(Classifier(model).eval(), data)
+    if entry.target_mean and entry.target_std:
+        data["targets"] = {"mean": list(entry.target_mean), "std": list(entry.target_std)}
+    module = task_class(entry.task)(model)
+    if isinstance(module, Regressor):
+        module.standardise(data.get("targets"))
+    return Restored(module.eval(), data)
 
 
 def check_complete(
@@ -145,7 +152,8 @@ def check_complete(
     if lacking:
         raise DamagedCheckpointError(f"{where} lacks {', '.join(lacking)}: use another checkpoint")
     with torch.device("meta"):  # names and shapes, but no values
-        module = Classifier(**state["hyper_parameters"])
+        task = (saved_data(state) or {}).get("task")
+        module = task_class(task)(**state["hyper_parameters"])
     try:
         check_module(module, state["state_dict"], where)
     except WeightsError as error:

@@ -59,7 +59,10 @@ class OptimSpec:
         weight_decay: for the weights of convolutions, linear layers and attention; with Muon, for
             the hidden weights only, and decoupled (``lr * weight_decay`` per step).
         decay_all: decay norms and biases too, as ``SGD(model.parameters())`` does; not with Muon.
-        label_smoothing: in [0, 1), of the training loss.
+        loss: of the task's losses, see :mod:`revzoo.training.tasks.losses`; None for its default:
+            ``cross_entropy``, ``bce`` (several labels), ``huber`` (regression) or ``dice_ce``
+            (segmentation).
+        label_smoothing: in [0, 1), of the training loss; regression has none.
         class_weights: of the training loss: one number > 0 per class, ``"balanced"`` (see
             :mod:`revzoo.training.classifier`) or None for equal weights.
         layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
@@ -74,6 +77,7 @@ class OptimSpec:
     nesterov: bool = True
     weight_decay: float = 2e-4
     decay_all: bool = False
+    loss: str | None = None
     label_smoothing: float = 0.0
     class_weights: str | Sequence[float] | None = None
     layer_decay: float = 1.0

@@ -87,7 +87,9 @@ def test_the_precision_determines_the_memory_format(
 def test_the_figures_equal_the_runs(split: str, run: Any) -> None:
     path, expected = run
     figures = evaluate(config(f"ckpt={path}", f"split={split}"))
-    assert set(figures) == {f"{split}/{name}" for name in ("loss", "acc", "balanced_acc", "acc5")}
+    shown = {"loss", "acc", "balanced_acc", "acc5", "auroc", "ap", "f1", "ece"}
+    shown |= {"sensitivity", "specificity"}
+    assert set(figures) == {f"{split}/{name}" for name in shown}
     for name, value in figures.items():
         assert value == pytest.approx(expected[name], rel=1e-6)
     batched = evaluate(config(f"ckpt={path}", f"split={split}", "batch_size=100"))

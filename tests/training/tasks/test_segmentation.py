@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from revzoo.training import Segmenter
-from revzoo.training.segmenter import Dice, IoU, dice
+from revzoo.training.tasks.losses import dice
+from revzoo.training.tasks.segmentation import Dice, IoU
 
 MODEL = {"name": "iunet2d", "num_classes": 3, "channels": [8, 16], "units": [1, 1]}
 

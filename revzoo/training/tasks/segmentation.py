@@ -1,0 +1,100 @@
+"""Semantic segmentation as a Lightning module: a class for each position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
+
+from revzoo.training.classifier import Classifier, class_count
+from revzoo.training.lightning_compat import data_of
+from revzoo.training.metrics import PerClass, by_split, mean_loss
+from revzoo.training.tasks.losses import IGNORED, SEGMENTATION, Loss
+from revzoo.training.windows import by_windows
+
+
+class Dice(PerClass, MulticlassStatScores):
+    """The mean over the classes but the first, the background, of ``2 TP / (2 TP + FP + FN)``.
+
+    Positions of all images count together. A class that is neither there nor predicted does not
+    count.
+    """
+
+    higher_is_better = True
+    first = 1
+    doubled = 2
+
+    def of_each(self) -> Tensor:
+        true, false, _, missed, _ = MulticlassStatScores.compute(self).unbind(1)
+        doubled = self.doubled * true
+        return doubled / (doubled + false + missed)  # 0 / 0 without any
+
+
+class IoU(Dice):
+    """The mean over all classes of ``TP / (TP + FP + FN)``, intersection over union."""
+
+    first = 0
+    doubled = 1
+
+
+class Segmenter(Classifier):
+    """Train, validate, test and predict with a network that classifies each position.
+
+    As :class:`Classifier`, but labels are masks: int64 ``(B, H, W)``, -1 for positions that do not
+    count. Logs ``train/acc``, ``val/acc``, ``test/acc``, the share of positions; ``val/dice``,
+    ``val/iou`` and the same of the test.
+
+    Args:
+        model: a module ``(B, C, H, W) -> (B, num_classes, H, W)``, or the keywords of
+            :func:`revzoo.create_model` for a U-Net, such as ``iunet2d``.
+        options: see :class:`Classifier`.
+
+    Example:
+        >>> from revzoo.training import Segmenter
+        >>> module = Segmenter({"name": "iunet2d", "num_classes": 4}, optim={"lr": 1e-3})
+        >>> module(torch.zeros(1, 3, 16, 16)).shape
+        torch.Size([1, 4, 16, 16])
+    """
+
+    task = "segmentation"
+    losses: ClassVar[Mapping[str, Loss]] = SEGMENTATION
+    monitor = "val/dice"
+    console = ("loss", "acc", "dice", "iou")
+
+    window: tuple[int, ...] | None = None
+    """Of an evaluation of volumes: the size of the data's patches."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        sizes: tuple[int, ...] = getattr(data_of(self.trainer), "sizes", ())
+        self.window = sizes if len(sizes) == 3 else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes, *sizes), in evaluation from windows if a volume is no patch."""
+        # in evaluation, volumes from files stay on the CPU
+        here = images.shape[2:] == self.window and images.device == self.device
+        if self.training or self.window is None or here:
+            return super().forward(images)
+        return by_windows(super().forward, images, self.window, device=self.device)
+
+    def make_metrics(self) -> nn.ModuleDict:
+        options: dict[str, Any] = {
+            "num_classes": class_count(self.model),
+            "ignore_index": IGNORED,
+            "validate_args": False,
+        }
+
+        def metrics(evaluated: bool) -> dict[str, Metric]:
+            found: dict[str, Metric] = {
+                "loss": mean_loss(),
+                "acc": MulticlassAccuracy(average="micro", **options),
+            }
+            if evaluated:
+                found |= {"dice": Dice(average=None, **options)}
+                found |= {"iou": IoU(average=None, **options)}
+            return found
+
+        return by_split(metrics)
