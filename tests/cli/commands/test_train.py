@@ -41,6 +41,7 @@ def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert "store" in modes
     assert modes & {"recompute", "exact"}
     assert written["memory"].pop("planned_for")["input"] == [64, 1, 8, 8]
+    config["callbacks"]["best_checkpoint"]["monitor"] = "val/acc"  # the task's
     assert written == config
 
 
