@@ -168,8 +168,8 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
     ("overrides", "message"),
     [
         (
-            ["data.label_column=named", "task=regression"],
-            "line 2 .* in column 'named': expected a",
+            ["data.label_column=split", "task=regression"],
+            "line 2 .* in column 'split': expected a",
         ),
         (
             ["data.label_column=[even,value]"],
