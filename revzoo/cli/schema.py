@@ -151,7 +151,7 @@ FOLDER = section(
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
     image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
-    in_chans=Option(int, 3, "1: converted to grey", choices=(1, 3)),
+    in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
     max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),

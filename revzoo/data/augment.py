@@ -107,6 +107,14 @@ class Augment:
         """Whether Mixup or CutMix is on."""
         return bool(self.mixup or self.cutmix)
 
+    def transforms(self, dtype: torch.dtype) -> list[v2.Transform]:
+        """:attr:`single` for images of ``dtype``."""
+        if dtype != torch.uint16 or not self.single:
+            return self.single
+        # torchvision's changes of colour take no 16 bits
+        before, after = (v2.ToDtype(kind, scale=True) for kind in (torch.float32, dtype))
+        return [before, *self.single, after]
+
     @cached_property
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
@@ -118,12 +126,15 @@ class Augment:
         ]
 
     def each(self, images: Tensor, pixel_max: int) -> Tensor:
-        """Apply :attr:`single` to bytes (B, C, S, S) with values up to ``pixel_max``."""
-        if not (transforms := self.single):
+        """Apply :attr:`single` to pixels (B, C, S, S) with values up to ``pixel_max``."""
+        if not (transforms := self.transforms(images.dtype)):
             return images
+        change = v2.Compose(transforms)
         scale = 255 // pixel_max  # torchvision takes 255 for white
-        changed = [v2.Compose(transforms)(image) for image in images * scale]
-        return torch.stack(changed).div(scale, rounding_mode="floor").clamp(max=pixel_max)
+        if scale <= 1:
+            return torch.stack([change(image) for image in images])
+        changed = torch.stack([change(image) for image in images * scale])
+        return changed.div(scale, rounding_mode="floor").clamp(max=pixel_max)
 
     def erase(self, images: Tensor) -> Tensor:
         """Erase boxes of normalised images (B, C, S, S)."""

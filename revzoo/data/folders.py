@@ -30,7 +30,7 @@ NAMES: dict[Split, tuple[str, ...]] = {
 }
 """The names of the folders of each split, in any letter case."""
 
-VOLUMES = (".npy", ".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
+VOLUMES = (".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
 _SIZES = 10_000
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"
@@ -314,7 +314,7 @@ def _raise(error: OSError) -> NoReturn:
 def _reason_of(path: str) -> str:
     """Why an image cannot be read; empty if it can."""
     try:
-        open_image(path, 3)
+        open_image(path, None)
     except DataError as error:
         return error.reason
     return ""

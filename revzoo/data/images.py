@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 Batch = tuple[Tensor, Tensor]
-"""Images uint8 (B, C, S, S) and labels int64 (B,), or masks uint8 (B, S, S), 255 not to count."""
+"""Images uint8 or uint16 (B, C, S, S), and labels int64 (B,) or masks uint8 (B, S, S), in which 255
+does not count."""
 
 _T = TypeVar("_T")
 
@@ -35,6 +36,7 @@ class ImageSet(Dataset[Batch]):
             if each image is its own.
         in_chans: C.
         image_size: S, in pixels.
+        dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
         in_memory: True if reading a batch is one indexing operation. Other sets augment training
             images themselves, when they read them.
     """
@@ -44,6 +46,7 @@ class ImageSet(Dataset[Batch]):
     groups: Tensor | None = None
     in_chans: int
     image_size: int
+    dtype: torch.dtype = torch.uint8
     in_memory: bool
 
     def __len__(self) -> int:
@@ -66,7 +69,7 @@ class ImageSet(Dataset[Batch]):
         """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:
-        """Images uint8 (n, C, S, S), not augmented, to measure pixel statistics on."""
+        """Images (n, C, S, S), not augmented, to measure pixel statistics on."""
         raise NotImplementedError
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
@@ -75,10 +78,10 @@ class ImageSet(Dataset[Batch]):
 
 
 class TensorImages(ImageSet):
-    """Images held in memory as bytes; the data module augments whole batches.
+    """Images held in memory; the data module augments whole batches.
 
     Args:
-        images: uint8 (N, C, S, S).
+        images: uint8 or uint16 (N, C, S, S).
         labels: int64 (N,), or masks uint8 (N, S, S).
         classes: names, by label.
     """
@@ -86,12 +89,13 @@ class TensorImages(ImageSet):
     in_memory = True
 
     def __init__(self, images: Tensor, labels: Tensor, *, classes: list[str]) -> None:
-        assert images.dtype == torch.uint8
+        assert images.dtype in (torch.uint8, torch.uint16)
         assert images.dim() == 4
         assert len(images) == len(labels)
         self._images, self._rows = images, torch.arange(len(images))
         self.labels, self.classes = labels, classes
         _, self.in_chans, _, self.image_size = images.shape
+        self.dtype = images.dtype
 
     def __getitem__(self, index: int) -> Batch:
         return self._images[self._rows[index]], self.labels[index]

@@ -109,8 +109,8 @@ class ImageData(pl.LightningDataModule, ABC):
         ValueError: an argument is out of range; raised before any data is read.
     """
 
-    pixel_max: ClassVar[int] = BYTE_MAX
-    """Largest value of a stored pixel."""
+    pixel_max: int = BYTE_MAX
+    """Largest value of a stored pixel; 65,535 after ``setup("fit")`` of images of 16 bits."""
 
     task: ClassVar[str] = "classification"
     """``"segmentation"`` if labels are masks, with a class for each pixel."""
@@ -321,6 +321,8 @@ class ImageData(pl.LightningDataModule, ABC):
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
         self.image_size = images.image_size
+        if images.dtype == torch.uint16:
+            self.pixel_max = 2**16 - 1
 
     def teardown(self, stage: str) -> None:
         self._run_is_over = True
@@ -389,7 +391,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
-        """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
+        """Pixels (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
         if training and (train is None or train.in_memory):
@@ -455,8 +457,13 @@ class ImageData(pl.LightningDataModule, ABC):
         return self._epoch_draws[1][batches_of_epoch(trainer)]
 
     def _check_augment(self, images: ImageSet) -> None:
-        """Raise a DataError for changes of images that masks do not follow."""
+        """Raise a DataError for changes that the images or their masks do not take."""
         augment = self.augment
+        if images.in_chans not in (1, 3) and (augment.policy or augment.color):
+            raise DataError(
+                f"data.augment.policy and color take images of 1 or 3 channels, these have "
+                f"{images.in_chans}: leave them out"
+            )
         if images.labels.dim() == 3 and (augment.single or augment.erasing or augment.mixes):
             raise DataError(
                 "the set has masks, which follow crops and flips only: leave out "

@@ -130,7 +130,7 @@ def _is_on(images: ImageSet, device: torch.device) -> bool:
 
 
 def _bytes(images: ImageSet) -> int:
-    return len(images) * images.in_chans * images.image_size**2
+    return len(images) * images.in_chans * images.image_size**2 * images.dtype.itemsize
 
 
 def _mib(count: int) -> str:

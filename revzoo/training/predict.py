@@ -112,11 +112,6 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     """Open an image if it is a file; check others."""
     if isinstance(image, Tensor):
         return _checked(image, channels)
-    if channels not in (1, 3):
-        raise ValueError(
-            f"the network takes images of {channels} channels: expected a tensor ({channels}, H, "
-            "W), since files and Pillow images become RGB or grey"
-        )
     if isinstance(image, Image.Image):
         return converted(image, channels, "image")
     if not isinstance(image, str | Path):
