@@ -169,6 +169,20 @@ TABLE = section(
     group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
 
+MASKS = section(
+    "Images with masks.",
+    FOLDER,
+    root=Option(str | None, None, "the folder above train/images and train/masks"),
+    classes=Option(
+        Sequence | Mapping | None, None, "names: [background, cell], or {0: background, 128: cell}"
+    ),
+    table=Option(str | None, None, "CSV or Parquet instead of folders"),
+    path_column=TABLE.options["path_column"],
+    mask_column=Option(str, "mask", "of the masks"),
+    split_column=TABLE.options["split_column"],
+    group_column=TABLE.options["group_column"],
+)
+
 MODEL = section(
     "Keywords of create_model.",
     name=Option(str, MISSING, "a name of `revzoo list`, alone or with the tag of weights"),
@@ -568,6 +582,7 @@ DATA = {
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
     "revzoo.data.ImageFolder": FOLDER,
+    "revzoo.data.Masks": MASKS,
     "revzoo.data.Shapes": DIGITS,
     "revzoo.data.Table": TABLE,
 }

@@ -8,6 +8,7 @@ from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.errors import DataError
 from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
 from revzoo.data.registry import DATA, register_data
 from revzoo.data.shapes import Shapes
@@ -22,6 +23,7 @@ __all__ = [
     "Digits",
     "ImageData",
     "ImageFolder",
+    "Masks",
     "Shapes",
     "Table",
     "register_data",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
 from revzoo._checks import build_dataclass, check_choice, check_count, check_number
 
@@ -125,16 +126,28 @@ class Augment:
             *([v2.RandomApply([v2.GaussianBlur(5, (0.1, 2.0))], self.blur)] if self.blur else []),
         ]
 
-    def each(self, images: Tensor, pixel_max: int) -> Tensor:
-        """Apply :attr:`single` to pixels (B, C, S, S) with values up to ``pixel_max``."""
+    def each(self, pixel_max: int, images: Tensor, *masks: Tensor) -> list[Tensor]:
+        """Apply :attr:`single` to each image, with its mask.
+
+        Args:
+            pixel_max: largest value of the images.
+            images: pixels (B, C, S, S).
+            masks: none, or uint8 (B, 1, S, S), which rotate with the images; 0 fills their corners.
+
+        Returns:
+            The images, and the masks.
+        """
         if not (transforms := self.transforms(images.dtype)):
-            return images
+            return [images, *masks]
         change = v2.Compose(transforms)
-        scale = 255 // pixel_max  # torchvision takes 255 for white
-        if scale <= 1:
-            return torch.stack([change(image) for image in images])
-        changed = torch.stack([change(image) for image in images * scale])
-        return changed.div(scale, rounding_mode="floor").clamp(max=pixel_max)
+        scale = max(255 // pixel_max, 1)  # torchvision takes 255 for white
+        scaled = images * scale if scale > 1 else images  # uint16 cannot be multiplied
+        pairs = zip(scaled, *(map(Mask, part) for part in masks), strict=True)
+        changed = [change(*pair) if masks else (change(*pair),) for pair in pairs]
+        images, *masks = map(torch.stack, zip(*changed, strict=True))  # type: ignore[assignment]
+        if scale > 1:
+            images = images.div(scale, rounding_mode="floor").clamp(max=pixel_max)
+        return [images, *masks]
 
     def erase(self, images: Tensor) -> Tensor:
         """Erase boxes of normalised images (B, C, S, S)."""

@@ -161,6 +161,31 @@ def _of_array(values: np.ndarray[Any, Any], channels: int | None, name: str) -> 
     return tv_tensors.Image(repeated)
 
 
+def read_mask(path: str, *, remedy: str = "replace it") -> np.ndarray[Any, Any]:
+    """The pixel values of a mask, uint16 (H, W): grey values, or the numbers of a palette.
+
+    Raises:
+        DataError: it is an image in colour, or cannot be read.
+    """
+    with decoding(path, remedy):
+        if path.lower().endswith(_ARRAY):
+            return np.asarray(_of_array(np.load(path, allow_pickle=False), 1, path))[0]
+        with Image.open(path, "r", formats()) as image:
+            if len(image.getbands()) == 1 and image.mode != "F":
+                return np.asarray(upright(image.copy())).astype(np.uint16)
+            fault = f"a mask in colour (Pillow mode {image.mode})"
+            fault += ": expected class numbers, in grey or with a palette"
+            raise DataError(f"{path} is {fault}", fault)
+
+
+def check_mask_size(mask: np.ndarray[Any, Any], path: str, image: Opened, of: str) -> None:
+    """Raise a DataError for a mask of another size than its image, which is the file ``of``."""
+    height, width = v2f.get_size(image)
+    if mask.shape != (height, width):
+        fault = f"{mask.shape[1]}x{mask.shape[0]} pixels, its image {width}x{height}"
+        raise DataError(f"{path} has {fault} ({of}): give both one size", f"a mask of {fault}")
+
+
 class SkippedFiles:
     """The unreadable images of a split, for ``data.on_error=skip``.
 

@@ -187,9 +187,12 @@ class FileImages(ImageSet):
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, prepared for evaluation."""
+        return self._sampled()[0]
+
+    def _sampled(self) -> Batch:
         step = -(-len(self) // _SAMPLE)  # rounded up
         evaluated = self.subset(torch.arange(0, len(self), step), training=False)
-        return evaluated.__getitems__(range(len(evaluated)))[0]
+        return evaluated.__getitems__(range(len(evaluated)))
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
         part = copy(self)

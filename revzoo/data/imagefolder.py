@@ -8,7 +8,7 @@ to disk.
 
 import logging
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torchvision.transforms.v2 import functional as v2f
@@ -17,7 +17,7 @@ from revzoo._checks import check_choice, check_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, side_of, to_tensor
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
-from revzoo.data.folders import Tree, fingerprint, no_training, scan, split_folders
+from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.state import BYTE_MAX
@@ -118,7 +118,7 @@ class ImageFolder(ImageData):
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
-        images = FileImages(
+        images = self._make(
             tree.splits[split],
             classes=tree.classes,
             channels=self._wanted_chans,
@@ -131,6 +131,9 @@ class ImageFolder(ImageData):
             skipped=self._skipped.get(split),
         )
         return images.loaded() if fits else images
+
+    def _make(self, files: Files, **options: Any) -> FileImages:
+        return FileImages(files, **options)
 
     def preparation(self) -> tuple[int, float]:
         size = self._target_size or side_of(self._first[0], *self._first[1])

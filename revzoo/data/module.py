@@ -395,7 +395,7 @@ class ImageData(pl.LightningDataModule, ABC):
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
         if training and (train is None or train.in_memory):
-            images = self.augment.each(self.augment(images), self.pixel_max)
+            (images,) = self.augment.each(self.pixel_max, self.augment(images))
         images = self.normalisation(images)
         return self.augment.erase(images) if training else images
 
@@ -436,9 +436,15 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
         """Images and masks with the same crops and flips; pixels of the padding do not count."""
-        # masks as a channel, one more than the class: 0 is the padding, and wraps 255
-        both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1), draws)
-        return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
+        if self._images("train").in_memory:
+            if draws is None:
+                draws = self.augment.draw(len(images), self.image_size).to(images.device)
+            # one more than the class: 0 is the padding, and wraps 255
+            masks = self.augment((masks + 1).unsqueeze(1), draws)
+            images = self.augment(images, draws)
+            images, masks = self.augment.each(self.pixel_max, images, masks)
+            masks = masks.squeeze(1) - 1
+        return self.normalisation(images), _classes_of(masks)
 
     def _draws(self, images: Tensor) -> Tensor | None:
         """The crops and flips of this batch, drawn with those of its epoch; None to draw now."""
@@ -464,10 +470,10 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"data.augment.policy and color take images of 1 or 3 channels, these have "
                 f"{images.in_chans}: leave them out"
             )
-        if images.labels.dim() == 3 and (augment.single or augment.erasing or augment.mixes):
+        if images.labels.dim() == 3 and (augment.policy or augment.erasing or augment.mixes):
             raise DataError(
-                "the set has masks, which follow crops and flips only: leave out "
-                "data.augment.policy, rotation, color, blur, erasing, mixup and cutmix"
+                "the set has masks, which do not follow data.augment.policy, erasing, mixup and "
+                "cutmix: leave them out"
             )
 
     @classmethod

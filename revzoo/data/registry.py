@@ -6,6 +6,7 @@ from revzoo._checks import check_new_name
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
@@ -15,6 +16,7 @@ DATA: dict[str, type[ImageData]] = {
     "revzoo.data.CIFAR10": CIFAR10,
     "revzoo.data.CIFAR100": CIFAR100,
     "revzoo.data.ImageFolder": ImageFolder,
+    "revzoo.data.Masks": Masks,
     "revzoo.data.Shapes": Shapes,
     "revzoo.data.Table": Table,
 }

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Unpack
+from typing import ClassVar, Unpack
 
 from revzoo._checks import did_you_mean, number_of, package_needed, shortened
 from revzoo.data.errors import DataError
@@ -61,6 +61,8 @@ class Table(ImageFolder):
         (['ill', 'well'], 12, 4)
     """
 
+    names: ClassVar[Mapping[str, str]] = {}  # of options, where another set has other ones
+
     def __init__(
         self,
         table: str | Path,
@@ -103,26 +105,34 @@ class Table(ImageFolder):
         return digest.hexdigest()
 
     def _scan(self) -> Tree:
+        by_split = self.rows_by_split()
+        rows = [row for chosen in by_split.values() for row in chosen]
+        classes = _in_order({row[self.label_column] for row in rows})
+        number = {name: label for label, name in enumerate(classes)}
+        splits: dict[Split, Files] = {
+            split: self.files_of(chosen, [number[row[self.label_column]] for row in chosen])
+            for split, chosen in by_split.items()
+        }
+        self._check_classes(splits, classes)
+        self.check_files([row[self.path_column] for row in rows])
+        return Tree(classes, splits, {}, [])
+
+    def rows_by_split(self) -> dict[Split, list[dict[str, str]]]:
+        """The rows of each split, with absolute paths of the images."""
         rows = _read(self.table)
         self._check_columns(rows[0])
         root = self.root.absolute()
         for row in rows:  # one name for each file: ./a.png is a.png
             if path := row[self.path_column]:
                 row[self.path_column] = os.path.normpath(root / path)
-        classes = _in_order({row[self.label_column] for row in rows})
-        number = {name: label for label, name in enumerate(classes)}
-        splits: dict[Split, Files] = {}
-        for split, chosen in self._by_split(rows).items():
-            groups = [row[self.group_column] for row in chosen] if self.group_column else []
-            order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
-            splits[split] = Files(
-                [row[self.path_column] for row in chosen],
-                [number[row[self.label_column]] for row in chosen],
-                [order[name] for name in groups] or None,
-            )
-        self._check_classes(splits, classes)
-        self._check_files(splits)
-        return Tree(classes, splits, {}, [])
+        return self._by_split(rows)
+
+    def files_of(self, rows: list[dict[str, str]], labels: list[int]) -> Files:
+        """The paths and the groups of rows, with their labels."""
+        groups = [row[self.group_column] for row in rows] if self.group_column else []
+        order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
+        paths = [row[self.path_column] for row in rows]
+        return Files(paths, labels, [order[name] for name in groups] or None)
 
     def _check_columns(self, row: Mapping[str, str]) -> None:
         """Raise a DataError if the table lacks a column that an option names."""
@@ -131,7 +141,7 @@ class Table(ImageFolder):
             if name is not None and name not in row:
                 raise DataError(
                     f"{self.table} has no column {name!r}{did_you_mean(name, row)}; its columns: "
-                    f"{shortened(map(repr, row), 20)}. Set data.{option}"
+                    f"{shortened(map(repr, row), 20)}. Set data.{self.names.get(option, option)}"
                 )
 
     def _by_split(self, rows: list[dict[str, str]]) -> dict[Split, list[dict[str, str]]]:
@@ -187,8 +197,8 @@ class Table(ImageFolder):
                 f"{self.table}: put some in the training split, or remove the other rows"
             )
 
-    def _check_files(self, splits: Mapping[Split, Files]) -> None:
-        paths = [path for files in splits.values() for path in files.paths]
+    def check_files(self, paths: list[str]) -> None:
+        """Raise a DataError if files are missing."""
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
                 f"{self.table}: {len(missing)} of {number_of(len(paths), 'file')} missing: "

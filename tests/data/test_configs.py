@@ -18,6 +18,7 @@ _CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "image
 def _needed(path: Path) -> dict[str, str]:
     """Arguments without a default."""
     given = {"imagefolder": {"root": "nowhere"}, "table": {"table": "labels.csv"}}
+    given["masks"] = given["imagefolder"]
     return given.get(path.stem, {})
 
 
@@ -41,7 +42,7 @@ def _public(data: ImageData) -> dict[str, Any]:
 
 
 def test_every_set_has_a_configuration() -> None:
-    names = ["cifar10", "cifar100", "digits", "imagefolder", "shapes", "table"]
+    names = ["cifar10", "cifar100", "digits", "imagefolder", "masks", "shapes", "table"]
     assert [path.stem for path in _CONFIGS] == names
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import revzoo
 from revzoo.cli.run.build import build_data
-from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder, Shapes, Table
+from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder, Masks, Shapes, Table
 
 
 class Sevens(Digits):
@@ -20,7 +20,7 @@ def table(monkeypatch):
 
 
 def test_the_package_registers_its_own():
-    kinds = (CIFAR10, CIFAR100, Digits, ImageFolder, Shapes, Table)
+    kinds = (CIFAR10, CIFAR100, Digits, ImageFolder, Masks, Shapes, Table)
     assert {f"revzoo.data.{kind.__name__}": kind for kind in kinds} == DATA
 
 

@@ -268,9 +268,10 @@ def log_result(
     best = best_checkpoint_path(trainer)  # None: the figures belong to the last weights
     validated = best_figures(trainer) if best else {}
     shown = {**figures, **validated}
-    counts = torch.bincount(data.train_labels.flatten(), minlength=data.num_classes)
-    if counts.max() <= UNEQUAL * counts.min():
-        shown = {k: v for k, v in shown.items() if not k.endswith("balanced_acc")}
+    if any(name.endswith("balanced_acc") for name in shown):
+        counts = torch.bincount(data.train_labels.flatten(), minlength=data.num_classes)
+        if counts.max() <= UNEQUAL * counts.min():
+            shown = {k: v for k, v in shown.items() if not k.endswith("balanced_acc")}
     for split, is_best in {"val": bool(validated), "test": bool(best)}.items():
         weights = "best checkpoint" if is_best else "last"
         of_split = in_order({k: v for k, v in shown.items() if k.startswith(f"{split}/")})

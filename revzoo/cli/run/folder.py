@@ -55,6 +55,7 @@ LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 # settings of the machine, which leave the run as it is, up to rounding
 ROOT = "data.root"
+TABLES = ("revzoo.data.Table", "revzoo.data.Masks")  # data sets with the path of a table
 MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device")
 CHANGEABLE = ("memory", "memory.bytes", "memory.fraction", "precision", ROOT, *MACHINE)
 
@@ -347,7 +348,7 @@ def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
 
 def located(data: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``data`` with absolute paths: its run may resume in another folder."""
-    paths = ["root", "table"] if data["_target_"] == "revzoo.data.Table" else ["root"]
+    paths = ["root", "table"] if data["_target_"] in TABLES else ["root"]
     found = {key: _absolute(data[key]) for key in paths if isinstance(data.get(key), str)}
     return {**data, **found}
 
