@@ -55,6 +55,7 @@ class Option:
     choices: Sequence[Any] = ()  # all valid values, besides null where the type allows it
     also: Sequence[Any] = ()  # valid besides ``range``
     remedy: str = ""  # the end of messages about its value
+    registry: str = ""  # the name in REGISTRIES of a table of more choices
 
     @property
     def within(self) -> str:
@@ -110,8 +111,9 @@ AUGMENT = section(
     policy=Option(
         str | None,
         None,
-        "torchvision's random changes of each image",
+        "random changes of each image, torchvision's or registered ones",
         choices=("randaugment", "trivialaugment", "augmix"),
+        registry="transforms",
     ),
     rotation=Option(float, 0.0, "degrees, to both sides", "[0, 180]"),
     color=Option(float, 0.0, "largest change of brightness, contrast, saturation", "[0, 1]"),
@@ -153,6 +155,7 @@ FOLDER = section(
     image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
     in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
+    cache_dir=Option(str | None, "auto", "keeps decoded images for the next run; null: none"),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
     max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),
 )
@@ -624,6 +627,7 @@ EVALUATION = section(
     split=Option(str, MISSING, "the images", choices=("test", "val")),
     batch_size=Option(int | None, None, "images per step; null: data.eval_batch_size", COUNT),
     bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
+    tta=Option(str | None, None, "flip: mean over images and mirror images", choices=("flip",)),
     data=Chosen("_target_", DATA, "null: the run's"),
     precision=PRECISION,
     trainer=TRAINER,
@@ -633,6 +637,7 @@ REGISTRIES = {
     "data": "revzoo.data.registry:DATA",
     "model": "revzoo.models.registry:MODELS",
     "optim": "revzoo.training.optim.optimizers:OPTIMIZERS",
+    "transforms": "revzoo.data.augment:POLICIES",
 }
 OF_PLUGIN = Option(Any, None, "of the plugin")
 

@@ -6,9 +6,11 @@ sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He 
 evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -16,7 +18,10 @@ from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as v2f
+from tqdm import tqdm
 
+from revzoo._checks import is_first_process
+from revzoo.data import decoded_cache
 from revzoo.data.augment import Augment
 from revzoo.data.decode import (
     IMAGENET_CROP_PCT,
@@ -156,8 +161,38 @@ class FileImages(ImageSet):
         """The shape of a label: () of a class."""
         return ()
 
-    def loaded(self) -> TensorImages:
-        """All readable images in memory, decoded by a few threads and not augmented."""
+    def entry(self, cache_dir: str | None) -> Path | None:
+        """The place of these images, decoded, in the cache."""
+        paths = (paths[row] for paths in self._sources() for row in self._rows.tolist())
+        return decoded_cache.entry_of(cache_dir, paths, self._preparation())
+
+    def _sources(self) -> tuple[Sequence[str], ...]:
+        """The files that an image is made of, each by row."""
+        return (self._paths,)
+
+    def _preparation(self) -> tuple[object, ...]:
+        """What decides the pixels besides the files."""
+        return self.in_chans, self.image_size, self._crop_pct, str(self.dtype)
+
+    def loaded(self, entry: Path | None = None) -> TensorImages:
+        """All readable images in memory, not augmented.
+
+        Args:
+            entry: from :meth:`entry`: the images are read from there, or decoded and kept there.
+        """
+        found = decoded_cache.load(entry)
+        if len(found.get("images", ())) != len(self):
+            found = self._decoded(entry)
+        kept = found.get("kept", slice(None))  # the labels of a file may change without it
+        loaded = TensorImages(
+            found["images"], found.get("masks", self.labels)[kept], classes=self.classes
+        )
+        loaded.groups = None if self.groups is None else self.groups[kept]
+        return loaded
+
+    def _decoded(self, entry: Path | None) -> dict[str, Tensor]:
+        """All images, decoded by a few threads: ``images``, perhaps ``masks``, and ``kept``."""
+        start = time.perf_counter()
         whole = self.subset(torch.arange(len(self)), training=False)
         # filled in place: stacking a list of images would take twice the memory
         sides = (self.image_size,) * 2
@@ -165,22 +200,31 @@ class FileImages(ImageSet):
         labels = torch.empty(len(self), *self.label_shape, dtype=self.labels.dtype)
         kept = torch.zeros(len(self), dtype=torch.bool)
 
-        def read(start: int) -> None:
-            for index, batch in whole._readable(range(start, min(start + _BLOCK, len(self)))):
+        def read(start: int) -> int:
+            block = range(start, min(start + _BLOCK, len(self)))
+            for index, batch in whole._readable(block):
                 images[index], labels[index] = batch
                 kept[index] = True
+            return len(block)
 
         pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
+        # None: only on a terminal
+        hidden = None if is_first_process() else True
+        bar = tqdm(desc="decoding images", total=len(self), delay=1, leave=False, disable=hidden)
         try:
             # iterating raises the first error
-            list(pool.map(read, range(0, len(self), _BLOCK)))
+            for count in pool.map(read, range(0, len(self), _BLOCK)):
+                bar.update(count)
         finally:
+            bar.close()
             pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest
-        if not kept.all():  # indexing copies the set
-            images, labels = images[kept], labels[kept]
-        loaded = TensorImages(images, labels, classes=self.classes)
-        loaded.groups = None if self.groups is None else self.groups[kept]
-        return loaded
+        found = {"images": images, "masks": labels} if self.label_shape else {"images": images}
+        if kept.all():
+            if time.perf_counter() - start >= decoded_cache.WORTH:
+                decoded_cache.store(entry, found)
+            return found
+        # indexing copies the set; files that were skipped may be repaired: not for the cache
+        return {**found, "images": images[kept], "kept": kept}
 
     def begin_epoch(self, seed: int) -> None:
         self._epoch_seed.fill_(seed)

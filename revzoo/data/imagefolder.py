@@ -2,8 +2,8 @@
 
 torchvision's ``ImageFolder`` decodes every image again in each epoch. Here a set is decoded once
 and kept in memory if, decoded and resized, it takes at most ``cache_bytes`` (60,000 JPEGs of 32x32:
-15 to 18 s on 2 busy cores). Worker processes read larger sets from their files. It writes nothing
-to disk.
+15 to 18 s on 2 busy cores), and the decoded images are kept for the next run
+(``decoded_cache.py``). Worker processes read larger sets from their files.
 """
 
 import logging
@@ -15,6 +15,7 @@ from torchvision.transforms.v2 import functional as v2f
 
 from revzoo._checks import check_choice, check_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, side_of, to_tensor
+from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
@@ -33,6 +34,7 @@ class ReadingOptions(LoadingOptions, total=False):
     image_size: int | None
     in_chans: int
     cache_bytes: int
+    cache_dir: str | None
     on_error: str
     max_errors: int
 
@@ -50,6 +52,9 @@ class ImageFolder(ImageData):
         in_chans: 3 for RGB, 1 for grey: images of 8 bits are converted. Any other number must be
             the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
+        cache_dir: folder that keeps the decoded images of such a set for the next run, if decoding
+            takes 2 s; ``"auto"`` for ``images`` in the user's cache, None for none. At most 16 GiB
+            in all.
         on_error: ``"raise"``, or ``"skip"`` to leave unreadable images out of the batches, with a
             warning for each. ``skipped_files`` lists them.
         max_errors: largest number of skipped images per split and training process.
@@ -66,6 +71,7 @@ class ImageFolder(ImageData):
         image_size: int | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
+        cache_dir: str | None = AUTO,
         on_error: str = "raise",
         max_errors: int = 100,
         **loading: Unpack[LoadingOptions],
@@ -78,6 +84,8 @@ class ImageFolder(ImageData):
         check_choice("on_error", on_error, ("raise", "skip"))
         check_count("max_errors", max_errors)
         self.root, self.cache_bytes = Path(root).expanduser(), cache_bytes
+        self.cache_dir = cache_dir
+        self._entries: dict[str, Path | None] = {}  # of each split in the cache
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         # the base class sets image_size and in_chans once the images are known
@@ -89,7 +97,9 @@ class ImageFolder(ImageData):
     def notes(self) -> list[str]:
         alpha = ", transparency dropped" if self._wanted_chans in (1, 3) else ""
         deep = ", 16 bits per channel" if self.pixel_max > BYTE_MAX else ""
-        return [f"upright by EXIF{alpha}, first frame only{deep}", *super().notes]
+        kept = {f"{entry.parent}" for entry in self._entries.values() if entry and entry.exists()}
+        notes = [f"decoded images are kept in {place}: data.cache_dir" for place in kept]
+        return [f"upright by EXIF{alpha}, first frame only{deep}", *notes, *super().notes]
 
     @property
     def shape(self) -> dict[str, int]:
@@ -130,7 +140,10 @@ class ImageFolder(ImageData):
             dtype=self._first[2],
             skipped=self._skipped.get(split),
         )
-        return images.loaded() if fits else images
+        if not fits:
+            return images
+        self._entries[split] = images.entry(self.cache_dir)
+        return images.loaded(self._entries[split])
 
     def _make(self, files: Files, **options: Any) -> FileImages:
         return FileImages(files, **options)

@@ -69,6 +69,12 @@ class MaskImages(FileImages):
         labels: Tensor = mask.as_subclass(Tensor) - 1
         return labels
 
+    def _sources(self) -> tuple[Sequence[str], ...]:
+        return self._paths, self._masks
+
+    def _preparation(self) -> tuple[object, ...]:
+        return *super()._preparation(), self._table.tobytes()
+
     def mask_sample(self) -> Tensor:
         """Labels uint8 (n, S, S) of up to 1,000 evenly spaced images."""
         return self._sampled()[1]
