@@ -10,7 +10,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
-from revzoo.data.registry import DATA, register_data
+from revzoo.data.registry import DATA, register_data, register_transform
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
 
@@ -27,4 +27,5 @@ __all__ = [
     "Shapes",
     "Table",
     "register_data",
+    "register_transform",
 ]

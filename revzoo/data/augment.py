@@ -27,13 +27,17 @@ from torchvision.tv_tensors import Mask
 
 from revzoo._checks import build_dataclass, check_choice, check_count, check_number
 
-POLICIES: dict[str, Callable[[], v2.Transform]] = {
+POLICIES: dict[str, Callable[[], Callable[..., Any]]] = {
     "randaugment": v2.RandAugment,
     "trivialaugment": v2.TrivialAugmentWide,
     "augmix": v2.AugMix,
 }
 """torchvision's transforms, with its defaults: E. Cubuk et al. 2020, arXiv 1909.13719; S. Mueller
-and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781."""
+and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781. Users add theirs
+with ``register_transform``."""
+
+WITHOUT_MASKS = frozenset(POLICIES)
+"""Those that cannot change a mask together with its image."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from revzoo._checks import check_choice, check_count, check_number, shortened
-from revzoo.data.augment import Augment
+from revzoo.data.augment import WITHOUT_MASKS, Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
@@ -465,12 +465,13 @@ class ImageData(pl.LightningDataModule, ABC):
     def _check_augment(self, images: ImageSet) -> None:
         """Raise a DataError for changes that the images or their masks do not take."""
         augment = self.augment
-        if images.in_chans not in (1, 3) and (augment.policy or augment.color):
+        fixed = augment.policy in WITHOUT_MASKS  # of torchvision
+        if images.in_chans not in (1, 3) and (fixed or augment.color):
             raise DataError(
                 f"data.augment.policy and color take images of 1 or 3 channels, these have "
                 f"{images.in_chans}: leave them out"
             )
-        if images.labels.dim() == 3 and (augment.policy or augment.erasing or augment.mixes):
+        if images.labels.dim() == 3 and (fixed or augment.erasing or augment.mixes):
             raise DataError(
                 "the set has masks, which do not follow data.augment.policy, erasing, mixup and "
                 "cutmix: leave them out"
