@@ -22,6 +22,7 @@ from revzoo.models.dense import DenseNetwork
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
+from revzoo.training.tta import flipped_mean
 
 Input: TypeAlias = str | Path | Image.Image | Tensor
 """A file, a Pillow image, or a tensor (C, H, W) of bytes or of floats in [0, 1]."""
@@ -147,7 +148,9 @@ def _checked(image: Tensor, channels: int) -> Tensor:
     return image.clamp(0, 1)
 
 
-def segment(network: DenseNetwork, image: Image.Image | Tensor) -> Tensor:
+def segment(
+    network: DenseNetwork, image: Image.Image | Tensor, *, tta: str | None = None
+) -> Tensor:
     """The class of each pixel of an image, uint8 (H, W), in its own size; see :func:`opened_image`.
 
     The image is padded to a size that the network takes, by repeating its edge.
@@ -169,7 +172,7 @@ def segment(network: DenseNetwork, image: Image.Image | Tensor) -> Tensor:
     prepared = v2f.normalize(pixels, list(facts["mean"]), list(facts["std"]))[None]
     prepared = functional.pad(prepared, (0, missing[0], 0, missing[1]), mode="replicate")
     with evaluation_mode(network), torch.inference_mode():
-        found = network(prepared)
+        found = flipped_mean(network, prepared) if tta == "flip" else network(prepared)
     if not found.isfinite().all():
         raise _not_finite()
     return found[0, :, :height, :width].argmax(0).to(torch.uint8).cpu()
@@ -197,6 +200,7 @@ def classify(
     *,
     size: int | None = None,
     batch_size: int = 64,
+    tta: str | None = None,
 ) -> Iterator[Probabilities]:
     """Yield the probabilities of each image, computed on the network's device; see :func:`predict`.
 
@@ -218,7 +222,7 @@ def classify(
         # in a generator: between two batches the caller may use the network
         with evaluation_mode(network), torch.inference_mode():
             # softmax in float32, also for a network in half precision
-            rows = network(prepared).float()
+            rows = (flipped_mean(network, prepared) if tta == "flip" else network(prepared)).float()
         if not rows.isfinite().all():
             raise _not_finite()
         names = _distinct(classes)

@@ -11,9 +11,10 @@ By default it evaluates the run's data, from its config.yaml; data.root=DIR says
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
 checkpoint's mean and deviation. Prints one line per figure. The memory mode does not matter: an
 evaluation keeps no activations. bits=null evaluates a network of reversible blocks as the plain
-network.
+network. tta=flip takes the mean of the probabilities of an image and its mirror image.
 
-Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
+Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, tta, data, precision,
+trainer.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
+    restored.module.tta = config.get("tta")
     data_config = _data_section(config, root)
     apply_precision(config["precision"])
     data = build_data(data_config)
