@@ -34,6 +34,7 @@ from revzoo.weights.source import resolve_source
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     import torch
+
     from revzoo.data import DataError
     from revzoo.data.decode import Opened
     from revzoo.training.checkpoint.restore import Restored
