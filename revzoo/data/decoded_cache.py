@@ -27,7 +27,7 @@ AUTO = "auto"
 LIMIT = 16 * 2**30
 """Bytes of all entries."""
 
-WORTH = 2.0
+WORTH = 1.0
 """Seconds of decoding from which an entry is written."""
 
 _SUFFIX = ".safetensors"

@@ -53,7 +53,7 @@ class ImageFolder(ImageData):
             the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
         cache_dir: folder that keeps the decoded images of such a set for the next run, if decoding
-            takes 2 s; ``"auto"`` for ``images`` in the user's cache, None for none. At most 16 GiB
+            takes 1 s; ``"auto"`` for ``images`` in the user's cache, None for none. At most 16 GiB
             in all.
         on_error: ``"raise"``, or ``"skip"`` to leave unreadable images out of the batches, with a
             warning for each. ``skipped_files`` lists them.
