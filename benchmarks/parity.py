@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib.abc
 import sys
 import types
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 import revzoo
 from revzoo.models import IUNETS, ImageNetwork
 from revzoo.models.dense import CONVOLUTIONS
+from revzoo.models.iresnet import IRESNETS
 from revzoo.models.registry import MODELS
 
 BATCH = 2
@@ -59,8 +61,10 @@ def revbifpn(original: Path, name: str, size: int) -> Original:
 def revcol(original: Path, name: str, size: int) -> Original:
     """RevCol of megvii-research/RevCol, with its random drops; it needs timm."""
     sys.path.insert(0, str(original))
-    from models import revcol as code  # type: ignore[import-not-found]
+    import models.revcol  # type: ignore[import-not-found]
+    import models.revcol_huge  # type: ignore[import-not-found]
 
+    code = models.revcol_huge if name == "revcol_huge" else models.revcol
     # it reads rates from a tensor, also where the weights are on the meta device
     with mock.patch("torch.linspace", partial(torch.linspace, device="cpu")):
         theirs = getattr(code, name)(save_memory=False, drop_path=DROP_PATH)
@@ -161,6 +165,27 @@ def revunet(original: Path, name: str, size: int) -> Original:
     return Original(theirs, logits)
 
 
+def iresnet(original: Path, name: str, size: int) -> Original:
+    """The i-ResNet of jhjacobsen/invertible-resnet, after a first batch."""
+    sys.path.insert(0, str(original))
+    sys.modules["matrix_utils"] = mock.MagicMock()  # traces for densities, by an old torch
+    from models.conv_iResNet import conv_iResNet  # type: ignore[import-not-found]
+
+    row = IRESNETS[name]
+    with contextlib.redirect_stdout(None), torch.device("cpu"):  # it copies to parameters
+        theirs = conv_iResNet(  # as scripts/classify_cifar.sh
+            *((3, size, size), row.units, row.strides, row.inner),
+            **{"init_ds": 1, "inj_pad": row.padding, "nClasses": CLASSES[name], "n_power_iter": 1},
+            **{"coeff": row.coefficient, "nonlin": "elu"},
+        )
+        for p in theirs.parameters():
+            if p.dim() == 4:
+                p.data.mul_(3)  # so that each bound acts
+        # it sets the ActNorms, and begins the power iterations
+        theirs(torch.randn(BATCH, 3, size, size))
+    return Original(theirs, lambda x: theirs(x)[0])
+
+
 ORIGINALS: dict[str, Callable[[Path, str, int], Original]] = {
     "revbifpn": revbifpn,
     "revcol": revcol,
@@ -169,8 +194,9 @@ ORIGINALS: dict[str, Callable[[Path, str, int], Original]] = {
     "momentumnet": momentumnet,
     **dict.fromkeys(("iunet1d", "iunet2d", "iunet3d"), iunet),
     "revunet3d": revunet,
+    "iresnet": iresnet,
 }
-CLASSES = dict.fromkeys(("iunet1d", "iunet2d", "iunet3d", "revunet3d"), 10)
+CLASSES = dict.fromkeys(("iunet1d", "iunet2d", "iunet3d", "revunet3d", "iresnet64"), 10)
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentumnet": {"downsampling_stem": True},
     "revbifpn": {"drop_rate": 0.0, "drop_path_rate": 0.0},
@@ -184,10 +210,12 @@ def family(name: str) -> str:
 
 
 def ours_of(name: str, size: int) -> ImageNetwork:
-    """Our network for ImageNet-1k and images of a size; a U-Net for 10 classes."""
+    """Our network for images of a size, and ImageNet-1k or 10 classes."""
     options = dict(OPTIONS.get(family(name), {}))
     if "img_size" in MODELS[name].keywords:
         options["img_size"] = size
+    if name in IRESNETS:
+        options["image_size"] = size  # of the power iterations
     return revzoo.create_model(name, num_classes=CLASSES.get(name, 1000), **options)
 
 
@@ -195,6 +223,8 @@ def randomise(model: nn.Module) -> None:
     """Random scales and shifts, which begin at 0, 1 or 1e-6, so that every layer matters."""
     torch.manual_seed(0)
     for name, p in model.named_parameters():
+        if name.endswith(("_log_scale", "_shift", "prior_mu", "prior_logstd")):
+            continue  # of an i-ResNet: a batch has set them, or nothing reads them
         if p.squeeze().dim() == 1:
             low, high = (-0.2, 0.2) if name.endswith("bias") else (0.3, 1.0)
             nn.init.uniform_(p, low, high)
@@ -240,11 +270,11 @@ def compare(
     """Print the tables of one network."""
     build = ORIGINALS[family(name)]
     print("| model | parameters of the original | of those, translated | ours |")
-    side = 224
+    sizes = list(sizes)
+    side = sizes[0] if sizes else 224
     with torch.device("meta"):
         cells = counts(build(original, name, side).network, ours_of(name, side))
     print(f"|---|---|---|---|\n| {name} | {cells} |\n")
-    sizes = list(sizes)
     if not sizes:
         return
     print("| model | images | pass | `memory` | logits | gradients |\n|---|---|---|---|---|---|")
@@ -254,17 +284,16 @@ def compare(
         randomise(theirs)
         ours = ours_of(name, size)
         theirs.to(device, dtype), ours.to(device, dtype)
-        tensors = {key: t.clone() for key, t in theirs.state_dict().items()}
+        tensors = copy.deepcopy(theirs.state_dict())  # with its metadata
         x = torch.randn(ours.batch_shape(BATCH, size), generator=torch.Generator().manual_seed(2))
         x = x.to(device, dtype)
         for training in (False, True):
             theirs.train(training), ours.train(training)
-            # the same statistics in each row
             theirs.load_state_dict(tensors)
-            ours.load_state_dict(ours.adapt_state_dict(tensors))
             logits, found = run(theirs, logits_of, x)
             expected = ours.adapt_state_dict(found)
-            for memory in ("store", "exact"):
+            for memory in ("store", ours.default_memory):
+                ours.load_state_dict(ours.adapt_state_dict(tensors))  # the same buffers in each row
                 revzoo.set_memory(ours, memory)
                 own, grads = run(ours, ours, x)
                 row = (

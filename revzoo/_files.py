@@ -11,6 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+TABLES = (".csv", ".tsv", ".parquet")  # that list images
+
 
 def file_name(name: str) -> str:
     """``torchvision:resnet50`` as ``torchvision-resnet50``, for the name of a file or folder.

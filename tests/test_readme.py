@@ -35,6 +35,7 @@ LIBRARIES = {  # that pages import
     PRIVATE: "opacus",
     GUIDE / "weights.md": "memcnn",
     HOW_TO / "move-from-invtorch.md": "invtorch",
+    HOW_TO / "move-from-monai.md": "monai",
     HOW_TO / "move-from-revtorch.md": "revtorch",
 }
 

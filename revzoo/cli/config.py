@@ -53,7 +53,7 @@ from revzoo._checks import (
     number_of,
     shortened,
 )
-from revzoo._files import file_name
+from revzoo._files import TABLES, file_name
 from revzoo._libraries import library_hint
 from revzoo.cli.schema import (
     CALLBACKS,
@@ -663,6 +663,8 @@ def check_root(data: Config) -> None:
     """Check that the folder of an image folder, or the table of images, exists."""
     if data["_target_"] == "revzoo.data.Table":
         table = Path(data["table"]).expanduser().absolute()
+        if table.suffix.lower() not in TABLES:
+            raise ConfigError(f"data.table={data['table']}: expected one of {', '.join(TABLES)}")
         if not table.is_file():
             raise ConfigError(f"table {table} does not exist: set data.table=FILE")
     if data["_target_"] == "revzoo.data.ImageFolder":

@@ -171,6 +171,18 @@ TABLE = section(
     split_column=Option(str | None, None, "train, val or test; null: all rows are for training"),
     group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
+VOLUMES = section(
+    "Volumes with masks.",
+    DIGITS,
+    root=Option(str | None, None, "the folder above train/images and train/labels, or imagesTr"),
+    table=Option(str | None, None, "CSV or Parquet: a row for each volume"),
+    **{n: TABLE.options[n] for n in ("path_column", "split_column", "group_column")},
+    label_column=Option(str, "mask", "of the masks"),
+    classes=Option(Sequence | None, None, "names by label; null: of dataset.json, or numbers"),
+    patch=Option(Sequence, (64, 64, 64), "voxels of a training patch and of a window"),
+    patches=Option(int, 1, "of each volume in an epoch", COUNT),
+    window=Option(Sequence | None, None, "[low, high] for CT; null: z-scores of each volume"),
+)
 
 MASKS = section(
     "Images with masks.",
@@ -290,6 +302,7 @@ REVCOL = section(
     widths=Option(Sequence, None, "channels of each level"),
     units=Option(Sequence, None, "number of blocks of each level"),
     kernel_size=Option(int, 3, "side of the depthwise convolutions, odd", COUNT),
+    top_to_bottom=Option(bool, None, "level 0 also reads the last level, as in revcol_huge"),
     image_size=Option(int, 224, "pixels of the publication's images", COUNT),
 )
 MOMENTUMNET = section(
@@ -581,6 +594,7 @@ FAMILIES = {
     "timm": LIBRARY,
 }  # by the start of a model's name
 DATA = {
+    "revzoo.data.Blobs3d": DIGITS,
     "revzoo.data.Digits": DIGITS,
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
@@ -588,6 +602,7 @@ DATA = {
     "revzoo.data.Masks": MASKS,
     "revzoo.data.Shapes": DIGITS,
     "revzoo.data.Table": TABLE,
+    "revzoo.data.Volumes": VOLUMES,
 }
 FITTED = {
     "memory": "the mode of memory=MODE",

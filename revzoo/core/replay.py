@@ -517,7 +517,12 @@ class GeneralCall(Call):
         if record.records:
             guard.note_uses([t for t in record.leaves if t is not None], inputs)
             received = [*record.leaves, *arguments, *self.trained[0]]
-            found = self._derive(map(_edge_of, recorded), grads, received, needs)
+            roots = [*map(_edge_of, recorded)]
+            del known, held, takes, returned, recorded  # the backward pass needs the graph alone
+            found = self._derive(roots, grads, received, needs)
+            for i, (output, factor) in record.multiples.items():
+                grad = grads[output]
+                found[i] = None if grad is None or not needs[i] else factor * grad
         return inputs, found
 
     def _checked(self, returned: Sequence[Any]) -> Streams:
@@ -547,6 +552,8 @@ class Recorder:
         needs: which streams required gradient in the forward pass.
         shapes: of the streams in the forward pass.
         saved: what the step saved in its forward pass by ``save_for_replay``.
+        multiples: streams without a leaf, ``{stream: (output, factor)}``, whose gradient is a
+            multiple of that of one output.
     """
 
     def __init__(self, call: GeneralCall, *, records: bool) -> None:
@@ -556,6 +563,7 @@ class Recorder:
         self.shapes = call.shapes
         self.saved = call.saved
         self.leaves: list[Tensor | None] = [None] * len(self.needs)
+        self.multiples: dict[int, tuple[int, float]] = {}
 
     def leaf(self, i: int, t: Tensor | Fixed) -> Tensor:
         """Stream ``i`` of the step's input in floating point, where the recorded graph ends."""

@@ -263,11 +263,9 @@ def pack_bits(words: Tensor, bits: int, slot: int) -> tuple[Tensor, Tensor]:
     return packed, shifted
 
 
-def unpack_bits(packed: Tensor, shifted: Tensor, bits: int, slot: int) -> Tensor:
-    """The words that :func:`pack_bits` got."""
-    words = torch.empty_like(shifted)
+def unpack_bits(packed: Tensor, shifted: Tensor, bits: int, slot: int, words: Tensor) -> None:
+    """Write the words that :func:`pack_bits` got to ``words``, which may be ``shifted``."""
     _launch_bits(_unpack_bits, (packed, shifted, words), packed, shifted, bits, slot)
-    return words
 
 
 def _launch_bits(kernel, tensors, packed, words, bits, slot) -> None:

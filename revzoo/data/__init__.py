@@ -4,6 +4,7 @@ Start reading at ``module.py``, which holds the rules for every set.
 """
 
 from revzoo.data.augment import Augment
+from revzoo.data.blobs3d import Blobs3d
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.errors import DataError
@@ -13,12 +14,14 @@ from revzoo.data.module import ImageData
 from revzoo.data.registry import DATA, register_data, register_transform
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
+from revzoo.data.volumes import Volumes
 
 __all__ = [
     "CIFAR10",
     "CIFAR100",
     "DATA",
     "Augment",
+    "Blobs3d",
     "DataError",
     "Digits",
     "ImageData",
@@ -26,6 +29,7 @@ __all__ = [
     "Masks",
     "Shapes",
     "Table",
+    "Volumes",
     "register_data",
     "register_transform",
 ]

@@ -50,7 +50,7 @@ class Augment:
         crop_scale: for images read from files: smallest share of the area in a random resized
             crop. 0.08, from GoogLeNet (Szegedy et al. 2015, arXiv 1409.4842), suits a hundred
             epochs.
-        flip: mirror left and right with probability 1/2.
+        flip: mirror left and right with probability 1/2; volumes along each axis.
         policy: name in :data:`POLICIES`, or None.
         rotation: largest angle in degrees, to both sides.
         color: largest relative change of brightness, contrast and saturation; of the hue, a quarter
@@ -185,12 +185,14 @@ class Augment:
         """Crop and flip a batch.
 
         Args:
-            images: (B, C, S, S).
+            images: (B, C, S, S); or volumes (B, C, D, H, W), which are flipped along each axis.
             draws: of :meth:`draw`, on the device of the images; None to draw them now.
 
         Returns:
             The same shape, dtype and device.
         """
+        if images.dim() == 5:
+            return self._flipped(images)
         count, channels, size, _ = images.shape
         if not self.changes(size):
             return images
@@ -208,6 +210,14 @@ class Augment:
         padded = pad(images, (padding,) * 4).flatten(2)
         index = source[:, None].expand(-1, channels, -1)
         return padded.gather(2, index).view(images.shape)
+
+    def _flipped(self, volumes: Tensor) -> Tensor:
+        """Mirror volumes along each axis by itself, with probability 1/2."""
+        draws = torch.rand(-(-len(volumes) // self.chunk), 3) < 0.5 * self.flip
+        flips = draws.repeat_interleave(self.chunk, 0)[: len(volumes)].to(volumes.device)
+        for axis, flip in enumerate(flips.T, 2):
+            volumes = torch.where(flip.view(-1, 1, 1, 1, 1), volumes.flip(axis), volumes)
+        return volumes
 
     def mix(self, images: Tensor, labels: Tensor, *, num_classes: int) -> tuple[Tensor, Tensor]:
         """Apply Mixup or CutMix; with both on, draw one of them. With neither, change nothing.

@@ -329,9 +329,8 @@ def no_images(folder: Path) -> DataError:
 def _refuse_volumes(where: str, names: Iterable[str]) -> None:
     if volume := next((name for name in names if name.lower().endswith(VOLUMES)), ""):
         raise DataError(
-            f"no images in {where}, but volumes, such as {volume}: the data sets read images of "
-            "two dimensions. For volumes, write a data set and train in your own script: "
-            "docs/how-to/volumes.md"
+            f"no images in {where}, but volumes, such as {volume}: train with data=volumes "
+            "data.root=DIR, the folder above train/images and train/labels"
         )
 
 

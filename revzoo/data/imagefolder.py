@@ -102,10 +102,10 @@ class ImageFolder(ImageData):
         return [f"upright by EXIF{alpha}, first frame only{deep}", *notes, *super().notes]
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         side, _ = self.preparation()
-        sizes = {"in_chans": self._wanted_chans, "side": side}
-        return {"num_classes": len(self._listing().classes), **sizes}
+        found = {"num_classes": len(self._listing().classes), "in_chans": self._wanted_chans}
+        return {**found, "sizes": (side, side)}
 
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)

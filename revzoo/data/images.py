@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from revzoo.data.normalise import Normalisation
+
 Batch = tuple[Tensor, Tensor]
 """Images uint8 or uint16 (B, C, S, S), and labels int64 (B,) or masks uint8 (B, S, S), in which 255
-does not count."""
+does not count. Volumes have three sizes, (B, C, D, H, W), and may be float32."""
 
 _T = TypeVar("_T")
 
@@ -53,6 +55,15 @@ class ImageSet(Dataset[Batch]):
         return len(self.labels)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sides of an image, or of the patch of a volume."""
+        return (self.image_size,) * 2
+
+    def normalisation(self) -> Normalisation:
+        """The mean and the deviation of the pixels."""
+        return Normalisation.measure(self.sample())
+
+    @property
     def strata(self) -> Tensor:
         """The class of each image, int64 (N,), whose frequencies a split keeps; 0 with masks."""
         return self.labels if self.labels.dim() == 1 else torch.zeros(len(self), dtype=torch.long)
@@ -81,8 +92,8 @@ class TensorImages(ImageSet):
     """Images held in memory; the data module augments whole batches.
 
     Args:
-        images: uint8 or uint16 (N, C, S, S).
-        labels: int64 (N,), or masks uint8 (N, S, S).
+        images: uint8 or uint16 (N, C, S, S), or volumes (N, C, D, H, W).
+        labels: int64 (N,), or masks uint8 of the images' sizes.
         classes: names, by label.
     """
 
@@ -90,12 +101,16 @@ class TensorImages(ImageSet):
 
     def __init__(self, images: Tensor, labels: Tensor, *, classes: list[str]) -> None:
         assert images.dtype in (torch.uint8, torch.uint16)
-        assert images.dim() == 4
+        assert images.dim() in (4, 5)
         assert len(images) == len(labels)
         self._images, self._rows = images, torch.arange(len(images))
         self.labels, self.classes = labels, classes
-        _, self.in_chans, _, self.image_size = images.shape
+        self.in_chans, self.image_size = images.shape[1], images.shape[-1]
         self.dtype = images.dtype
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self._images.shape[2:])
 
     def __getitem__(self, index: int) -> Batch:
         return self._images[self._rows[index]], self.labels[index]

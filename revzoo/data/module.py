@@ -100,6 +100,7 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
+        sizes: likewise: the sides of an image, or of a volume's patch.
         identity: number of images to train with, to validate with, and their :meth:`digest`; also
             after ``setup("fit")``.
         poisson: whether training batches are drawn independently, for private training; set it
@@ -118,6 +119,7 @@ class ImageData(pl.LightningDataModule, ABC):
     classes: list[str]
     in_chans: int
     image_size: int
+    sizes: tuple[int, ...]
     normalisation: Normalisation
     _measured: Normalisation
     identity: dict[str, Any]
@@ -186,15 +188,15 @@ class ImageData(pl.LightningDataModule, ABC):
         return None, 1.0
 
     @property
-    def shape(self) -> dict[str, int]:
-        """``num_classes``, ``in_chans`` and ``side`` in pixels: what a model is built for.
+    def shape(self) -> dict[str, Any]:
+        """``num_classes``, ``in_chans`` and ``sizes`` in pixels: what a model is built for.
 
         Empty before ``setup("fit")``, unless ``prepare_data`` finds them without reading images.
         """
         if not hasattr(self, "classes"):
             return {}
-        sizes = {"in_chans": self.in_chans, "side": self.image_size}
-        return {"num_classes": self.num_classes, **sizes}
+        found = {"num_classes": self.num_classes, "in_chans": self.in_chans}
+        return {**found, "sizes": self.sizes}
 
     @property
     def num_classes(self) -> int:
@@ -273,7 +275,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert source is not None, "every set has training images"
         self._describe(source)
         self._check_augment(source)
-        self.normalisation = self._measured = Normalisation.measure(source.sample())
+        self.normalisation = self._measured = source.normalisation()
         val = self._read_once("val")
         if val is not None and self.folds > 1:
             raise DataError(
@@ -320,7 +322,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
-        self.image_size = images.image_size
+        self.image_size, self.sizes = images.image_size, images.sizes
         if images.dtype == torch.uint16:
             self.pixel_max = 2**16 - 1
 
@@ -419,7 +421,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """A training batch, augmented, mixed and normalised."""
         assert self.trainer is not None
         draws = self._draws(images)
-        if labels.dim() == 3:
+        if labels.dim() > 2:
             with seeded(batch_seed(self._order_seed or 0, self.trainer)):
                 return self._augmented_masks(images, labels, draws)
         if draws is not None:
@@ -436,6 +438,9 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
         """Images and masks with the same crops and flips; pixels of the padding do not count."""
+        if images.dim() == 5:  # the call draws the flips; 255 wraps to 0
+            both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1))
+            return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
         if self._images("train").in_memory:
             if draws is None:
                 draws = self.augment.draw(len(images), self.image_size).to(images.device)
@@ -452,6 +457,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert trainer is not None
         resident = isinstance(self._sets.get("train"), DeviceImages)
         own = own or bool(self.augment.single or self.augment.erasing)  # these draw as they run
+        own = own or len(self.sizes) > 2  # so do volumes
         if not resident or self.poisson or own or not self.augment.changes(self.image_size):
             return None
         seed, batches = self._order_seed or 0, int(trainer.num_training_batches)
@@ -471,7 +477,9 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"data.augment.policy and color take images of 1 or 3 channels, these have "
                 f"{images.in_chans}: leave them out"
             )
-        if images.labels.dim() == 3 and (fixed or augment.erasing or augment.mixes):
+        if len(images.sizes) > 2 and (augment.single or augment.erasing or augment.mixes):
+            raise DataError("volumes are flipped only: leave out all else of data.augment")
+        if self.task == "segmentation" and (fixed or augment.erasing or augment.mixes):
             raise DataError(
                 "the set has masks, which do not follow data.augment.policy, erasing, mixup and "
                 "cutmix: leave them out"
@@ -513,4 +521,4 @@ class ImageData(pl.LightningDataModule, ABC):
 
 def _classes_of(labels: Tensor) -> Tensor:
     """Labels as they are; masks as int64, with -1 for 255."""
-    return (labels + 1).long() - 1 if labels.dim() == 3 else labels
+    return (labels + 1).long() - 1 if labels.dim() > 2 else labels

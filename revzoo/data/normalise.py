@@ -26,7 +26,7 @@ class Normalisation:
 
     @classmethod
     def measure(cls, images: Tensor) -> "Normalisation":
-        """Population mean and standard deviation of each channel of (N, C, H, W), 8 or 16 bits."""
+        """Mean and standard deviation of each channel of (N, C, *sizes), 8 or 16 bits."""
         levels = 2 ** (8 * images.dtype.itemsize)
         values = torch.arange(levels, dtype=torch.float64)
         counts = torch.zeros(images.shape[1], levels, dtype=torch.float64)
@@ -43,16 +43,23 @@ class Normalisation:
         return cls(mean.tolist(), std.tolist())
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Map images (B, C, H, W) of any dtype to normalised float32 on the same device."""
+        """Map images (B, C, *sizes) of any dtype to normalised float32 on the same device."""
         if self.mean.device != images.device:  # once per run: no copy to the device in each step
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
         # a copy, also of float32 images: the caller's images must not change
-        return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
+        mean, std = (_along(images, t) for t in (self.mean, self.std))
+        return images.to(torch.float32, copy=True).sub_(mean).div_(std)
 
     def inverse(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, H, W) back to units of the stored pixels, float32."""
-        return images.float() * self.std.to(images.device) + self.mean.to(images.device)
+        """Normalised images (B, C, *sizes) back to units of the stored pixels, float32."""
+        mean, std = (_along(images, t.to(images.device)) for t in (self.mean, self.std))
+        return images.float() * std + mean
 
     def state_dict(self) -> dict[str, list[float]]:
         """Plain lists, so that a checkpoint loads with ``weights_only=True``."""
         return {"mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
+
+
+def _along(images: Tensor, values: Tensor) -> Tensor:
+    """A value for each channel, in the shape that broadcasts over images (B, C, *sizes)."""
+    return values.view(-1, *[1] * (images.dim() - 2))

@@ -15,6 +15,7 @@ draw crops and flips in each step, and send them to the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Literal, TypeVar
@@ -130,7 +131,7 @@ def _is_on(images: ImageSet, device: torch.device) -> bool:
 
 
 def _bytes(images: ImageSet) -> int:
-    return len(images) * images.in_chans * images.image_size**2 * images.dtype.itemsize
+    return len(images) * images.in_chans * math.prod(images.sizes) * images.dtype.itemsize
 
 
 def _mib(count: int) -> str:

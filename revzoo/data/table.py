@@ -11,17 +11,17 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar, Unpack
 
 from revzoo._checks import did_you_mean, number_of, package_needed, shortened
+from revzoo._files import TABLES
 from revzoo.data.errors import DataError
 from revzoo.data.folders import NAMES, Files, Tree, split_of
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
 from revzoo.data.module import Split
 
-KINDS = (".csv", ".tsv", ".parquet")
 _TEXT = {".csv": None, ".tsv": "\t"}  # the separator; None: found in the first lines
 
 
@@ -44,7 +44,7 @@ class Table(ImageFolder):
     Raises:
         DataError: from ``prepare_data``: the table cannot be read or lacks a column, a row has no
             path or label, a file is missing or listed twice, a split lacks or adds a class, two
-            splits share a group, or two labels are the same number (1 and 1.0).
+            splits share a group, or two labels or groups are the same number (1 and 1.0).
 
     Example:
         >>> import csv
@@ -75,8 +75,8 @@ class Table(ImageFolder):
         **options: Unpack[ReadingOptions],
     ) -> None:
         self.table = Path(table).expanduser()
-        if self.table.suffix.lower() not in KINDS:
-            raise ValueError(f"table={table}: expected one of {', '.join(KINDS)}")
+        if self.table.suffix.lower() not in TABLES:
+            raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
         super().__init__(self.table.parent if root is None else root, **options)
         self.path_column, self.label_column = path_column, label_column
         self.split_column, self.group_column = split_column, group_column
@@ -114,18 +114,10 @@ class Table(ImageFolder):
             for split, chosen in by_split.items()
         }
         self._check_classes(splits, classes)
-        self.check_files([row[self.path_column] for row in rows])
+        paths = [row[self.path_column] for row in rows]
+        self.check_files(paths)
+        self._check_links(paths)
         return Tree(classes, splits, {}, [])
-
-    def rows_by_split(self) -> dict[Split, list[dict[str, str]]]:
-        """The rows of each split, with absolute paths of the images."""
-        rows = _read(self.table)
-        self._check_columns(rows[0])
-        root = self.root.absolute()
-        for row in rows:  # one name for each file: ./a.png is a.png
-            if path := row[self.path_column]:
-                row[self.path_column] = os.path.normpath(root / path)
-        return self._by_split(rows)
 
     def files_of(self, rows: list[dict[str, str]], labels: list[int]) -> Files:
         """The paths and the groups of rows, with their labels."""
@@ -133,6 +125,20 @@ class Table(ImageFolder):
         order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
         paths = [row[self.path_column] for row in rows]
         return Files(paths, labels, [order[name] for name in groups] or None)
+
+    def rows_by_split(self) -> dict[Split, list[dict[str, str]]]:
+        """The rows of each split, with absolute paths.
+
+        Raises:
+            DataError: as ``prepare_data``, except for faults of the files and classes.
+        """
+        rows = _read(self.table)
+        self._check_columns(rows[0])
+        root = self.root.absolute()
+        for row in rows:  # one name for each file: ./a.png is a.png
+            if path := row[self.path_column]:
+                row[self.path_column] = os.path.normpath(root / path)
+        return self._by_split(rows)
 
     def _check_columns(self, row: Mapping[str, str]) -> None:
         """Raise a DataError if the table lacks a column that an option names."""
@@ -162,6 +168,7 @@ class Table(ImageFolder):
             found.setdefault(split, []).append(row)
         self._check_disjoint(found, self.path_column, "image")
         if self.group_column:
+            _in_order({row[self.group_column] for row in rows}, "groups")  # only for its error
             self._check_disjoint(found, self.group_column, "group")
         path, count = Counter(row[self.path_column] for row in rows).most_common(1)[0]
         if count > 1:
@@ -206,6 +213,17 @@ class Table(ImageFolder):
                 "data.root, or correct the table"
             )
 
+    def _check_links(self, paths: Iterable[str]) -> None:
+        """Raise a DataError if two paths are one file, which may be in two splits."""
+        names: dict[tuple[int, int], str] = {}
+        for path in paths:
+            file = Path(path).stat()
+            if (other := names.setdefault((file.st_dev, file.st_ino), path)) != path:
+                raise DataError(
+                    f"{self.table}: {other} and {path} are one file: expected one row for each "
+                    "image; remove one of them"
+                )
+
     def _no_training(self) -> DataError:
         return DataError(
             f"{self.table} has no training images in column {self.split_column!r}: expected rows "
@@ -218,8 +236,8 @@ class Table(ImageFolder):
         return f"{self.table} has no row with 'test' in column {self.split_column!r}"
 
 
-def _in_order(labels: set[str]) -> list[str]:
-    names = sorted(labels)  # first: a set has another order in each process
+def _in_order(values: set[str], what: str = "labels") -> list[str]:
+    names = sorted(values)  # first: a set has another order in each process
     try:
         numbers = [float(name) for name in names]
     except ValueError:
@@ -229,7 +247,7 @@ def _in_order(labels: set[str]) -> list[str]:
     found: dict[float, str] = {}
     for number, name in zip(numbers, names, strict=True):
         if (other := found.setdefault(number, name)) != name:
-            raise DataError(f"the labels {other!r} and {name!r} are one number: write one of them")
+            raise DataError(f"the {what} {other!r} and {name!r} are one number: write one of them")
     return [found[number] for number in sorted(found)]  # classes 0 to 10, not 0, 1, 10, 2
 
 
@@ -242,7 +260,7 @@ def _read(table: Path) -> list[dict[str, str]]:
         rows = _read_text(table, _TEXT[suffix]) if suffix in _TEXT else _read_parquet(table)
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(
-            f"cannot read the table {table.absolute()} ({error}): expected {', '.join(KINDS)}, "
+            f"cannot read the table {table.absolute()} ({error}): expected {', '.join(TABLES)}, "
             "with the names of the columns in the first row and text in UTF-8"
         ) from error
     if not rows:

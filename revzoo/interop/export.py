@@ -21,6 +21,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from torch import Tensor
 from revzoo._checks import is_count, package_needed
 from revzoo._files import replacing
 from revzoo.core.modes import set_memory
+from revzoo.layers.orthogonal import OrthogonalMix
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.save import pack
@@ -104,7 +106,14 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     job = replace(job, network=plain)
     plain.check_size(*job.images(1).shape[2:])
     with replacing(path) as temporary, torch.no_grad():
-        file_format.write(job, temporary)
+        try:
+            file_format.write(job, temporary)
+        except RuntimeError as error:  # torch's exporters name no remedy
+            reason = str(error.__cause__ or error).strip().partition("\n")[0]
+            raise ExportError(
+                f"torch cannot write this network as {kind} ({reason}): try a fixed batch, "
+                "batch=1 (--batch-size 1), or the format safetensors"
+            ) from error
         # read back inside `replacing`: a wrong file never appears under its final name
         predict = file_format.load(temporary)
         # sizes other than the traced one show a batch size that became a constant of the graph
@@ -151,6 +160,10 @@ def _difference(predict: Predictor, network: ImageNetwork, images: Tensor) -> fl
 def _program(job: Export) -> tuple[torch.export.ExportedProgram, Any]:
     """The graph, and the open batch axis of its images, or None."""
     axis = None if job.batch is not None else ({0: torch.export.Dim("batch")},)
+    for step in job.network.modules():
+        if isinstance(step, OrthogonalMix):  # the matrix is constant now, and ONNX has no solver
+            matrix = step.matrix().contiguous()
+            step.matrix = partial(torch.Tensor.detach, matrix)  # type: ignore[method-assign]
     # two images stand for any number: torch.export treats a size of one as a constant
     images = job.images(job.batch or 2)
     return torch.export.export(job.network, (images,), dynamic_shapes=axis), axis

@@ -45,6 +45,7 @@ class _Contractive(nn.Module):
     vector: Tensor
     weight: Tensor
     coefficient: float
+    margin: float = 0.0
 
     def _begin(self, coefficient: float, *shape: int) -> None:
         check_number("coefficient", coefficient, high=1, open_low=True, open_high=True)
@@ -71,7 +72,7 @@ class _Contractive(nn.Module):
     def bounded_weight(self) -> Tensor:
         """The weight that the layer computes with."""
         sigma = torch.linalg.vector_norm(self._map(self.vector, self.weight))
-        return self.weight / (sigma / self.coefficient).clamp(min=1)
+        return self.weight / ((sigma / self.coefficient).clamp(min=1) + self.margin)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._map(x, self.bounded_weight())
@@ -124,6 +125,7 @@ class ContractiveConv2d(_Contractive, nn.Conv2d):
         size: height and width of the images, to find the singular values.
         coefficient: the bound, above 0 and below 1.
         bias: whether to add a bias.
+        margin: added to the divisor of the weight.
 
     Raises:
         ValueError: an argument is out of range.
@@ -143,8 +145,10 @@ class ContractiveConv2d(_Contractive, nn.Conv2d):
         size: tuple[int, int],
         coefficient: float = 0.9,
         bias: bool = True,
+        margin: float = 0.0,
     ) -> None:
         check_count("kernel_size", kernel_size)
+        check_number("margin", margin)
         if kernel_size % 2 == 0:
             raise ValueError(
                 f"kernel_size={kernel_size}: expected an odd number, which keeps the size"
@@ -152,6 +156,7 @@ class ContractiveConv2d(_Contractive, nn.Conv2d):
         super().__init__(
             in_channels, out_channels, kernel_size, padding=kernel_size // 2, bias=bias
         )
+        self.margin = margin
         self._begin(coefficient, in_channels, *size)
 
     def _map(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class OrthogonalMix(Invertible):
         x = _joined(*parts)
         with without_autocast(x):
             q = self.matrix().to(x.dtype)
-            blocks = x.reshape(len(x), len(q), q.shape[-1], -1)
+            blocks = x.reshape(x.shape[0], len(q), q.shape[-1], -1)
             # not a convolution, which may compute in TF32, see revzoo.layers.linear
             y = ((q.mT if back else q) @ blocks).reshape(x.shape)
         return _cut(y, [t.shape[1] for t in parts])

@@ -52,15 +52,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.conditions import is_replaying
-from revzoo.core.guard import range_failure
+from revzoo.core.guard import note_scale, range_failure
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, name_of
 from revzoo.core.kernels import Scale, free_to_read, on_device, triton_for
 from revzoo.core.modes import on_grid_of, run_on_adapted_grid, run_step
 from revzoo.core.replay import Recorder
 from revzoo.core.saved import innermost_hooks, save_for_replay, saving_for_replay
-from revzoo.core.sums import add, put_on_grid_of
+from revzoo.core.sums import plus, put_on_grid_of
 from revzoo.core.tensors import version_of
-from revzoo.core.words import AUTO, Fixed, fixed_of, words_in
+from revzoo.core.words import AUTO, Fixed, fixed_of, set_words, words_in
 
 NAME = "reversible"  # the step's name among the block's modules
 MAX_BITS = 8
@@ -117,6 +117,34 @@ class Forward:
     @property
     def __signature__(self) -> Signature:
         return signature(self.step.plain)
+
+
+class _Next(torch.autograd.Function):
+    """``(1 + b) value - 2 b x + b before``; ``fixed`` are the words of ``before``, shifted.
+
+    In a replay, which needs no values, it has neither ``before`` nor ``fixed``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, before: Tensor | None, x: Tensor, value: Tensor, fixed: Fixed | None, step: Any
+    ) -> Tensor:
+        ctx.step, ctx.dtype, ctx.scale = step, value.dtype, None
+        if before is None or fixed is None:
+            return x.new_empty(()).expand(value.shape)
+        ctx.scale = fixed.scale
+        y, words = plus(fixed, step.difference(x, value, fixed), before.dtype, step)
+        set_words(y, words)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        b = 2.0**-ctx.step.bits
+        of_before = None
+        if ctx.scale is not None:
+            note_scale(ctx.scale, ctx.step)
+            of_before = b * grad
+        return of_before, -2 * b * grad, ((1 + b) * grad).to(ctx.dtype), None, None
 
 
 class SideBits(Invertible):
@@ -228,18 +256,18 @@ class SideBits(Invertible):
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype), None
         packed, words = pack_bits(known.words, self.bits)
         shifted = known.with_words(words)
-        return add(b * before[0], self._difference(x, value, known), shifted, self), packed
+        return _Next.apply(before[0], x, value, shifted, self), packed
 
-    def _difference(self, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
+    def difference(self, x: Tensor, value: Tensor, fixed: Fixed) -> Tensor:
         """``(1 + b) value - 2 b x`` in the precision of the words."""
         b = 2.0**-self.bits
         kind = torch.float64 if fixed.words.dtype == torch.int64 else torch.float32
-        return (1 + b) * value.to(kind) - 2 * b * x.to(kind)
+        return ((1 + b) * value.to(kind)).sub_(x.to(kind), alpha=2 * b)
 
     def _undone(self, y: Fixed, x: Tensor, value: Tensor, side: Tensor) -> Fixed:
         """The stream before the last; ``side`` are the low bits of its words."""
-        shifted = y.minus(self._difference(x, value, y), y.down)
-        return shifted.with_words(unpack_bits(side, shifted.words, self.bits))
+        shifted = y.minus(self.difference(x, value, y), y.down, overwrite=True)
+        return shifted.with_words(unpack_bits(side, shifted.words, self.bits, overwrite=True))
 
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
@@ -281,10 +309,8 @@ class SideBits(Invertible):
             before = self._undone(y, leaf, value, saved)
         if not record.records:
             return (before, x), ()
-        b = 2.0**-self.bits
-        # for its gradients alone: the value differs from y by rounding
-        again = ((1 + b) * value - 2 * b * leaf).to(leaf.dtype) + b * record.leaf(0, before)
-        return (before, x), (leaf, again, *rest)
+        record.multiples[0] = 1, 2.0**-self.bits
+        return (before, x), (leaf, _Next.apply(None, leaf, value, None, self), *rest)
 
     def _evaluate(self, x: Tensor, *, _args: tuple[Any, ...] = (), **kwargs: Any) -> State:
         """The tensors that the block returns."""
@@ -365,18 +391,23 @@ def pack_bits(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return packed.clone() if parts else packed, words >> bits
 
 
-def unpack_bits(packed: Tensor, shifted: Tensor, bits: int) -> Tensor:
-    """The words that :func:`pack_bits` got: ``shifted << bits``, with the low bits."""
+def unpack_bits(packed: Tensor, shifted: Tensor, bits: int, *, overwrite: bool = False) -> Tensor:
+    """The words that :func:`pack_bits` got: ``shifted << bits``, with the low bits.
+
+    ``overwrite`` allows writing them over ``shifted``.
+    """
     slot = _slot_bits(bits)
+    words = shifted if overwrite else torch.empty_like(shifted)
     if (ours := _triton_for(shifted)) is not None:
         with on_device(shifted):
-            restored: Tensor = ours.unpack_bits(packed, shifted, bits, slot)
-        return restored
+            ours.unpack_bits(packed, shifted, bits, slot, words)
+        return words
     parts = packed.new_empty(8 // slot, len(packed))
     for k, part in enumerate(parts):
         torch.bitwise_right_shift(packed, slot * k, out=part)
     parts &= 2**bits - 1
-    return (shifted << bits).bitwise_or_(parts.flatten()[: shifted.numel()].view(shifted.shape))
+    torch.bitwise_left_shift(shifted, bits, out=words)
+    return words.bitwise_or_(parts.flatten()[: words.numel()].view(words.shape))
 
 
 def _triton_for(words: Tensor) -> Any:

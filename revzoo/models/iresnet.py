@@ -14,20 +14,21 @@ Every step has an inverse, a fixed-point iteration in each block. So training in
 evaluates a block 10 times or more, and raises where that does not converge; the default is
 ``recompute``. There is no mode ``exact``. ``model.stages`` are flows with ``log_det``.
 
-The release finds the singular values of the first block after a squeeze on maps of twice the size,
-and adds 1e-5 to the divisor of convolutions; ours does neither.
+As in the release, the first block after a squeeze finds its singular values on maps of twice the
+size, which bounds them on its own, and divisors of 3x3 convolutions are 1e-5 larger.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from revzoo._checks import check_count
 from revzoo.core.invertible import Step
@@ -42,6 +43,9 @@ from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_
 # The release's. A channel of the zeros that pad the image has no spread: its scale is 1 / 0.003.
 ACTNORM_EPSILON = 1e-5**0.5
 HEAD = NormAct(momentum=0.9, epsilon=1e-5)
+MARGIN = 1e-5
+# tensors of the release without use here: left singular vectors and values, and a prior
+UNUSED = ("weight_u", "weight_sigma", "prior_mu", "prior_logstd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,19 +158,55 @@ class IResNet(ConvolutionalClassifier):
     def image_size(self) -> int:
         return self.variant.image_size
 
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Pairs: a module or tensor of the release, and the one here."""
+        yield from (("bn1", "norm"), ("logits", "fc"))
+        norms = (name for name, m in self.named_modules() if isinstance(m, ActNorm))
+        blocks = (name for name, m in self.named_modules() if isinstance(m, ContractiveBlock))
+        for i, (norm, block) in enumerate(zip(norms, blocks, strict=True)):
+            for name in ("log_scale", "shift"):
+                yield f"stack.{i}.actnorm._{name}", f"{norm}.{name}"
+            for layer in range(6):
+                theirs, ours = f"stack.{i}.bottleneck_block.{layer}", f"{block}.branch.{layer}"
+                yield from ((theirs, ours), (f"{theirs}.weight_orig", f"{ours}.weight"))
+                yield f"{theirs}.weight_v", f"{ours}.vector"
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        kept = {key: t for key, t in tensors.items() if not key.endswith(UNUSED)}
+        adapted = dict(super().adapt_state_dict(kept))
+        if not any(key.endswith("weight_v") for key in tensors):  # ours, or parameters alone
+            return adapted
+        for name, buffer in self.named_buffers():
+            if name.endswith("initialised"):
+                adapted[name] = torch.tensor(True)
+            elif name.endswith("vector") and (flat := adapted.get(name)) is not None:
+                if flat.numel() == buffer.numel():
+                    adapted[name] = flat.view_as(buffer)
+                elif flat.numel() == buffer.shape[1]:  # of a 1x1 convolution: of one pixel
+                    pixels = buffer[0, 0].numel()
+                    adapted[name] = (flat.view(1, -1, 1, 1) / pixels**0.5).expand_as(buffer)
+        return adapted
+
 
 def _stage(variant: IResNetVariant, index: int, width: int) -> Iterator[Step]:
     if variant.strides[index] > 1:
         yield Squeeze(2, order="irevnet", streams=1)
-    side = -(-variant.image_size // variant.reductions[index])
     inner = variant.inner[index]
 
     def conv(channels: int, outputs: int, kernel_size: int) -> nn.Module:
         return ContractiveConv2d(
-            channels, outputs, kernel_size, size=(side, side), coefficient=variant.coefficient
+            channels,
+            outputs,
+            kernel_size,
+            size=(side, side),
+            coefficient=variant.coefficient,
+            margin=MARGIN if kernel_size > 1 else 0.0,
         )
 
     for block in range(variant.units[index]):
+        # before the squeeze in a stage's first block, see the top of this file
+        reduction = variant.reductions[index] if block else (1, *variant.reductions)[index]
+        side = -(-variant.image_size // reduction)
         layers = (conv(width, inner, 3), nn.ELU(), conv(inner, inner, 1), nn.ELU())
         first = not (index or block)  # it reads the image itself
         norm, residual = (PaddedActNorm, PaddedBlock) if first else (ActNorm, ContractiveBlock)

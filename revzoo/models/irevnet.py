@@ -152,6 +152,11 @@ IREVNETS: dict[str, IRevNetVariant] = {
     "irevnet13": IRevNetVariant(units=(2, 2), strides=(1, 2), channels=(16, 64), image_size=8),
 }
 
+# Layers of a block in the release, by their index in its Sequential; the gaps are ReLUs and
+# dropout, without tensors. The very first block has no leading BN-ReLU.
+FIRST_BLOCK = {"conv1": 0, "norm2": 1, "conv2": 3, "norm3": 5, "conv3": 7}
+OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "conv3": 9}
+
 
 class IRevNet(ConvolutionalClassifier):
     """i-RevNet, ``(B, in_chans, H, W) -> (B, num_classes)``; every step has an inverse.
@@ -215,6 +220,14 @@ class IRevNet(ConvolutionalClassifier):
     @property
     def image_size(self) -> int:
         return self.variant.image_size
+
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Pairs: a module of the release, and the one here."""
+        branches = (name for name, m in self.named_modules() if isinstance(m, Branch))
+        for block, branch in enumerate(branches):
+            for layer, place in (OTHER_BLOCKS if block else FIRST_BLOCK).items():
+                yield f"stack.{block}.bottleneck_block.{place}", f"{branch}.{layer}"
+        yield from (("bn1", "norm"), ("linear", "fc"))
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the representation of :meth:`encode`: the release's ``forward``."""

@@ -33,7 +33,7 @@ from revzoo.models.weights_file import (
     check_finite,
     check_fit,
     parse_safetensors,
-    read_state_dict,
+    read_published_file,
     safetensors_bytes,
 )
 from revzoo.models.wrapped import is_library_name, weights_address
@@ -141,7 +141,7 @@ def _cached_copy(entry: WeightsEntry, cache_dir: str | Path | None) -> WeightsEn
     with TemporaryDirectory() as folder:
         downloaded = Path(folder) / Path(urlsplit(url).path).name
         download(url, downloaded, sha256=entry.sha256)
-        tensors = read_state_dict(downloaded).tensors
+        tensors = read_published_file(downloaded).tensors
     data = safetensors_bytes(tensors, metadata_for(entry))
     digest = hashlib.sha256(data).hexdigest()
     known = replace(entry, sha256=digest, file=path.name, url=None, folder=path.parent)

@@ -277,7 +277,8 @@ def create_model(
         out_indices: the stages whose maps to return, negative ones from the last; a number n for
             the last n; None for all.
         checkpoint_path: a local file of weights to use instead: safetensors, a ``state_dict``
-            (.pt, .pth) or a training checkpoint (.ckpt).
+            (.pt, .pth), a training checkpoint (.ckpt) or a publisher's file. With the tag of the
+            publisher's weights in ``name``, the network has their options.
         cache_dir: folder of downloads; None for ``$REVZOO_CACHE``, or the user's cache.
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
@@ -408,7 +409,7 @@ def _build(
         # A network without values tells what names its first and last layer. A constructor that
         # reads values of tensors runs on the CPU, where it draws.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            layout = network(row)
+            layout = network(row, **_given(in_chans=file.in_chans))
     # the first source that knows a number decides
     shape = ChainMap(
         numbers,

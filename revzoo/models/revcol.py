@@ -13,6 +13,9 @@ has one value for each channel, 0.5 at first.
 
     image -> stem -> columns -> last level of the last column -> pool -> LN -> [dropout] -> linear
 
+``revcol_huge`` has one more connection: level 0 also reads the last level of the column before,
+upsampled by 8.
+
 The streams are the stem's output, which each column reads, and the levels. One step replaces one
 level, so a replay records the blocks of one level. Column 0 adds streams; to undo it, drop them.
 
@@ -70,6 +73,7 @@ class RevColVariant:
         widths: channels of each level.
         units: number of blocks of each level.
         kernel_size: side of the depthwise convolutions, odd.
+        top_to_bottom: whether level 0 also reads the last level of the column before.
         image_size: side in pixels of the publication's images; other sizes work, too.
 
     Raises:
@@ -80,6 +84,7 @@ class RevColVariant:
     widths: tuple[int, ...]
     units: tuple[int, ...]
     kernel_size: int = 3
+    top_to_bottom: bool = False
     image_size: int = field(default=224, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,9 +107,9 @@ class RevColVariant:
         return self.reductions[-1]
 
 
-def _row(columns: int, width: int, units: tuple[int, ...]) -> RevColVariant:
+def _row(columns: int, width: int, units: tuple[int, ...], **options: Any) -> RevColVariant:
     widths = tuple(width * 2**level for level in range(4))
-    return RevColVariant(columns=columns, widths=widths, units=units)
+    return RevColVariant(columns=columns, widths=widths, units=units, **options)
 
 
 # The paper trains them with drop_path_rate 0.1, 0.3, 0.4, 0.5 and 0.5.
@@ -114,6 +119,7 @@ REVCOLS: dict[str, RevColVariant] = {
     "revcol_base": _row(16, 72, (1, 1, 3, 2)),
     "revcol_large": _row(8, 128, (1, 2, 6, 2)),
     "revcol_xlarge": _row(8, 224, (1, 2, 6, 2)),
+    "revcol_huge": _row(8, 360, (1, 2, 6, 2), top_to_bottom=True),
 }
 
 
@@ -148,23 +154,24 @@ class ConvNeXtBlock(nn.Module):
 
 
 class UpsampleLevel(nn.Module):
-    """``(B, C, H, W) -> (B, width, 2 H, 2 W)``: linear, LN, nearest-neighbour upsampling."""
+    """``(B, C, H, W) -> (B, width, scale H, scale W)``: linear, LN, nearest upsampling."""
 
-    def __init__(self, channels: int, *, width: int) -> None:
+    def __init__(self, channels: int, *, width: int, scale: int = 2) -> None:
         super().__init__()
+        self.scale = scale
         self.project = nn.Linear(channels, width)
         self.norm = nn.LayerNorm(width, eps=EPSILON)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.project(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
-        return functional.interpolate(y, scale_factor=2, mode="nearest")
+        return functional.interpolate(y, scale_factor=self.scale, mode="nearest")
 
 
 class LevelBranch(nn.Module):
     """F of one level: ``(below (B, C', 2 H, 2 W), above (B, C'', H/2, W/2)) -> (B, C, H, W)``.
 
-    Level 0 reads the stem's output, of its own shape. Column 0 and the last level read no level
-    above.
+    Level 0 reads the stem's output, of its own shape, and with ``top_to_bottom`` the last level.
+    Column 0 and the last level read no level above.
     """
 
     def __init__(
@@ -179,6 +186,9 @@ class LevelBranch(nn.Module):
         self.up: UpsampleLevel | None = None
         if not first and level + 1 < len(widths):
             self.up = UpsampleLevel(widths[level + 1], width=width)
+        self.up2: UpsampleLevel | None = None  # the release's name
+        if variant.top_to_bottom and level == 0 and self.up is not None:
+            self.up2 = UpsampleLevel(widths[-1], width=width, scale=2 ** (len(widths) - 1))
         self.blocks = nn.Sequential(
             *(
                 ConvNeXtBlock(width, kernel_size=variant.kernel_size, drop_path=rate)
@@ -186,10 +196,14 @@ class LevelBranch(nn.Module):
             )
         )
 
-    def forward(self, below: Tensor, above: Tensor | None = None) -> Tensor:
+    def forward(
+        self, below: Tensor, above: Tensor | None = None, top: Tensor | None = None
+    ) -> Tensor:
         x: Tensor = self.down(below)
         if self.up is not None:
             x = self.up(above) + x
+        if self.up2 is not None:
+            x = x + self.up2(top)
         y: Tensor = self.blocks(x)
         return y
 
@@ -279,7 +293,7 @@ class Level(Invertible):
 
     def _value(self, state: Sequence[Tensor]) -> Tensor:
         above = state[self.at + 1] if self.at + 1 < len(state) else None
-        value: Tensor = self.branch(state[self.at - 1], above)
+        value: Tensor = self.branch(state[self.at - 1], above, state[-1])
         return value
 
     def _with(self, state: Sequence[Any], c: Any) -> tuple[Any, ...]:
@@ -416,9 +430,11 @@ class RevCol(ConvolutionalClassifier):
             yield f"subnet{i}.alpha{level}", f"{ours}.gamma"
             for layer in ("0", "1"):
                 yield f"{theirs}.fusion.down.{layer}", f"{ours}.branch.down.{layer}"
-            for layer, name in (("0", "project"), ("1", "norm")):
-                path = f"{theirs}.fusion.up.channel_reschedule.{layer}"
-                yield path, f"{ours}.branch.up.{name}"
+            for up, (layer, name) in itertools.product(
+                ("up", "up2"), (("0", "project"), ("1", "norm"))
+            ):
+                path = f"{theirs}.fusion.{up}.channel_reschedule.{layer}"
+                yield path, f"{ours}.branch.{up}.{name}"
             for j in range(self.variant.units[level]):
                 block = f"{ours}.branch.blocks.{j}"
                 yield f"{theirs}.blocks.{j}.gamma", f"{block}.gamma"
@@ -431,10 +447,12 @@ class RevCol(ConvolutionalClassifier):
         return super().adapt_state_dict(kept)
 
     def keep_stages(self, count: int) -> None:
-        # a level reads the one above of the column before: one more level for each column back
+        # a level reads the one above of the column before: one more level for each column back,
+        # or all of them
         _, first, *columns = self._sequences()
+        every = len(first) if self.variant.top_to_bottom else 1
         for back, column in enumerate(reversed([first, *columns])):
-            column.steps = column.steps[: count + back]
+            column.steps = column.steps[: count + back * every]
         for step in (step for column in columns for step in column):
             step.streams = 1 + len(first)
         super().keep_stages(len(self.stages))

@@ -30,7 +30,9 @@ A shortcut ``s`` is the identity if the unit keeps the shape. Otherwise it is
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
+import re
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -57,6 +59,7 @@ from revzoo.models.components import (
 )
 from revzoo.models.lean import Lean, run
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
+from revzoo.weights.errors import ArchitectureMismatchError
 
 BranchKind = Literal["basic", "bottleneck"]
 # Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
@@ -396,6 +399,21 @@ class Stem(Step):
         return y if self.out_streams == 1 else halves(y)
 
 
+# The places of branches and shortcuts: scopes in the TensorFlow release, names in MemCNN, which
+# renamed rev_block to _fn in its version 1.0.
+_PLACES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "steps.0.branch": ("f/", ("revblock._fn.Fm", "revblock.rev_block.Fm")),
+    "steps.1.branch": ("g/", ("revblock._fn.Gm", "revblock.rev_block.Gm")),
+    "f": ("f/", ()),
+    "g": ("g/", ()),
+    "branch": ("", ("basicblock_sub", "bottleneck_sub")),
+    "shortcut": ("", ("downsample",)),
+    "shortcut1": ("x1_bottleneck/", ()),
+    "shortcut2": ("x2_bottleneck/", ()),
+}
+_LAYER = re.compile(rf"stages\.(\d+)\.steps\.(\d+)\.({'|'.join(_PLACES)})(?:\.(\w+))?")
+
+
 class StagedNetwork(ConvolutionalClassifier):
     """Stem, stages of residual units, head: ``(B, in_chans, H, W) -> (B, num_classes)``.
 
@@ -456,6 +474,39 @@ class StagedNetwork(ConvolutionalClassifier):
     def image_size(self) -> int:
         """224 for the ImageNet stem, 32 for the CIFAR stem."""
         return 224 if self.variant.downsampling_stem else 32
+
+    def published_keys(self) -> Iterator[tuple[str, str]]:
+        """Pairs: a module of the TensorFlow release or of MemCNN, and the one here.
+
+        the release                          MemCNN
+        init/init_conv, init/init_bn         conv1, bn1
+        unit_S_U/{f,g}/subK/{bn,conv}K       layerS.U.revblock._fn.{F,G}m.{bn,conv}K
+        unit_S_U/subK/{bn,conv}K             layerS.U.{basicblock,bottleneck}_sub.{bn,conv}K
+        unit_S_U/[{x1,x2}_bottleneck/]project   layerS.U.downsample.{0,1}
+        unit_last/final_bn, logit            bn_final, fc
+        """
+        yield from (("init/init_conv", "stem.steps.0.conv"), ("init/init_bn", "stem.steps.0.norm"))
+        yield from (("conv1", "stem.steps.0.conv"), ("bn1", "stem.steps.0.norm"))
+        yield from (("unit_last/final_bn", "norm"), ("bn_final", "norm"), ("logit", "fc"))
+        for path, _ in self.named_modules():
+            if (match := _LAYER.fullmatch(path)) is None:
+                continue
+            stage, unit, place, layer = int(match[1]) + 1, match[2], match[3], match[4] or ""
+            scope, names = _PLACES[place]
+            theirs = layer.replace("norm", "bn")
+            for name in names:
+                yield f"layer{stage}.{unit}.{name}.{theirs}", path
+            inside = "project" if place.startswith("shortcut") else f"sub{layer[-1:]}/{theirs}"
+            yield f"unit_{stage}_{unit}/{scope}{inside}", path
+
+    def adapt_state_dict(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if "init/init_conv.weight" in tensors and not CONVENTIONS[self.variant.convention].same:
+            raise ArchitectureMismatchError(
+                "the weights are of RevNet's TensorFlow release, which pads strided layers in "
+                f"another way than convention={self.variant.convention!r}: create the network with "
+                "convention='gomez_same', or use revzoo.load_published(FILE, 'revnet')"
+            )
+        return super().adapt_state_dict(tensors)
 
 
 class RevNet(StagedNetwork):

@@ -2,14 +2,18 @@
 
 safetensors files hold only bytes and shapes. Of torch's files, ``torch.load(weights_only=True)``
 alone decides what they hold; it runs no code (``docs/decisions/017-one-reader-of-torch-files.md``).
+:mod:`revzoo.models.tensor_bundle` reads TensorFlow's.
 """
 
 from __future__ import annotations
 
 import re
+import tarfile
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +21,26 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from revzoo._checks import is_count, shortened
+from revzoo.models.tensor_bundle import DATA_SUFFIX, SUFFIX, read_tensor_bundle
 from revzoo.weights.entry import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
 
 PICKLED = (".pt", ".pth", ".ckpt", ".pyth", ".tar")
+ARCHIVE = ".gz"  # of NAME.tar.gz, with a TensorFlow checkpoint
 REMEDY = "use another copy of it, or another checkpoint of the run"
 WRAPPERS = ("state_dict", "model", "model_state_dict", "model_state", "net")
 """Keys under which training scripts keep the state dict."""
+# names of variables in the TensorFlow release of RevNet
+_LEAVES = {
+    "w": "weight",
+    "b": "bias",
+    "gamma": "weight",
+    "beta": "bias",
+    "ema_mean": "running_mean",
+    "ema_var": "running_var",
+}
+_OF_TRAINING = ("Momentum", "global_step", "learn_rate")
 
 
 class TensorFile(NamedTuple):
@@ -56,7 +72,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
 
 
 def read_weights_file(path: Path) -> TensorFile:
-    """The tensors of a local file: safetensors, or as :func:`read_state_dict`.
+    """The tensors of a local file: safetensors, or as :func:`read_published_file`.
 
     Raises:
         EntryError: the entry beside a safetensors file is not valid.
@@ -70,16 +86,77 @@ def read_weights_file(path: Path) -> TensorFile:
         entry = entry_beside(path)  # with it, the hash can be verified
         data = path.read_bytes() if entry is None else read_bytes(entry)
         return parse_safetensors(data, str(path))
-    if path.suffix == ".index":
+    if path.suffix not in (known := (*PICKLED, SUFFIX, ARCHIVE)):
         raise UnreadableWeightsError(
-            f"{path} is a TensorFlow checkpoint: expected .safetensors or a file of torch. For the "
-            f"release of RevNet, use revzoo.load_published({str(path)!r}, 'revnet')"
+            f"{path} has an unknown format; expected .safetensors, {', '.join(known)}"
         )
-    if path.suffix not in PICKLED:
+    return read_published_file(path)
+
+
+def read_published_file(path: Path) -> TensorFile:
+    """The tensors of a file of TensorFlow (``.index``, ``.tar.gz``), else of torch.
+
+    Raises:
+        UnreadableWeightsError: see :func:`read_tensorflow` and :func:`read_state_dict`.
+    """
+    of_tensorflow = path.suffix in (SUFFIX, ARCHIVE)
+    return read_tensorflow(path) if of_tensorflow else read_state_dict(path)
+
+
+def read_tensorflow(path: Path) -> TensorFile:
+    """The network's variables in a TensorFlow checkpoint, in torch's layout.
+
+    A variable ``Model/SCOPES/LAYER/w`` becomes ``SCOPES/LAYER.weight``, as the release of RevNet
+    names them; those of its optimiser are left out.
+
+    Args:
+        path: ``NAME.index``, with ``NAME.data-00000-of-00001`` beside it, or a ``.tar.gz`` archive
+            of one checkpoint.
+
+    Raises:
+        OSError: a file cannot be opened.
+        UnreadableWeightsError: the archive is damaged, or holds no or several checkpoints; or see
+            :func:`~revzoo.models.tensor_bundle.read_tensor_bundle`.
+    """
+    if path.suffix != ARCHIVE:
+        variables = read_tensor_bundle(path)
+    else:
+        with TemporaryDirectory() as folder:
+            variables = read_tensor_bundle(_unpacked(path, Path(folder)))
+    tensors = {}
+    for name, array in variables.items():
+        module, _, leaf = name.removeprefix("Model/").rpartition("/")
+        if leaf in _OF_TRAINING:
+            continue
+        tensor = torch.from_numpy(array)
+        if tensor.dim() == 4:  # kernels: height, width, in, out
+            tensor = tensor.permute(3, 2, 0, 1)
+        elif tensor.dim() == 2:  # the classifier: in, out
+            tensor = tensor.T
+        tensors[f"{module}.{_LEAVES.get(leaf, leaf)}"] = tensor.contiguous()
+    return TensorFile(tensors, str(path))
+
+
+def _unpacked(path: Path, folder: Path) -> Path:
+    """The index of the checkpoint in an archive, after writing its two files to ``folder``."""
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                name = Path(member.name).name  # without folders, so nothing lands outside
+                if name.endswith((SUFFIX, DATA_SUFFIX)) and (file := archive.extractfile(member)):
+                    (folder / name).write_bytes(file.read())
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise UnreadableWeightsError(
-            f"{path} has an unknown format; expected .safetensors, {', '.join(PICKLED)}"
+            f"{path} is damaged, cut off or not a .tar.gz archive ({error}): fetch it again"
+        ) from None
+    found = (file for file in folder.glob(f"*{SUFFIX}") if file.with_suffix(DATA_SUFFIX).exists())
+    names = sorted(file.name for file in found)
+    if len(names) != 1:
+        raise UnreadableWeightsError(
+            f"{path} holds {len(names)} TensorFlow checkpoints ({shortened(names)}): expected one, "
+            f"NAME{SUFFIX} with NAME{DATA_SUFFIX}. Unpack it, and give the path of one index"
         )
-    return read_state_dict(path)
+    return folder / names[0]
 
 
 def read_state_dict(path: Path) -> TensorFile:

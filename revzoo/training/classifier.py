@@ -118,8 +118,12 @@ class Classifier(pl.LightningModule):
         return make_metrics(class_count(self.model))
 
     def lay_out(self, *, channels_last: bool) -> None:
-        """Set the memory format of weights and images; under bfloat16 it changes rounding."""
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        """Set the memory format of weights and images; under bfloat16 it changes rounding.
+
+        Networks of signals and volumes keep the default.
+        """
+        last = channels_last and getattr(self.model, "dims", 2) == 2
+        self.memory_format = torch.channels_last if last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
 
     @property

@@ -72,7 +72,9 @@ def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labe
     """Add a batch: its mean loss (), logits (B, num_classes) and labels, as in the batch."""
     # one loss per image: MeanMetric ignores weights if it does not check values
     losses = loss.detach().expand(len(labels))
-    metrics.update(value=losses, preds=logits.detach(), target=true_classes(labels))
+    where = next(iter(metrics.values())).device  # the logits of windows are on the CPU
+    true = true_classes(labels).to(where)
+    metrics.update(value=losses, preds=logits.detach().to(where), target=true)
 
 
 def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:

@@ -23,6 +23,7 @@ from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
 from revzoo.training.tta import flipped_mean
+from revzoo.training.windows import by_windows
 
 Input: TypeAlias = str | Path | Image.Image | Tensor
 """A file, a Pillow image, or a tensor (C, H, W) of bytes or of floats in [0, 1]."""
@@ -146,6 +147,24 @@ def _checked(image: Tensor, channels: int) -> Tensor:
             "give bytes: image.to(torch.uint8)"
         )
     return image.clamp(0, 1)
+
+
+def segment_volume(
+    network: DenseNetwork, volume: Tensor, window: Sequence[int], *, progress: bool = False
+) -> Tensor:
+    """The probabilities of the classes, (K, D, H, W) on the CPU, of a prepared volume (C, D, H, W).
+
+    See :func:`~revzoo.training.windows.by_windows`.
+
+    Raises:
+        CheckpointError: an output is NaN or Inf.
+    """
+    device = next(network.parameters()).device
+    with evaluation_mode(network), torch.inference_mode():
+        found = by_windows(network, volume[None], window, device=device, progress=progress)[0]
+    if not found.isfinite().all():
+        raise _not_finite()
+    return found.softmax(0)
 
 
 def segment(

@@ -16,6 +16,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -45,6 +46,8 @@ from revzoo.training.lightning_compat import (
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# what a schedule has from the length of the run, in the states of torch's schedulers
+OF_LENGTH = ("total_steps", "_schedule_phases", "milestones")
 # seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
 
@@ -251,7 +254,12 @@ def can_drift(step: Step) -> bool:
 
 
 class RunState(pl.Callback):
-    """Saves and restores the random states of each process, training metrics and logged figures."""
+    """Saves and restores the random states of each process, training metrics and logged figures.
+
+    A run that resumes with more epochs or steps stretches its schedule to the new length: the rate
+    goes on as in a run that has had this length from the start. After a schedule that has ended,
+    it rises again, as in a warm restart (Loshchilov and Hutter 2017, arXiv 1608.03983).
+    """
 
     _trainer: pl.Trainer  # both from setup
     _module: Any  # a Classifier
@@ -262,6 +270,7 @@ class RunState(pl.Callback):
         self.recomputed: list[str] = []  # names of the steps that drifted
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
+        self._stretched_from: int | None = None  # the planned steps of the checkpoint
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
@@ -278,17 +287,29 @@ class RunState(pl.Callback):
             "metrics": states_of(self._metrics() if is_open else {}, sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
+            "epoch_steps": self._epoch_steps(),
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
             # of each process: its grids have adapted to its own samples
             "growth": gathered(growth_of(self._module)),
         }
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Check the length of the run; drop the length of a schedule that is stretched."""
+        saved = checkpoint["callbacks"].get(self.state_key)
+        # a test may use a different number of devices
+        if saved is None or not is_fitting(trainer):
+            return
+        self._stretched_from = self._stretched(saved)
+        if self._stretched_from is not None:
+            for state in checkpoint["lr_schedulers"]:
+                for key in OF_LENGTH:
+                    state.pop(key, None)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a saved state, to restore it when training starts."""
-        # a test may use a different number of devices
-        if is_fitting(self._trainer):
-            self._check_same_length(state_dict)
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])
         self.notes = dict(state_dict.get("notes", {}))
@@ -310,8 +331,29 @@ class RunState(pl.Callback):
         if trainer.is_global_zero:  # the saved states are sums over all processes
             set_states(self._metrics(), state["metrics"])
         set_generator_states(state["random"][trainer.global_rank])
+        if self._stretched_from is not None:
+            self._stretch(trainer, self._stretched_from)
+            self._stretched_from = None
 
-    def _check_same_length(self, saved: Mapping[str, Any]) -> None:
+    def _stretch(self, trainer: pl.Trainer, planned: int) -> None:
+        """Set the rates to those of the stretched schedule, which Lightning has restored."""
+        for config in trainer.lr_scheduler_configs:
+            schedule: Any = config.scheduler
+            with warnings.catch_warnings():
+                # torch deprecates the argument, but has no other way
+                warnings.simplefilter("ignore")
+                schedule.step(schedule.last_epoch)
+        if trainer.is_global_zero:
+            log.info(
+                "%-8s stretched from %s to %s steps, lr is now %.3g",
+                "schedule",
+                f"{planned:,}",
+                f"{self._planned_steps:,}",
+                trainer.optimizers[0].param_groups[0]["lr"],
+            )
+
+    def _stretched(self, saved: Mapping[str, Any]) -> int | None:
+        """The planned steps of the checkpoint if this run has more of them; None otherwise."""
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
         if before != now:
             raise CheckpointError(
@@ -319,12 +361,19 @@ class RunState(pl.Callback):
                 f"use {before}, because each process resumes with its images and random numbers"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
-        if planned is not None and steps is not None and planned != steps:
+        if planned is None or steps is None or planned == steps:
+            return None
+        if steps < planned or saved.get("epoch_steps") != self._epoch_steps():
             raise CheckpointError(
                 f"{path} comes from a run of {planned} optimiser steps, this run has {steps}, and "
-                "the learning rates depend on their number: use the same epochs, steps, images and "
-                "batch size, or begin a new run"
+                "the learning rates depend on their number: use the same images and batch size, "
+                "and the same or more epochs or steps; or begin a new run"
             )
+        return int(planned)
+
+    def _epoch_steps(self) -> float:
+        """The optimiser steps of an epoch, rounded down."""
+        return self._trainer.num_training_batches // self._trainer.accumulate_grad_batches
 
     def _plan(self) -> float | None:
         """The optimiser steps of the run; None if the learning rates do not depend on them."""

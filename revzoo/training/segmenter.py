@@ -15,7 +15,9 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
 from revzoo.training.classifier import Classifier, class_count
+from revzoo.training.lightning_compat import data_of
 from revzoo.training.metrics import by_split, mean_loss
+from revzoo.training.windows import by_windows
 
 IGNORED = -1
 """The class of positions that neither train nor count."""
@@ -64,6 +66,22 @@ class Segmenter(Classifier):
         >>> module(torch.zeros(1, 3, 16, 16)).shape
         torch.Size([1, 4, 16, 16])
     """
+
+    window: tuple[int, ...] | None = None
+    """Of an evaluation of volumes: the size of the data's patches."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        sizes: tuple[int, ...] = getattr(data_of(self.trainer), "sizes", ())
+        self.window = sizes if len(sizes) == 3 else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes, *sizes), in evaluation from windows if a volume is no patch."""
+        # in evaluation, volumes from files stay on the CPU
+        here = images.shape[2:] == self.window and images.device == self.device
+        if self.training or self.window is None or here:
+            return super().forward(images)
+        return by_windows(super().forward, images, self.window, device=self.device)
 
     def make_metrics(self) -> nn.ModuleDict:
         options: dict[str, Any] = {

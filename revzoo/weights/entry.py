@@ -51,7 +51,8 @@ class WeightsEntry:
         architecture: name for ``create_model``.
         options: further keywords of ``create_model`` that the network was built with.
         num_classes: rows of the classifier.
-        input_size: channels, height and width of the training images.
+        input_size: channels, height and width of the training images; channels and three sizes of
+            volumes, channels and length of signals.
         sha256: of the whole file, 64 hexadecimal digits; None if its publisher states none.
         file: name of a safetensors file, beside the entry or in the hub's repository.
         url: ``https://...`` of the file, or ``hf-hub:owner/name``. A publisher's own file of
@@ -166,8 +167,8 @@ class WeightsEntry:
         yield "classes", complete and names, f"names, num_classes={self.num_classes} of them"
         known = self.class_set is None or (self.class_set in CLASS_SETS and words is None)
         yield "class_set", known, f"one of {', '.join(CLASS_SETS)}, without classes"
-        sized = len(self.input_size) == 3 and all(map(is_count, self.input_size))
-        yield "input_size", sized, "[channels, height, width]"
+        sized = 2 <= len(self.input_size) <= 4 and all(map(is_count, self.input_size))
+        yield "input_size", sized, "[channels, height, width], or 1 or 3 sizes"
         for name, least in (("mean", -inf), ("std", 0)):
             values = getattr(self, name)
             valid = values is None or (sized and len(values) == self.in_chans)

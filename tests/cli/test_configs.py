@@ -19,6 +19,7 @@ NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
     "data=table": ("data.table=labels.csv",),
+    "data=volumes": ("data.root=volumes",),
     "experiment=imagenet": ("data.root=images",),
     "experiment=finetune_backbone": ("data.root=images",),
     "memory=budget": ("memory.bytes=4GiB",),

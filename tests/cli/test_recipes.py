@@ -80,7 +80,9 @@ def test_a_stated_command_belongs_to_its_recipe_and_is_valid(
     if "model" in given:
         assert config["model"]["name"] == given["model"]
     kinds = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "digits": "Digits", "shapes": "Shapes"}
-    own = {"segmentation": "shapes"}.get(name, "cifar10" if "cifar" in name else "")
+    kinds["blobs3d"] = "Blobs3d"
+    generated = {"segmentation": "shapes", "volumes": "blobs3d"}
+    own = generated.get(name, "cifar10" if "cifar" in name else "")
     kind = kinds.get(given.get("data", own), "ImageFolder")
     assert config["data"]["_target_"] == f"revzoo.data.{kind}"
 

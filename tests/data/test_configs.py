@@ -19,6 +19,7 @@ def _needed(path: Path) -> dict[str, str]:
     """Arguments without a default."""
     given = {"imagefolder": {"root": "nowhere"}, "table": {"table": "labels.csv"}}
     given["masks"] = given["imagefolder"]
+    given["volumes"] = {"root": "nowhere"}
     return given.get(path.stem, {})
 
 
@@ -42,8 +43,8 @@ def _public(data: ImageData) -> dict[str, Any]:
 
 
 def test_every_set_has_a_configuration() -> None:
-    names = ["cifar10", "cifar100", "digits", "imagefolder", "masks", "shapes", "table"]
-    assert [path.stem for path in _CONFIGS] == names
+    names = ["blobs3d", "cifar10", "cifar100", "digits", "imagefolder", "masks", "shapes", "table"]
+    assert [path.stem for path in _CONFIGS] == [*names, "volumes"]
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)

@@ -12,7 +12,18 @@ from revzoo.cli.config import check_value
 from revzoo.cli.run.build import build_data
 from revzoo.cli.schema import AUGMENT
 from revzoo.cli.terminal import ConfigError
-from revzoo.data import CIFAR10, CIFAR100, DATA, Digits, ImageFolder, Masks, Shapes, Table
+from revzoo.data import (
+    CIFAR10,
+    CIFAR100,
+    DATA,
+    Blobs3d,
+    Digits,
+    ImageFolder,
+    Masks,
+    Shapes,
+    Table,
+    Volumes,
+)
 from revzoo.data.augment import POLICIES
 
 
@@ -29,7 +40,7 @@ def table(monkeypatch):
 
 
 def test_the_package_registers_its_own():
-    kinds = (CIFAR10, CIFAR100, Digits, ImageFolder, Masks, Shapes, Table)
+    kinds = (Blobs3d, CIFAR10, CIFAR100, Digits, ImageFolder, Masks, Shapes, Table, Volumes)
     assert {f"revzoo.data.{kind.__name__}": kind for kind in kinds} == DATA
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from revzoo import ConversionError, create_model, load_published, set_memory
-from revzoo.interop.published import FIRST_BLOCK, OTHER_BLOCKS, irevnet_spec
+from revzoo.interop.published import irevnet_spec
+from revzoo.models.irevnet import FIRST_BLOCK, OTHER_BLOCKS
 from revzoo.weights.errors import NotFiniteError
 
 BLOCKS = {"resnet": ("BasicBlock", "Bottleneck"), "revnet": ("RevBasicBlock", "RevBottleneck")}

@@ -6,7 +6,10 @@ again: ``resnet/models/resnet_model.py`` and ``revnet_model.py`` of renmengye/re
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
+import tarfile
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,10 +19,19 @@ import torch
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.nn import functional
 
-from revzoo import ConversionError, create_model, from_pretrained, load_published, set_memory
+from revzoo import (
+    ConversionError,
+    WeightsTable,
+    create_model,
+    from_pretrained,
+    load_published,
+    set_memory,
+)
 from revzoo.cli.main import main
-from revzoo.interop.tensor_bundle import read_tensor_bundle
-from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.models.tensor_bundle import read_tensor_bundle
+from revzoo.models.weights_file import read_tensorflow
+from revzoo.weights.errors import ArchitectureMismatchError, UnreadableWeightsError
+from revzoo.weights.table import SHIPPED
 
 TYPES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "float16": 19, "bool": 10}
 HEADER = b"\x08\x01\x1a\x02\x08\x01"  # one data file, little-endian, version 1
@@ -275,8 +287,9 @@ def test_the_releases_networks_compute_the_same(name, side, index):
     set_memory(ours, "store")
     with torch.no_grad():
         actual = ours.double()(x.double())
-        shifted = load_published(index, "revnet", convention="gomez")
-        set_memory(shifted, "store")
+        changes = {"convention": "gomez", "memory": "store", "num_classes": 7}
+        shifted = create_model(ours.spec.architecture, **{**ours.spec.options, **changes}).eval()
+        shifted.load_state_dict(ours.state_dict())
         other = shifted.double()(x.double())
     scale = expected.abs().max()
     assert (actual - expected).abs().max() <= 1e-9 * scale
@@ -295,8 +308,10 @@ def test_published_networks_are_recognised(index):
     assert named.spec[:2] == ("revnet38", options)
     with pytest.raises(ConversionError, match=r"(?s)do not fit.*stages\.0\.steps\.3"):
         load_published(index, "revnet", name="revnet110")
-    with pytest.raises(UnreadableWeightsError, match=r"load_published.*'revnet'"):
+    with pytest.raises(ArchitectureMismatchError, match=r"than convention='gomez'.*gomez_same"):
         create_model("revnet38", checkpoint_path=index)
+    by_path = create_model("revnet38", checkpoint_path=index, **options)
+    assert all(map(torch.equal, by_path.parameters(), load_published(index, "revnet").parameters()))
 
 
 def test_variables_of_another_network_are_refused(index):
@@ -305,8 +320,75 @@ def test_variables_of_another_network_are_refused(index):
     variables = {}
     release(torch.zeros(1, 3, 8, 8), variables, *SMALL["revnet38"])
     write(index, variables | {"Model/extra": np.ones(2, "f4")})
-    with pytest.raises(ConversionError, match=r"unexpected: .extra .as in the file"):
+    with pytest.raises(ConversionError, match=r"unexpected: .extra"):
         load_published(index, "revnet")
+
+
+def archive(index, *names):
+    """The publisher's ``.tar.gz`` of a checkpoint in a folder."""
+    path = index.with_name("revnet.tar.gz")
+    with tarfile.open(path, "w:gz") as file:
+        for name in names or (index.name, index.with_suffix(".data-00000-of-00001").name):
+            file.add(index.with_name(name), f"revnet/{name}")
+    return path
+
+
+def test_an_archive_gives_the_network_by_path_and_by_name(index, tmp_path, monkeypatch):
+    """As ``revnet104.in1k``, for a smaller network."""
+    torch.manual_seed(0)
+    x, variables = torch.randn(2, 3, 32, 32), {}
+    expected = release(x, variables, *SMALL["revnet104"])
+    packed = archive(write(index, variables))
+    units, (stem, *widths), *_ = SMALL["revnet104"]
+    options = {"convention": "gomez_same", "units": units, "stem_width": stem, "widths": widths}
+    entry = {"name": "revnet104.in1k", "architecture": "revnet104", "num_classes": 7}
+    entry |= {"input_size": [3, 32, 32], "url": "http://host/revnet.tar.gz"}
+    (tmp_path / "table").mkdir()
+    text = json.dumps(entry | {"options": options | {"strides": [1, 2, 2]}})
+    (tmp_path / "table" / "revnet104.in1k.json").write_text(text)
+
+    def download(url, target, *, sha256):
+        assert (url, sha256) == (entry["url"], None)
+        shutil.copy(packed, target)
+
+    monkeypatch.setattr("revzoo.models.pretrained.download", download)
+    keywords = {"table": WeightsTable(tmp_path / "table"), "cache_dir": tmp_path / "cache"}
+    for sources in ({"pretrained": True}, {"checkpoint_path": packed}):
+        model = create_model("revnet104.in1k", memory="store", **keywords, **sources).eval()
+        with torch.no_grad():
+            assert (model(x) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert load_published(packed, "revnet").num_classes == 7
+
+
+def test_the_entry_of_revnet_104_has_the_options_and_size_of_its_checkpoint():
+    entry = SHIPPED.entries["revnet104.in1k"]
+    variables = {}
+    layout = ((2, 2, 11, 2), (128, 128, 256, 512, 832), True, True, True)
+    release(torch.zeros(1, 3, 32, 32), variables, *layout)
+    with torch.device("meta"):
+        model = create_model(entry.architecture, num_classes=7, **entry.options)
+    names = dict(model.published_keys())
+    layers = {name.removeprefix("Model/").rpartition("/")[0] for name in variables}
+    assert {names[layer] for layer in layers} == {
+        key.rpartition(".")[0] for key in model.state_dict()
+    }
+    values = sum(v.size for k, v in variables.items() if "/ema_" not in k) + 993 * (3328 + 1)
+    assert entry.parameters == pytest.approx(values / 1e6, rel=5e-3)
+
+
+def test_an_archive_without_one_checkpoint_is_refused(index):
+    write(index, ONES)
+    data = index.with_suffix(".data-00000-of-00001").name
+    for name in (data, index.name):
+        with pytest.raises(UnreadableWeightsError, match=r"holds 0 TensorFlow check.*Unpack"):
+            read_tensorflow(archive(index, name))
+    other = write(index.with_name("b.index"), ONES).with_suffix(".data-00000-of-00001").name
+    with pytest.raises(UnreadableWeightsError, match=r"holds 2 .*b\.index, model\.ckpt-7\.index"):
+        read_tensorflow(archive(index, "b.index", other, index.name, data))
+    path = archive(index)
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(UnreadableWeightsError, match=r"cut off or not a \.tar\.gz archive"):
+        read_tensorflow(path)
 
 
 def test_the_command_converts_a_checkpoint(index, tmp_path, capsys):

@@ -11,6 +11,7 @@ import revzoo
 from revzoo import NotInvertibleError, set_memory
 from revzoo.models import create_model
 from revzoo.models.network import ImageSizeError
+from revzoo.weights.table import SHIPPED
 
 TINY = {"columns": 3, "widths": (4, 8, 4, 8), "units": (1, 2, 1, 1)}
 # columns, width of level 0, blocks: table 11 of the paper
@@ -20,6 +21,7 @@ SIZES = {
     "revcol_base": (16, 72, (1, 1, 3, 2)),
     "revcol_large": (8, 128, (1, 2, 6, 2)),
     "revcol_xlarge": (8, 224, (1, 2, 6, 2)),
+    "revcol_huge": (8, 360, (1, 2, 6, 2)),  # the release's models/revcol_huge.py
 }
 
 
@@ -58,7 +60,10 @@ def parameters(columns, width, units, classes=1000):
 def test_parameters_follow_the_definition(name):
     with torch.device("meta"):
         model = create_model(name, num_classes=1000)
-    assert sum(p.numel() for p in model.parameters()) == parameters(*SIZES[name])
+    expected = parameters(*SIZES[name])
+    if name == "revcol_huge":  # seven upsamplings from the last level to level 0
+        expected += 7 * (2880 * 360 + 360 + 2 * 360)
+    assert sum(p.numel() for p in model.parameters()) == expected
 
 
 def norm(x, layer):
@@ -72,7 +77,7 @@ def linear(x, layer):
     return F.conv2d(x, layer.weight[:, :, None, None], layer.bias)
 
 
-def branch(module, below, above):
+def branch(module, below, above, top):
     x = (
         below
         if isinstance(module.down, torch.nn.Identity)
@@ -83,6 +88,9 @@ def branch(module, below, above):
     if above is not None:
         y = norm(linear(above, module.up.project), module.up.norm)
         x = x + y.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    if above is not None and module.up2 is not None:
+        y = norm(linear(top, module.up2.project), module.up2.norm)
+        x = x + y.repeat_interleave(8, 2).repeat_interleave(8, 3)
     for block in module.blocks:
         conv = block.dwconv
         y = norm(F.conv2d(x, conv.weight, conv.bias, padding=1, groups=x.shape[1]), block.norm)
@@ -91,19 +99,21 @@ def branch(module, below, above):
     return x
 
 
-def test_a_network_is_its_formula():
-    model = small(gammas=(-1.5, 1.5)).eval()
+@pytest.mark.parametrize("huge", [False, True])
+def test_a_network_is_its_formula(huge):
+    model = small(gammas=(-1.5, 1.5), top_to_bottom=huge).eval()
+    assert sum("up2" in key for key in model.state_dict()) == 8 * huge
     set_memory(model, "store")
     x = images(64)
     (stem,) = model.stem
     stem = norm(F.conv2d(x, stem.conv.weight, stem.conv.bias, stride=4), stem.norm)
     levels = []
     for step in model.stages[0]:
-        levels.append(branch(step.branch, levels[-1] if levels else stem, None))
+        levels.append(branch(step.branch, levels[-1] if levels else stem, None, None))
     for column in list(model.stages)[1:]:
         for i, step in enumerate(column):
             above = levels[i + 1] if i < 3 else None
-            value = branch(step.branch, levels[i - 1] if i else stem, above)
+            value = branch(step.branch, levels[i - 1] if i else stem, above, levels[-1])
             levels[i] = step.gamma * levels[i] + value
     features, maps = model.forward_intermediates(x)
     for found, level in zip(maps, levels, strict=True):
@@ -118,7 +128,7 @@ def test_a_network_is_its_formula():
 @pytest.mark.parametrize("gammas", [None, (-0.01, 0.01), (-3, 3)], ids=["half", "small", "large"])
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_training_equals_store(mode, gammas):
-    model = small(gammas=gammas, drop_path_rate=0.4)
+    model = small(gammas=gammas, drop_path_rate=0.4, top_to_bottom=gammas is None)
     other = twin(model, mode)
     set_memory(model, "store", grid="auto" if mode == "exact" else None)
     if mode == "invert" and gammas == (-0.01, 0.01):
@@ -191,11 +201,11 @@ def test_a_column_keeps_one_bit_for_each_value():
 
 @pytest.mark.parametrize("columns", [1, 2, 3])
 @pytest.mark.parametrize("indices", [(0,), (1,), (0, -1)])
-def test_feature_maps_keep_the_levels_they_read(columns, indices):
-    whole = small(columns=columns).eval()
-    net = create_model(
-        "revcol_tiny", **{**TINY, "columns": columns}, features_only=True, out_indices=indices
-    ).double()
+@pytest.mark.parametrize("huge", [False, True])
+def test_feature_maps_keep_the_levels_they_read(huge, columns, indices):
+    row = {**TINY, "columns": columns, "top_to_bottom": huge}
+    whole = small(**row).eval()
+    net = create_model("revcol_tiny", **row, features_only=True, out_indices=indices).double()
     assert net.network.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
     maps = net.eval()(images())
     expected = whole.forward_intermediates(images(), indices, intermediates_only=True)
@@ -239,7 +249,8 @@ def test_a_column_is_inverted():
 
 @pytest.mark.parametrize("head", ["cls_blocks.3", "cls"])
 def test_weights_of_the_release_load(head):
-    model, other = small(), small()
+    options = {"top_to_bottom": head == "cls"}  # revcol_huge
+    model, other = small(**options), small(**options)
     torch.nn.init.normal_(other.fc.weight)
     ours = dict(model.published_keys())
     theirs = {new: old for old, new in ours.items() if old.startswith(head) or "cls" not in old}
@@ -255,3 +266,72 @@ def test_weights_of_the_release_load(head):
     tensors["subnet0.alpha0"] = tensors["cls_blocks.1.classifier.1.bias"] = torch.zeros(1)
     model.load_state_dict(model.adapt_state_dict(tensors))
     assert torch.equal(model(images()), other(images()))
+
+
+def release_shapes(row, classes, head):
+    """Names and shapes in the release's file, of models/revcol.py and revcol_huge.py."""
+    shapes = {}
+
+    def layer(name, *shape):
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+
+    widths = row.widths
+    layer("stem.0", widths[0], 3, 4, 4)
+    layer("stem.1", widths[0])
+    for i, level in itertools.product(range(row.columns), range(4)):
+        start, width = f"subnet{i}.level{level}", widths[level]
+        shapes[f"subnet{i}.alpha{level}"] = (1, width, 1, 1)
+        ups = {"up": widths[level + 1]} if i and level < 3 else {}
+        if row.top_to_bottom and i and not level:
+            ups["up2"] = widths[3]
+        for up, above in ups.items():
+            layer(f"{start}.fusion.{up}.channel_reschedule.0", width, above)
+            layer(f"{start}.fusion.{up}.channel_reschedule.1", width)
+        if level:
+            layer(f"{start}.fusion.down.0", width, widths[level - 1], 2, 2)
+            layer(f"{start}.fusion.down.1", width)
+        for j in range(row.units[level]):
+            block = f"{start}.blocks.{j}"
+            shapes[f"{block}.gamma"] = (width,)
+            layer(f"{block}.dwconv", width, 1, 3, 3)
+            layer(f"{block}.norm", width)
+            layer(f"{block}.pwconv1", 4 * width, width)
+            layer(f"{block}.pwconv2", width, 4 * width)
+    for name in [head] if head == "cls" else [f"cls_blocks.{k}" for k in range(4)]:
+        layer(f"{name}.classifier.0", widths[3])
+        layer(f"{name}.classifier.1", classes, widths[3])
+    if head != "cls":
+        layer("decoder_blocks.2.projback.1", 3072, widths[3], 1, 1)
+    return shapes
+
+
+@pytest.mark.parametrize("name", SHIPPED.names("revcol_*"))
+def test_each_published_file_fits_its_network(name):
+    entry = SHIPPED.entries[name]
+    head = "cls" if "_in1k" in name else "cls_blocks.3"  # fine-tuned without the other losses
+    with torch.device("meta"):
+        model = create_model(entry.architecture, num_classes=entry.num_classes)
+        shapes = release_shapes(model.variant, entry.num_classes, head)
+        tensors = model.adapt_state_dict({key: torch.empty(s) for key, s in shapes.items()})
+    own = {key: t.shape for key, t in model.state_dict().items()}
+    assert {key: t.shape for key, t in tensors.items()} == own
+    assert entry.parameters == pytest.approx(sum(s.numel() for s in own.values()) / 1e6, rel=5e-3)
+
+
+def test_a_published_file_gives_its_network_by_path(tmp_path):
+    """By the tag of a pretraining, with its classes; and with others."""
+    row = create_model("revcol_tiny", **TINY).variant
+    generator = torch.Generator().manual_seed(0)
+    file = {
+        key: torch.randn(s, generator=generator)
+        for key, s in release_shapes(row, 7, "cls_blocks.3").items()
+    }
+    torch.save({"model": file, "epoch": 89}, tmp_path / "revcol.pth")
+    for classes in (7, 3):
+        keywords = {} if classes == 7 else {"num_classes": classes}
+        model = create_model(
+            "revcol_tiny", **TINY, **keywords, checkpoint_path=tmp_path / "revcol.pth"
+        )
+        assert model.num_classes == classes
+        assert torch.equal(model.stages[2][0].gamma, file["subnet2.alpha0"])
+    assert torch.equal(model.norm.weight, file["cls_blocks.3.classifier.0.weight"])

@@ -15,7 +15,15 @@ from revzoo.training.callbacks import registry
 from revzoo.training.callbacks.figures import DriftLogger
 from revzoo.training.loggers import LOGGERS, TensorBoard
 
-RUN = {"model": "revnet38", "data": "Digits", "batch": 64, "seed": 0}
+RUN = {
+    "model": "revnet38",
+    "data": "Digits",
+    "optimizer": "sgd",
+    "lr": 0.2,
+    "weight_decay": 5e-4,
+    "batch": 64,
+    "seed": 0,
+}
 
 
 def events(folder: Path) -> EventAccumulator:
@@ -82,7 +90,15 @@ def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) ->
     content = found.PluginTagToContent("hparams")
     begun = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
     assert set(begun.hparams) == set(RUN)
-    assert begun.hparams["model"].string_value == "revnet38"
+    # numbers, which TensorBoard sorts and filters by their range
+    kinds = {name: value.WhichOneof("kind") for name, value in begun.hparams.items()}
+    words = {"model", "data", "optimizer"}
+    assert {name for name, kind in kinds.items() if kind == "string_value"} == words
+    assert {name for name, kind in kinds.items() if kind == "number_value"} == set(RUN) - words
+    assert {name: begun.hparams[name].number_value for name in ("lr", "weight_decay")} == {
+        "lr": 0.2,
+        "weight_decay": 5e-4,
+    }
     experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
     assert [info.name.tag for info in experiment.metric_infos] == ["val/acc", "watch/test/acc"]
 

@@ -1,4 +1,4 @@
-"""``revzoo check DIR``: decode every image of a folder and list those that fail.
+"""``revzoo check DIR``: decode every image or volume of a folder and list those that fail.
 
     revzoo check images/train
 
@@ -30,9 +30,17 @@ def run(args: argparse.Namespace) -> None:
     folder = _folder(args.words)
     if args.workers is not None:
         check_count("--workers", args.workers)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
     with status_of("loading torch"):  # only now: it takes seconds
         from revzoo.data.folders import check_folder
+        from revzoo.data.volumes import check_volumes
 
+    with status_of(f"reading the volumes of {folder}"):
+        volumes = check_volumes(folder)
+    if volumes is not None:
+        _report_volumes(*volumes)
+        return
     with status_of(f"reading the images of {folder}"):
         report = check_folder(folder, workers=args.workers)
     for reason, paths in report.bad.items():
@@ -59,12 +67,20 @@ def run(args: argparse.Namespace) -> None:
     sys.stdout.write(f"all {report.images} images can be read\n")
 
 
+def _report_volumes(count: int, faults: Sequence[str]) -> None:
+    """Print the faults of volumes, a line each."""
+    sys.stdout.write("".join(f"{fault}\n" for fault in faults))
+    if faults:
+        raise ValueError(f"{len(faults)} of {number_of(count, 'volume')} cannot be used: see above")
+    sys.stdout.write(f"all {number_of(count, 'volume')} can be read\n")
+
+
 def _folder(words: Sequence[str]) -> Path:
     """The folder of ``DIR`` or ``data DIR``."""
     *before, last = words
     # a missing path is named later
     if before == ["data"] or (not before and (Path(last).is_dir() or "/" in last)):
-        return Path(last)
+        return Path(last).expanduser()
     raise ValueError(
         f"check {' '.join(words)}: expected revzoo check DIR, where DIR is a folder of images. To "
         "see a model: revzoo info NAME. To check a configuration: revzoo train ... --cfg job"

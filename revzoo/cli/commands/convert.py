@@ -20,7 +20,7 @@ from revzoo.cli.terminal import status_of
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", help="the program that wrote the file: irevnet, memcnn or revnet")
-    parser.add_argument("path", type=Path, help="its checkpoint, a state_dict or NAME.index")
+    parser.add_argument("path", type=Path, help="its file: a state_dict, NAME.index or NAME.tar.gz")
     parser.add_argument("folder", type=Path, help="the folder to write: weights, entry and card")
     parser.add_argument("--name", help="the network, if its shapes are ambiguous")
     parser.add_argument(

@@ -7,7 +7,8 @@ checkpoint, such as RUN_DIR/checkpoints/last.ckpt. It may also be weights: a nam
 revnet38.cifar10 data=cifar10), a safetensors file or a folder of save_pretrained. Weights do not
 name their data, so data= is needed.
 
-By default it evaluates the run's data, from its config.yaml; data.root=DIR says where they are now.
+By default it evaluates the run's data, from its config.yaml; data.root=DIR and data.table=FILE say
+where they are now.
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
 checkpoint's mean and deviation. Prints one line per figure. The memory mode does not matter: an
 evaluation keeps no activations. bits=null evaluates a network of reversible blocks as the plain
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the figures."""
     from revzoo.cli.config import EVAL, compose
-    from revzoo.cli.run.folder import take_root
+    from revzoo.cli.run.folder import take_paths
 
     # on standard error: standard output has only the figures
     handler = logging.StreamHandler()
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     given = with_key(args.overrides)
     _check_keys(given)
-    others, root = take_root(given)
+    others, paths = take_paths(given)
     names_data = any(override.startswith("data=") for override in others)
     overrides = given if names_data else others
     # refuse wrong keys and names before importing torch
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
         from revzoo.training.lightning_compat import is_first_process, quiet
 
     with quiet():
-        figures = evaluate(config, root=None if names_data else root)
+        figures = evaluate(config, paths={} if names_data else paths)
     # the figures are means over all processes
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
@@ -102,12 +103,14 @@ def _check_keys(overrides: Iterable[str]) -> None:
             raise ConfigError(f"{override}: expected KEY=VALUE")
 
 
-def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str, float]:
+def evaluate(
+    config: Mapping[str, Any], *, paths: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Evaluate a checkpoint on a split; return ``test/loss``, ``test/acc`` and so on.
 
     Args:
         config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
-        root: the folder of the run's data, if it is not where the run recorded it.
+        paths: ``data.root`` and ``data.table``, if they are not where the run recorded them.
     """
     from revzoo.cli.config import check_machine
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
@@ -122,7 +125,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
     restored.module.tta = config.get("tta")
-    data_config = _data_section(config, root)
+    data_config = _data_section(config, paths or {})
     apply_precision(config["precision"])
     data = build_data(data_config)
     data.prepare_data()
@@ -156,7 +159,7 @@ def evaluate(config: Mapping[str, Any], *, root: str | None = None) -> dict[str,
     return in_order({name: float(value) for name, value in figures.items()})
 
 
-def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, Any]:
+def _data_section(config: Mapping[str, Any], paths: Mapping[str, str]) -> Mapping[str, Any]:
     """The data section, checked: of the command, else of the run that made the checkpoint."""
     from revzoo.cli.config import check
     from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, moved, run_of
@@ -169,7 +172,7 @@ def _data_section(config: Mapping[str, Any], root: str | None) -> Mapping[str, A
                 f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
                 "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
             )
-        data = moved(recorded, root)
+        data = moved(recorded, paths)
         # the section comes from a file that the user has not named
         with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
             check({**config, "data": data}, EVALUATION)

@@ -10,7 +10,9 @@ probable classes of each image, or all classes with --json or --csv. An image th
 has a line on standard error and no row; then the command exits with 1.
 
 A U-Net classifies each pixel: --masks DIR writes a PNG for each image, in its size, whose grey
-values are the numbers of the classes.
+values are the numbers of the classes. For volumes (.nii, .nii.gz, .npy, folders of DICOM slices) it
+writes NIfTI files with the place of the volume, or .npy; --probabilities also writes those of all
+classes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ import json
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "mean over an image and its mirror image"
     parser.add_argument("--tta", choices=("flip",), help=help_text)
     parser.add_argument("--masks", type=Path, metavar="DIR", help="of U-Nets: a new folder")
+    parser.add_argument("--probabilities", action="store_true", help="with --masks, of volumes")
     form = parser.add_mutually_exclusive_group()
     for name in ("json", "csv"):
         help_text = f"all classes, to standard output or to a file: --{name} FILE.{name}"
@@ -118,8 +122,14 @@ def run(args: argparse.Namespace) -> None:
                 got = "classifies pixels: add --masks DIR"
             raise ConfigError(f"{source} {got}")
         if args.masks is not None:
-            options = {"tta": args.tta, "on_error": report}
-            readable = write_masks(restored, args.images, args.masks, device, **options)
+            write = partial(write_masks, tta=args.tta)
+            if restored.network.dims == 3:
+                if args.tta:
+                    raise ConfigError("--tta is for images: leave it out")
+                write = partial(write_volume_masks, probabilities=args.probabilities)
+            elif args.probabilities:
+                raise ConfigError("--probabilities is for volumes: leave it out")
+            readable = write(restored, args.images, args.masks, device, on_error=report)
             classes = ", ".join(f"{i} {n}" for i, n in enumerate(restored.data_state["classes"]))
             rows = f"{number_of(readable, 'mask')} in {args.masks}: {classes}\n"
         else:
@@ -217,12 +227,7 @@ def write_masks(
     from revzoo.training.predict import segment
 
     files = [*image_files(paths)]
-    names = Counter(path.stem for path in files)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise ConfigError(f"several images have the name {shortened(twice)}: give one folder alone")
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"--masks {folder} is not empty: give a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder, (path.stem for path in files))
     network, written = restored.network.to(device), 0
     for path in files:
         try:
@@ -234,6 +239,69 @@ def write_masks(
         Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
         written += 1
     return written
+
+
+def write_volume_masks(
+    restored: Restored,
+    paths: Sequence[str | Path],
+    folder: Path,
+    device: torch.device,
+    on_error: Callable[[DataError], None],
+    *,
+    probabilities: bool = False,
+) -> int:
+    """Write the mask of each volume in its format, and ``NAME_probabilities``; as write_masks."""
+    import numpy as np
+
+    from revzoo.data import DataError
+    from revzoo.data.volume_files import (
+        case_name,
+        channels_of,
+        is_series,
+        volumes_in,
+        write_volume,
+    )
+    from revzoo.data.volumes import read_prepared
+    from revzoo.training.predict import segment_volume
+
+    cases: list[tuple[Path, ...]] = []
+    for path in map(Path, paths):
+        found = volumes_in(path) if path.is_dir() and not is_series(path) else [channels_of(path)]
+        if not any(found):
+            raise DataError(f"no volumes in {path}: expected .nii, .nii.gz, .npy or DICOM series")
+        cases += filter(None, found)
+    _make_folder(folder, map(case_name, cases))
+    network, state, written = restored.network.to(device), restored.data_state, 0
+    window = state.get("patch") or [state["image_size"]] * 3
+    for channels in cases:
+        try:
+            if len(channels) != restored.in_chans:
+                raise DataError(
+                    f"{channels[0]} has {number_of(len(channels), 'channel')}: expected "
+                    f"{restored.in_chans}, files NAME_0000, NAME_0001 and so on"
+                )
+            volume, like = read_prepared(channels, state)
+        except DataError as error:
+            on_error(error)
+            continue
+        show = sys.stderr.isatty()
+        shares = segment_volume(network, volume, window, progress=show).numpy()  # type: ignore[arg-type]
+        target = folder / case_name(channels)
+        write_volume(target, shares.argmax(0).astype(np.uint8), like)
+        if probabilities:  # NIfTI has channels last
+            moved = shares if like.affine is None else np.moveaxis(shares, 0, -1)
+            write_volume(target.with_name(f"{target.name}_probabilities"), moved, like)
+        written += 1
+    return written
+
+
+def _make_folder(folder: Path, names: Iterable[str]) -> None:
+    """Create a folder for masks; a ConfigError if it has files or two masks have one name."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"several images have the name {shortened(twice)}: give one folder alone")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--masks {folder} is not empty: give a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:

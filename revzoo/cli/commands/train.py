@@ -10,10 +10,11 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
 
 revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
 
-revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only these may
-change: memory=MODE, with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR;
-trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; and precision=NAME with
---allow-precision-change.
+revzoo train --resume RUN_DIR continues a run in its folder with its configuration; --resume last
+the newest run below outputs, --resume DIR the newest below DIR. Only these may change: memory=MODE,
+with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR; data.table=FILE;
+trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; precision=NAME with
+--allow-precision-change; and trainer.max_epochs=N or trainer.max_steps=N, which train longer.
 
 NOTE [ The order of checks ]
 1. Compose and check the configuration, without torch.
@@ -31,6 +32,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo._files import check_writable
 from revzoo.cli.terminal import ConfigError, override_argument, status_of
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     help_text = "overrides of the configuration"
     add("overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=help_text)
-    add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder")
+    add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder; or last")
     add("--allow-precision-change", action="store_true", help="with --resume and precision=NAME")
     add("--multirun", "-m", action="store_true", help="a run for each combination of the values")
     add("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
@@ -84,8 +86,9 @@ def run(args: argparse.Namespace) -> None:
         _print(parts[args.cfg], args)
         return
     check_root(config["data"])
-    from revzoo.cli.run.folder import check_unused, dir_of, is_timed
+    from revzoo.cli.run.folder import CONFIG_FILE, check_unused, dir_of, is_timed
 
+    check_writable(dir_of(whole.hydra.run) / CONFIG_FILE, makes_folders=True)
     if not is_timed(whole.hydra.run):  # a name with the time is new
         check_unused(dir_of(whole.hydra.run))
     with status_of("loading torch and Lightning"):
@@ -97,7 +100,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config import check_machine
-    from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, resumed_config
+    from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, newest_run, resumed_config
 
     new_runs = ["multirun", "cfg", "resolve", "package", "config_dir", "config_name", "config_path"]
     if excess := [name for name in new_runs if getattr(args, name)]:
@@ -105,8 +108,9 @@ def _resume(args: argparse.Namespace) -> None:
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "
             "in its folder; leave the option out"
         )
-    run_dir, allow = args.resume.absolute(), args.allow_precision_change
+    run_dir, allow = newest_run(args.resume), args.allow_precision_change
     config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
+    check_writable(run_dir / CONFIG_FILE)
     with status_of("loading torch and Lightning"), errors_naming(run_dir / CONFIG_FILE):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import resume

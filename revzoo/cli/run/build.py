@@ -71,13 +71,13 @@ def build_module(
     *,
     num_classes: int,
     in_chans: int,
-    side: int,
+    sizes: Sequence[int],
     task: str = "classification",
 ) -> Classifier:
     """The Lightning module of a task, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     if spec.get("reversible_bits"):
-        spec["reversible_size"] = side
+        spec["reversible_size"] = sizes[-1]
     channels_last = config["precision"]["channels_last"]
     module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
@@ -93,15 +93,21 @@ def build_module(
             "take a U-Net, such as model=iunet2d"
         )
     if name in model_names():
-        network.check_size(side, side)
+        dims, axes = getattr(network, "dims", 2), len(sizes)
+        if dims != axes:
+            raise ConfigError(
+                f"model={name} takes images of {dims} dimensions, the data have {axes}: take a "
+                f"U-Net of {axes}, such as model=iunet{axes}d"
+            )
+        network.check_size(*sizes)
     else:
         from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
 
         remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
         if "img_size" in config["model"]:  # not all networks of a library take it
-            remedies.append(f"model.img_size={side}")
+            remedies.append(f"model.img_size={sizes[-1]}")
         remedy = f"; try {' or '.join(remedies)}" if remedies else ""
-        try_image(network, side, in_chans, remedy=remedy)
+        try_image(network, sizes[-1], in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()

@@ -140,7 +140,7 @@ def log_opening(
         ends = " to ".join(map(str, dict.fromkeys([*used[:1], *used[-1:]])))
         reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
-    shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
+    shape = "x".join(map(str, (data.in_chans, *data.sizes)))
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     memory, device = module.memory_mode, trainer.strategy.root_device
@@ -179,7 +179,7 @@ def _saved(module: Classifier, data: ImageData) -> Iterator[str]:
     from revzoo.profiling.conversion import conversion  # few runs need the profiler
 
     # two images: BatchNorm refuses one image of one pixel
-    shape = (2, data.in_chans, data.image_size, data.image_size)
+    shape = (2, data.in_chans, *data.sizes)
     report = conversion(module.model, shape)
     yield from map(str, report.rows)
     yield report.sentence("model.reversible_runs=checkpoint")
@@ -295,18 +295,16 @@ def log_result(
         log.info("%-8s %s", name, command, extra={"command": True})
 
 
-def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
+def log_finished(trainer: pl.Trainer, run_dir: Path, checkpoint: Path) -> None:
     """Log that a resumed run had nothing left to train, and how to train on."""
     epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
     if 0 < steps <= trainer.global_step:
         end, key = f"step {steps:,} of {steps:,}", "trainer.max_steps"
     else:
         end, key = f"epoch {epochs_of_run(trainer)} of {epochs}", "trainer.max_epochs"
-    weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
-    log.info(
-        "the run was finished (%s): nothing was trained. To train on from its weights, add "
-        "%s %s=N hydra.run.dir=DIR to the command that started it",
-        end,
-        weights,
-        key,
-    )
+    if epochs_of_run(trainer) < epochs and steps < 1:  # early stopping has ended it
+        weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
+        remedy = f"from its weights, add {weights} hydra.run.dir=DIR to the command that started it"
+    else:
+        remedy = command_line("train", "--resume", short_path(run_dir), f"{key}=N")
+    log.info("the run was finished (%s): nothing was trained. To train on: %s", end, remedy)

@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo._checks import is_first_process
+from revzoo._checks import is_first_process, number_of
 from revzoo._files import write_atomically
 from revzoo._version import __version__
 from revzoo.cli.config import check, compose, parse, quoted_if_needed, read_yaml
@@ -53,11 +53,16 @@ METRICS_FILE = "metrics.csv"
 LOG_FILE = "train.log"
 LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
+PATHS = ("data.root", "data.table")  # the data may move
 # settings of the machine, which leave the run as it is, up to rounding
-ROOT = "data.root"
-TABLES = ("revzoo.data.Table", "revzoo.data.Masks")  # data sets with the path of a table
 MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device")
-CHANGEABLE = ("memory", "memory.bytes", "memory.fraction", "precision", ROOT, *MACHINE)
+LENGTH = ("trainer.max_epochs", "trainer.max_steps")  # it may grow
+CHANGEABLE = (
+    *("memory", "memory.bytes", "memory.fraction", "precision"),
+    *PATHS,
+    *MACHINE,
+    *LENGTH,
+)
 
 _held: set[IO[str]] = set()  # files whose locks this process holds
 
@@ -259,6 +264,30 @@ def run_of(checkpoint: str | Path) -> Path:
     return Path(checkpoint).absolute().parent.parent
 
 
+def newest_run(path: Path) -> Path:
+    """The run that ``--resume PATH`` means: a run's folder, or the newest run below a folder.
+
+    ``last`` means the newest run below ``outputs``. The newest is the one that was started last.
+    """
+    if (path / CONFIG_FILE).is_file():
+        return path.absolute()
+    is_last = str(path) == "last" and not path.exists()
+    folder = Path("outputs") if is_last else path
+    runs = [file.parent for file in folder.rglob(SESSIONS_FILE)]  # each start writes there
+    runs = [run for run in runs if (run / CONFIG_FILE).is_file()]
+    if not runs and is_last:
+        raise ConfigError(f"there is no run below {folder.absolute()}: give the folder of a run")
+    if not runs:
+        return path.absolute()
+    newest = max(runs, key=lambda run: (run / SESSIONS_FILE).stat().st_mtime)
+    if is_first_process():
+        what = number_of(len(runs), "run")
+        sys.stdout.write(f"resuming {newest}, the newest of {what} below {folder}\n")
+    # Lightning repeats the command line in further processes, which need the same folder
+    sys.argv = [*sys.argv, "--resume", str(newest.absolute())]
+    return newest.absolute()
+
+
 def recorded_config(run_dir: Path) -> dict[str, Any]:
     """Read ``config.yaml``; a ConfigError if there is no such file, or it is not a mapping."""
     path = run_dir / CONFIG_FILE
@@ -325,30 +354,35 @@ def errors_naming(path: Path) -> Iterator[None]:
 # --- changes of a resume or an evaluation ---
 
 
-def take_root(overrides: Sequence[str]) -> tuple[list[str], str | None]:
-    """Take ``data.root=DIR`` out of overrides: the folder to which the data of a run have moved."""
-    others = [override for override in overrides if not override.startswith(f"{ROOT}=")]
-    root: str | None = None
+def take_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Take :data:`PATHS` out of overrides: the places to which the data of a run have moved."""
+    others = [override for override in overrides if override.partition("=")[0] not in PATHS]
+    paths: dict[str, str] = {}
     for override in parse([override for override in overrides if override not in others]):
         value: Any = override.value()
-        root = value.text if isinstance(value, QuotedString) else value
-        if not isinstance(root, str) or not root or "${" in root:
-            raise ConfigError(f"{override.input_line}: expected the path of a folder")
-    return others, root
+        path = value.text if isinstance(value, QuotedString) else value
+        if not isinstance(path, str) or not path or "${" in path:
+            raise ConfigError(f"{override.input_line}: expected the path of a folder or a table")
+        paths[str(override.key_or_group)] = path
+    return others, paths
 
 
-def moved(data: Mapping[str, Any], root: str | None) -> dict[str, Any]:
-    """The section ``data`` with another root, an absolute path; None: with the same."""
-    if root is None:
-        return dict(data)
-    if "root" not in data:
-        raise ConfigError(f"{ROOT}={root}: the data of this run have no folder; leave it out")
-    return {**data, "root": _absolute(root)}
+def moved(data: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    """The section ``data`` with other :data:`PATHS`, which become absolute."""
+    new = {name.partition(".")[2]: path for name, path in paths.items()}
+    for key, path in new.items():
+        if key not in data:
+            what = {"root": "folder"}.get(key, key)
+            raise ConfigError(
+                f"data.{key}={path}: the data of this run have no {what}; leave it out"
+            )
+    return {**data, **{key: _absolute(path) for key, path in new.items()}}
 
 
 def located(data: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``data`` with absolute paths: its run may resume in another folder."""
-    paths = ["root", "table"] if data["_target_"] in TABLES else ["root"]
+    ours = data["_target_"].startswith("revzoo.data.")  # other sets may call other things a table
+    paths = ["root", "table"] if ours else ["root"]
     found = {key: _absolute(data[key]) for key in paths if isinstance(data.get(key), str)}
     return {**data, **found}
 
@@ -366,14 +400,14 @@ def resumed_config(
     check_imports(run_dir)
     config = recorded_config(run_dir)
     check_changes(overrides, run_dir)
-    others, root = take_root(overrides)
+    others, paths = take_paths(overrides)
     composed = compose(others).config if others else {}
     # a file that someone may have edited
     with errors_naming(run_dir / CONFIG_FILE):
         check(config)
     if overrides:
         before = config["precision"]
-        config |= _changes(config, others, composed, root)
+        config |= _changes(config, others, composed, paths)
         precision = config["precision"]["trainer"]
         if config["precision"] != before and not allow_precision_change:
             raise ConfigError(
@@ -388,9 +422,9 @@ def _changes(
     config: Mapping[str, Any],
     overrides: Sequence[str],
     composed: Mapping[str, Any],
-    root: str | None,
+    paths: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The sections that the overrides, already composed, and ``data.root`` replace."""
+    """The sections that the overrides, already composed, and the ``paths`` replace."""
     given = {_name_of(override) for override in overrides}
     # whole sections: memory=budget brings its own keys
     changed = {key: composed[key] for key in composed if key in given & {"memory", "precision"}}
@@ -398,10 +432,13 @@ def _changes(
     if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
         kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
         changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
-    for name in given.intersection(MACHINE):
+    for name in given.intersection((*MACHINE, *LENGTH)):
         key, _, option = name.partition(".")
+        before, after = config[key].get(option), composed[key][option]
+        if name in LENGTH and (after or -1) < (before or -1):
+            raise ConfigError(f"{name}={after}: the run has {before}, and can only become longer")
         changed[key] = {**changed.get(key, config[key]), option: composed[key][option]}
-    return {**changed, "data": moved(changed.get("data", config["data"]), root)}
+    return {**changed, "data": moved(changed.get("data", config["data"]), paths)}
 
 
 def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
@@ -414,10 +451,11 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
-                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, where "
-                "the data are now, trainer.accelerator=cpu, gpu or auto, where it runs now, "
-                "trainer.cuda_graph and data.on_device. Start a new run for the rest (with its "
-                "--config-dir, if it had one): "
+                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR and "
+                "data.table=FILE, where the data are now, trainer.accelerator=cpu, gpu or auto, "
+                "where it runs now, trainer.cuda_graph, data.on_device, and, to train longer, "
+                "trainer.max_epochs=N or trainer.max_steps=N. Start a new run for the rest (with "
+                "its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"
             )
 

@@ -236,7 +236,7 @@ def train(
             # only now: Lightning, too, checks the checkpoint before it ends the run
             nothing_trained = run.trainer.global_step == run.first_step
             if resume is not None and nothing_trained and run.trainer.is_global_zero:
-                console.log_finished(run.trainer, resume.path)
+                console.log_finished(run.trainer, run_dir, resume.path)
             return figures
     except RunStopped as stopped:
         status = stopped.status
@@ -280,7 +280,7 @@ def build(
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
 
-    def build_network(shape: Mapping[str, int]) -> Classifier:
+    def build_network(shape: Mapping[str, Any]) -> Classifier:
         # a checkpoint replaces the weights that the run started from: say nothing of these
         before = pretrained.log.level
         pretrained.log.setLevel(before if resume is None else logging.WARNING)

@@ -22,6 +22,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
+from torch.nn import functional
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._checks import check_count
@@ -105,14 +106,19 @@ class PictureCallback(pl.Callback, ABC):
 class Samples(PictureCallback):
     """Images of the validation split with predicted class, its probability, and true class.
 
-    With masks, each image beside its predicted and its true mask.
+    With masks, each image beside its predicted mask, its true mask and the errors, in white; of a
+    volume the middle slice across its last axis.
     """
 
     tag = "samples"
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> Parts:
         chosen = self.chosen(trainer, len(logits), i)
-        return batch[0][chosen], true_classes(batch[1])[chosen], logits[chosen]
+        images, labels, logits = (t[chosen] for t in (batch[0], true_classes(batch[1]), logits))
+        if logits.dim() == 5:
+            images, logits = middle_slices(images), middle_slices(logits)
+            labels = middle_slices(labels[:, None])[:, 0].long()
+        return images, labels, logits
 
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, labels, logits = gathered
@@ -264,14 +270,24 @@ def images_figure(
 
 
 def masks_figure(images: Tensor, found: Tensor, true: Tensor) -> Figure:
-    """Images (N, C, H, W) in [0, 1], each beside its predicted and its true mask (N, H, W)."""
+    """Rows of an image (N, C, H, W) in [0, 1], its two masks (N, H, W), and the errors."""
     colours = torch.tensor([c[:3] for c in colormaps["tab10"].colors])  # type: ignore[attr-defined]
     colours = torch.cat([colours, torch.zeros(1, 3)])  # black does not count
     masks = [colours[torch.where(m < 0, 10, m % 10)].permute(0, 3, 1, 2) for m in (found, true)]
-    panels = torch.stack([images.expand(-1, 3, -1, -1).float().cpu(), *masks], 1).flatten(0, 1)
-    wrong = ((found != true) & (true >= 0)).flatten(1).float().mean(1)
-    captions = [text for w in wrong.tolist() for text in ("image", f"{w:.1%} wrong", "true")]
-    return images_figure(panels, captions, columns=6)
+    wrong = ((found != true) & (true >= 0)).float().unsqueeze(1)
+    rows = [images.float().cpu().expand(-1, 3, -1, -1), *masks, wrong.expand(-1, 3, -1, -1)]
+    captions = [
+        text
+        for share in wrong.flatten(1).mean(1).tolist()
+        for text in ("image", "predicted", "true", f"{share:.1%} wrong")
+    ]
+    return images_figure(torch.stack(rows, 1).flatten(0, 1), captions, columns=8)
+
+
+def middle_slices(volumes: Tensor) -> Tensor:
+    """Slices (B, C, 128, 128) across the last axis of volumes (B, C, D, H, W) of any sizes."""
+    slices = volumes[..., volumes.shape[-1] // 2]
+    return functional.interpolate(slices.float(), size=(128, 128))
 
 
 def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None:

@@ -120,7 +120,7 @@ def test_other_words_are_told_what_to_write(
 def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
     with pytest.raises(SystemExit, match="--workers="):
         main(["check", "data", str(root), "--workers", workers])
-    with pytest.raises(SystemExit, match="does not exist"):
+    with pytest.raises(SystemExit, match="there is no folder"):
         main(["check", "data", str(root / "nowhere")])
 
 
@@ -149,10 +149,10 @@ def test_a_folder_without_images_is_a_fault(tmp_path: Path) -> None:
         main(["check", "data", str(tmp_path / "train"), "--workers", "1"])
 
 
-def test_a_folder_of_volumes_names_the_page(tmp_path: Path) -> None:
+def test_a_folder_of_volumes_names_their_data_set(tmp_path: Path) -> None:
     """Training named it, but the check only listed the formats of images."""
     (tmp_path / "train" / "cat").mkdir(parents=True)
     (tmp_path / "train" / "cat" / "a.nii").touch()
     for folder in (tmp_path, tmp_path / "train"):
-        with pytest.raises(SystemExit, match=r"but volumes, such as a\.nii: .*volumes\.md"):
+        with pytest.raises(SystemExit, match=r"but volumes, such as a\.nii: .*data=volumes"):
             main(["check", "data", str(folder), "--workers", "1"])

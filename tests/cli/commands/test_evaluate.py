@@ -143,7 +143,7 @@ def test_a_folder_without_a_best_checkpoint_says_what_there_is(run: Any, tmp_pat
 def test_the_first_of_several_processes_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("revzoo.cli.commands.evaluate.evaluate", lambda _, root: {"test/acc": 0.5})
+    monkeypatch.setattr("revzoo.cli.commands.evaluate.evaluate", lambda _, paths: {"test/acc": 0.5})
     for rank, expected in (("0", "test/acc 0.5000\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         main(["eval", "ckpt=revnet38.cifar10"])

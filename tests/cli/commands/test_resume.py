@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.folder import locked, moved, take_root
+from revzoo.cli.run.folder import locked, moved, newest_run, take_paths
 from revzoo.cli.run.train import check_same_run, train
 from revzoo.cli.terminal import ConfigError
 from revzoo.layers.side_bits import SideBits
@@ -338,12 +338,17 @@ def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
 
 
 def test_the_new_place_has_the_grammar_of_overrides(tmp_path: Path) -> None:
-    assert take_root(["memory=store", "data.root='a,b'"]) == (["memory=store"], "a,b")
-    assert moved({"root": "old"}, str(tmp_path / "a,b"))["root"] == str(tmp_path / "a,b")
-    assert moved({"root": "old"}, "s3://bucket/x")["root"] == "s3://bucket/x"
+    given = ["memory=store", "data.root='a,b'", "data.table=c.csv"]
+    paths = {"data.root": "a,b", "data.table": "c.csv"}
+    assert take_paths(given) == (["memory=store"], paths)
+    new = moved({"root": "old", "table": "old"}, {**paths, "data.root": str(tmp_path / "a,b")})
+    assert new == {"root": str(tmp_path / "a,b"), "table": str(Path("c.csv").absolute())}
+    assert moved({"root": "old"}, {"data.root": "s3://bucket/x"})["root"] == "s3://bucket/x"
+    with pytest.raises(ConfigError, match="the data of this run have no table"):
+        moved({"root": "old"}, {"data.table": "c.csv"})
     for value in ("", "null", "${oc.env:HOME}"):
         with pytest.raises(ConfigError, match=r"expected (the path of a folder|a value after =)"):
-            take_root([f"data.root={value}"])
+            take_paths([f"data.root={value}"])
 
 
 def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -426,7 +431,8 @@ def test_the_precision_changes_only_with_its_option(stopped: Path) -> None:
     ("override", "message"),
     [
         ("optim.lr=1", "a resumed run keeps its configuration"),
-        ("trainer.max_epochs=9", "a resumed run keeps its configuration"),
+        ("trainer.max_epochs=1", "trainer.max_epochs=1: the run has 2, and can only become longer"),
+        ("trainer.max_steps=0", "trainer.max_steps=0: expected"),
         ("memory=nothing", "no such option"),
     ],
 )
@@ -458,9 +464,50 @@ def test_a_finished_run_says_so(
     assert (after["epochs"], after["steps"]) == (before["epochs"], before["steps"])
     assert after["train_seconds"] >= before["train_seconds"]
     *_, line = caplog.messages
-    assert line.startswith(f"the run was finished ({end}): nothing was trained. To train on")
-    last = stopped / "checkpoints" / LAST
-    assert f" +model.checkpoint_path={last} {key}=N hydra.run.dir=DIR to the command" in line
+    assert line.startswith(f"the run was finished ({end}): nothing was trained. To train on: ")
+    assert line.endswith(f" train --resume {stopped} {key}=N")
+
+
+def test_a_run_trains_longer(
+    stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that went well could only begin again, with other weights and in another folder."""
+    with caplog.at_level("INFO"):
+        go_on(stopped, "trainer.max_epochs=3")
+    assert "stretched from 8 to 12 steps" in caplog.text
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 12
+    train(compose(*SMALL, "trainer.max_epochs=3"), run_dir=tmp_path / "whole")
+    assert config_of(stopped) == config_of(tmp_path / "whole")
+    found, expected = (
+        [row["lr/weights"] for row in rows(run) if row.get("lr/weights")][6:]
+        for run in (stopped, tmp_path / "whole")
+    )
+    assert found == expected
+    assert "finished (epoch 3 of 3)" not in caplog.text
+    with caplog.at_level("INFO"):
+        go_on(stopped, "trainer.max_epochs=3")  # as the script of a batch system repeats it
+    assert "finished (epoch 3 of 3)" in caplog.text
+
+
+def test_last_is_the_run_that_was_started_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no run below .*outputs: give the folder"):
+        newest_run(Path("last"))
+    for age, name in enumerate(("a/1", "b/3", "b/2", "b/broken")):
+        (run := tmp_path / "outputs" / name).mkdir(parents=True)
+        (run / "sessions.jsonl").touch()
+        os.utime(run / "sessions.jsonl", (1000 - age, 1000 - age))
+        if name != "b/broken":
+            (run / "config.yaml").touch()
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    outputs = tmp_path / "outputs"
+    assert newest_run(Path("last")) == outputs / "a" / "1"
+    assert "resuming outputs/a/1, the newest of 3 runs below outputs" in capsys.readouterr().out
+    assert newest_run(outputs / "b") == outputs / "b" / "3"
+    assert newest_run(outputs / "b" / "2") == outputs / "b" / "2"
+    assert newest_run(tmp_path / "nothing") == tmp_path / "nothing"  # an error names it later
 
 
 def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> None:
@@ -476,9 +523,9 @@ def test_another_model_in_the_configuration_is_refused(stopped: Path) -> None:
 
 def test_another_length_in_the_configuration_is_refused(stopped: Path) -> None:
     path = stopped / "config.yaml"
-    path.write_text(path.read_text().replace("max_epochs: 2", "max_epochs: 3"))
+    path.write_text(path.read_text().replace("train_batches: 4", "train_batches: 3"))
     before = (stopped / "metrics.csv").read_bytes(), path.read_bytes()
-    assert "of 8 optimiser steps, this run has 12" in refused(stopped, "memory=store")
+    assert "of 8 optimiser steps, this run has 6" in refused(stopped, "memory=store")
     assert ((stopped / "metrics.csv").read_bytes(), path.read_bytes()) == before
 
 

@@ -77,15 +77,15 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
 
     def answer() -> str:
         with pytest.raises(ConfigError) as refused:
-            check_changes(["trainer.max_epochs=4"], tmp_path)
+            check_changes(["seed=4"], tmp_path)
         return str(refused.value).partition("(with its --config-dir, if it had one): ")[2]
 
-    words = ["model=resnet32", "model.pretrained=true", "seed=2", "trainer.max_epochs=4"]
+    words = ["model=resnet32", "model.pretrained=true", "trainer.max_epochs=3", "seed=4"]
     assert answer() == command_line("train", *words)
     last = tmp_path / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.touch()
-    words = ["model=resnet32", "seed=2", "trainer.max_epochs=4", f"+model.checkpoint_path={last}"]
+    words = ["model=resnet32", "trainer.max_epochs=3", "seed=4", f"+model.checkpoint_path={last}"]
     assert answer() == command_line("train", *words)
     (tmp_path / "sessions.jsonl").write_text("damaged")
     assert answer() == command_line("train", *words[2:])

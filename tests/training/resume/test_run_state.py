@@ -47,8 +47,23 @@ class StopIn(pl.Callback):
             self.stop.requested = SIGTERM
 
 
+class Rates(pl.Callback):
+    """Keeps the rate of each step."""
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates = rates
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
 def fit(
-    folder: Path, *, stop_in: int | None = None, resume: bool = False, **options: Any
+    folder: Path,
+    *,
+    stop_in: int | None = None,
+    resume: bool = False,
+    rates: list[float] | None = None,
+    **options: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
     """Weights and figures of a run, or None if it was stopped."""
     pl.seed_everything(99 if resume else 0, workers=True, verbose=False)
@@ -57,6 +72,8 @@ def fit(
     names = {"best_checkpoint": {}, "last_checkpoint": {}, "ema": options.pop("ema", None)}
     callbacks = build_callbacks(names, run_dir=folder)
     callbacks.append(stop)
+    if rates is not None:
+        callbacks.append(Rates(rates))
     if stop_in is not None:
         callbacks.insert(0, StopIn(stop, stop_in))
     schedule = {"name": options.pop("schedule", "onecycle")}
@@ -200,7 +217,7 @@ def change_saved(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
 @pytest.mark.parametrize(
     ("schedule", "options", "steps"),
     [
-        ("onecycle", {"max_epochs": 2}, 4),
+        ("onecycle", {"limit_train_batches": 1}, 1),
         ("cosine", {"max_epochs": 2, "limit_train_batches": 3}, 6),
         ("step", {"max_epochs": 3, "accumulate_grad_batches": 2}, 3),
     ],
@@ -215,6 +232,22 @@ def test_another_number_of_steps_is_refused(
         fit(tmp_path, resume=True, schedule=schedule, **{**SHORT, **options})
     assert str(path) in str(got.value)
     assert path.read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.parametrize("stop_in", [None, 2])
+@pytest.mark.parametrize("schedule", ["onecycle", "cosine", "step"])
+def test_a_longer_run_has_the_rates_of_a_run_of_that_length(
+    schedule: str, stop_in: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, longer = [], []
+    fit(tmp_path / "whole", schedule=schedule, rates=whole, max_epochs=3)
+    fit(tmp_path, schedule=schedule, stop_in=stop_in, max_epochs=1)
+    with caplog.at_level("INFO"):
+        fit(tmp_path, resume=True, schedule=schedule, rates=longer, max_epochs=3)
+    assert longer == pytest.approx(whole[-len(longer) :])
+    assert len(longer) == 12 - (4 if stop_in is None else stop_in + 1)
+    assert f"stretched from 4 to 12 steps, lr is now {longer[0]:.3g}" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
