@@ -479,7 +479,7 @@ def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> T
     with mode:
         for p in trained:
             # otherwise gradients would count as made by the backward pass
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an earlier step
         # with plain attributes
         trace.register(tree_iter([vars(m) for m in model.modules()]), "buffer")
         trace.register(model.parameters(), "parameter")
