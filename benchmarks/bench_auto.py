@@ -6,7 +6,7 @@
 A network of a library is made reversible with 4 bits. One step is forward, cross-entropy and
 backward on random images. The limits go from the least that any plan needs to the need of
 ``store``; ``auto`` is the plan that ``revzoo train`` makes for each. A pure mode fits if its
-counted peak, of all tensors alive in a real step (``revzoo.profiling.live``), is within the limit.
+counted peak, of all tensors alive in a real step (``revzoo.core.live``), is within the limit.
 Times are ratios to the fastest pure mode that fits, of the same round; every round runs all
 candidates one after the other. Equal plans are one candidate.
 """
@@ -21,8 +21,8 @@ from measure import MIB, environment
 from torch import nn
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.profiling.clock import now
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner, count_modes
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way from the leanest plan to store
