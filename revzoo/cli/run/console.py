@@ -138,7 +138,8 @@ def log_opening(
         rows = reversible_blocks(module.model)
         used = sorted({row.bits for row in rows})
         ends = " to ".join(map(str, dict.fromkeys([*used[:1], *used[-1:]])))
-        reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
+        chosen = ", chosen on random images" if bits == "auto" else ""
+        reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits{chosen}" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = "x".join(map(str, (data.in_chans, *data.sizes)))
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
