@@ -1,14 +1,14 @@
 """``memory=auto`` against every pure mode, at five limits from the leanest plan's need upwards.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_auto.py \
-        revnet38:64 revnet110:64 revnet56:16 --rounds 7
+        revnet38:64 revnet110:64 revnet56:16 revvit_base:2 torchvision:vit_b_16:2 --rounds 7
 
-One step is forward, cross-entropy and backward on random images. The limits go from the least that
-any plan needs to the need of ``store``; ``auto`` is the plan that ``revzoo train`` makes for each.
-A pure mode fits if its counted peak, of all tensors alive in a real step
-(``revzoo.profiling.live``), is within the limit. Times are ratios to the fastest pure mode that
-fits, of the same round; every round runs all candidates one after the other. Equal plans are one
-candidate.
+A network of a library is made reversible with 4 bits. One step is forward, cross-entropy and
+backward on random images. The limits go from the least that any plan needs to the need of
+``store``; ``auto`` is the plan that ``revzoo train`` makes for each. A pure mode fits if its
+counted peak, of all tensors alive in a real step (``revzoo.core.live``), is within the limit.
+Times are ratios to the fastest pure mode that fits, of the same round; every round runs all
+candidates one after the other. Equal plans are one candidate.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from measure import MIB, environment
 from torch import nn
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.profiling.clock import now
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner, count_modes
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way from the leanest plan to store
@@ -39,7 +39,7 @@ def main() -> None:
     print("| model | limit, MiB | auto, steps | counted, MiB | fastest pure mode | auto / pure |")
     print("|---|---|---|---|---|---|")
     for text in args.models:
-        name, _, batch = text.partition(":")
+        name, _, batch = text.rpartition(":")
         for row in rows_of(name, int(batch), args.rounds):
             print("| " + " | ".join(row) + " |", flush=True)
 
@@ -47,7 +47,7 @@ def main() -> None:
 def rows_of(name: str, batch: int, rounds: int) -> list[list[str]]:
     """The rows of one model's table."""
     torch.manual_seed(0)
-    model = revzoo.create_model(name)
+    model = revzoo.create_model(name, **{"reversible_bits": 4} if ":" in name else {})
     images = torch.randn(batch, 3, model.image_size, model.image_size)
     labels = torch.zeros(batch, dtype=torch.int64)
     base = sum(2 * p.nbytes for p in model.parameters()) + images.nbytes

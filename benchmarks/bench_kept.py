@@ -2,7 +2,7 @@
 
     python benchmarks/bench_kept.py
 
-Counts live storages (:class:`revzoo.profiling.live.LiveMemory`), so the figures are the same on
+Counts live storages (:class:`revzoo.core.live.LiveMemory`), so the figures are the same on
 every machine. Without parameters, their gradients and the input.
 """
 
@@ -15,7 +15,7 @@ from measure import environment
 from torch import Tensor, nn
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 MODES = ("store", "recompute", "invert", "exact")
 

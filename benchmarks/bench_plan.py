@@ -10,7 +10,7 @@ shared cores, so a candidate's time is the minimum over the rounds; the quartile
 ``store`` in the same round show the spread. Three kinds of memory:
 
     predicted   the plan's ``peak_bytes``
-    counted     the peak of all tensors alive in a real step, counted (``revzoo.profiling.live``);
+    counted     the peak of all tensors alive in a real step, counted (``revzoo.core.live``);
                 of compiled models the growth of this process
     resident    the growth of the peak of a fresh process (VmHWM) in a step, plus the bytes before
                 the step; for plans and modes
@@ -38,8 +38,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.profiling.clock import now
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 
 Step = Callable[[], None]

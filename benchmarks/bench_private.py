@@ -29,10 +29,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.integrations.backpack import extend
 from revzoo.integrations.opacus import PrivacyEngine
 from revzoo.private.clipping import ClippedGradients
-from revzoo.profiling.live import LiveMemory
 
 Step = Callable[[], None]
 

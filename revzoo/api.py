@@ -65,6 +65,7 @@ from revzoo.weights.table import WeightsTable as WeightsTable
 
 if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
     from revzoo.data.registry import register_data as register_data
+    from revzoo.data.registry import register_transform as register_transform
     from revzoo.training.callbacks.registry import register_callback as register_callback
     from revzoo.training.graphed_step import graphed_step as graphed_step
     from revzoo.training.optim.optimizers import register_optimizer as register_optimizer
@@ -77,6 +78,7 @@ _LATER = {
     "register_callback": "revzoo.training.callbacks.registry",
     "register_data": "revzoo.data.registry",
     "register_optimizer": "revzoo.training.optim.optimizers",
+    "register_transform": "revzoo.data.registry",
 }
 
 # classes and functions: not TYPE_CHECKING

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo import ReversibleBlock, ReversibleSequence, set_memory
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 
 def conv_branch(channels=4, *, dropout=0.0, norm=nn.BatchNorm2d):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 from revzoo.training.lightning_compat import quiet
 
 PAGE = Path(__file__).parents[1] / "docs" / "questions.md"

@@ -58,7 +58,8 @@ TOPICS = {  # the names in the order of a reader's questions
         AffineCoupling ScaledCoupling AffineAdapterSigmoid AffineAdapterNaive ActNorm
         InvertibleBatchNorm InvertibleConv1x1 InvertibleLinear InjectiveLinear PatchConv
         InvertibleLeakyReLU MomentumBlock ContractiveBlock ContractiveConv2d ContractiveLinear""",
-    "Register your own": "register_model register_data register_callback register_optimizer",
+    "Register your own": """
+        register_model register_data register_transform register_callback register_optimizer""",
     "Errors": """
         DriftError RangeError ReplayMismatchError NotInvertibleError BudgetError ConversionError
         WeightsError""",

@@ -453,10 +453,12 @@ def check(config: Config, root: Section = RUN, *, complete: bool = True) -> None
 def check_value(name: str, value: Any, option: Option) -> None:
     """Check the type and the range of a value."""
     remedy = f"; {option.remedy}" if option.remedy else ""
-    if option.choices and value is not None and value not in option.choices:
+    more = registered(option.registry) if option.registry else ()
+    choices = [*dict.fromkeys([*option.choices, *more])]
+    if choices and value is not None and value not in choices:
         null = "" if expected_type(None, option.type) else ", null"
-        listed = ", ".join(map(typed, option.choices)) + null
-        hint = did_you_mean(value, option.choices)
+        listed = ", ".join(map(typed, choices)) + null
+        hint = did_you_mean(value, choices)
         raise ConfigError(f"{name}={typed(value)}: expected one of {listed}{hint}")
     if expected := expected_type(value, option.type):
         raise ConfigError(f"{name}={typed(value)}: expected {expected}{remedy}")

@@ -60,6 +60,7 @@ class Option:
     choices: Sequence[Any] = ()  # all valid values, besides null where the type allows it
     also: Sequence[Any] = ()  # valid besides ``range``
     remedy: str = ""  # the end of messages about its value
+    registry: str = ""  # the name in REGISTRIES of a table of more choices
 
     @property
     def within(self) -> str:
@@ -115,8 +116,9 @@ AUGMENT = section(
     policy=Option(
         str | None,
         None,
-        "torchvision's random changes of each image",
+        "random changes of each image, torchvision's or registered ones",
         choices=("randaugment", "trivialaugment", "augmix"),
+        registry="transforms",
     ),
     rotation=Option(float, 0.0, "degrees, to both sides", "[0, 180]"),
     color=Option(float, 0.0, "largest change of brightness, contrast, saturation", "[0, 1]"),
@@ -156,8 +158,9 @@ FOLDER = section(
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
     image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
-    in_chans=Option(int, 3, "1: converted to grey", choices=(1, 3)),
+    in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
+    cache_dir=Option(str | None, "auto", "keeps decoded images for the next run; null: none"),
     on_error=Option(str, "raise", "skip: leave unreadable images out", choices=("raise", "skip")),
     max_errors=Option(int, 100, "with skip: at most this many images of a split", COUNT),
 )
@@ -185,6 +188,20 @@ VOLUMES = section(
     patch=Option(Sequence, (64, 64, 64), "voxels of a training patch and of a window"),
     patches=Option(int, 1, "of each volume in an epoch", COUNT),
     window=Option(Sequence | None, None, "[low, high] for CT; null: z-scores of each volume"),
+)
+
+MASKS = section(
+    "Images with masks.",
+    FOLDER,
+    root=Option(str | None, None, "the folder above train/images and train/masks"),
+    classes=Option(
+        Sequence | Mapping | None, None, "names: [background, cell], or {0: background, 128: cell}"
+    ),
+    table=Option(str | None, None, "CSV or Parquet instead of folders"),
+    path_column=TABLE.options["path_column"],
+    mask_column=Option(str, "mask", "of the masks"),
+    split_column=TABLE.options["split_column"],
+    group_column=TABLE.options["group_column"],
 )
 
 MODEL = section(
@@ -591,6 +608,7 @@ DATA = {
     "revzoo.data.CIFAR10": CIFAR,
     "revzoo.data.CIFAR100": CIFAR,
     "revzoo.data.ImageFolder": FOLDER,
+    "revzoo.data.Masks": MASKS,
     "revzoo.data.Shapes": DIGITS,
     "revzoo.data.Table": TABLE,
     "revzoo.data.Volumes": VOLUMES,
@@ -640,6 +658,7 @@ EVALUATION = section(
     split=Option(str, MISSING, "the images", choices=("test", "val")),
     batch_size=Option(int | None, None, "images per step; null: data.eval_batch_size", COUNT),
     bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
+    tta=Option(str | None, None, "flip: mean over images and mirror images", choices=("flip",)),
     data=Chosen("_target_", DATA, "null: the run's"),
     precision=PRECISION,
     trainer=TRAINER,
@@ -649,6 +668,7 @@ REGISTRIES = {
     "data": "revzoo.data.registry:DATA",
     "model": "revzoo.models.registry:MODELS",
     "optim": "revzoo.training.optim.optimizers:OPTIMIZERS",
+    "transforms": "revzoo.data.augment:POLICIES",
 }
 OF_PLUGIN = Option(Any, None, "of the plugin")
 

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 M = TypeVar("M", bound=nn.Module)
+_data: Any = Tensor.data  # the descriptor
 
 
 class _TensorCopies(TorchFunctionMode):
@@ -35,7 +36,9 @@ class _TensorCopies(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch._C.TensorBase.clone:  # the deepcopy of a parameter calls it
+        if func == _data.__get__:  # the deepcopy of a parameter clones its data
+            return args[0]
+        if func is torch._C.TensorBase.clone:
             return self._copy_of(args[0])
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))

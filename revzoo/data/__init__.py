@@ -9,8 +9,9 @@ from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.errors import DataError
 from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
-from revzoo.data.registry import DATA, register_data
+from revzoo.data.registry import DATA, register_data, register_transform
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
 from revzoo.data.volumes import Volumes
@@ -25,8 +26,10 @@ __all__ = [
     "Digits",
     "ImageData",
     "ImageFolder",
+    "Masks",
     "Shapes",
     "Table",
     "Volumes",
     "register_data",
+    "register_transform",
 ]

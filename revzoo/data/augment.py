@@ -23,16 +23,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.transforms import v2
+from torchvision.tv_tensors import Mask
 
 from revzoo._checks import build_dataclass, check_choice, check_count, check_number
 
-POLICIES: dict[str, Callable[[], v2.Transform]] = {
+POLICIES: dict[str, Callable[[], Callable[..., Any]]] = {
     "randaugment": v2.RandAugment,
     "trivialaugment": v2.TrivialAugmentWide,
     "augmix": v2.AugMix,
 }
 """torchvision's transforms, with its defaults: E. Cubuk et al. 2020, arXiv 1909.13719; S. Mueller
-and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781."""
+and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781. Users add theirs
+with ``register_transform``."""
+
+WITHOUT_MASKS = frozenset(POLICIES)
+"""Those that cannot change a mask together with its image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,14 @@ class Augment:
         """Whether Mixup or CutMix is on."""
         return bool(self.mixup or self.cutmix)
 
+    def transforms(self, dtype: torch.dtype) -> list[v2.Transform]:
+        """:attr:`single` for images of ``dtype``."""
+        if dtype != torch.uint16 or not self.single:
+            return self.single
+        # torchvision's changes of colour take no 16 bits
+        before, after = (v2.ToDtype(kind, scale=True) for kind in (torch.float32, dtype))
+        return [before, *self.single, after]
+
     @cached_property
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
@@ -117,13 +130,28 @@ class Augment:
             *([v2.RandomApply([v2.GaussianBlur(5, (0.1, 2.0))], self.blur)] if self.blur else []),
         ]
 
-    def each(self, images: Tensor, pixel_max: int) -> Tensor:
-        """Apply :attr:`single` to bytes (B, C, S, S) with values up to ``pixel_max``."""
-        if not (transforms := self.single):
-            return images
-        scale = 255 // pixel_max  # torchvision takes 255 for white
-        changed = [v2.Compose(transforms)(image) for image in images * scale]
-        return torch.stack(changed).div(scale, rounding_mode="floor").clamp(max=pixel_max)
+    def each(self, pixel_max: int, images: Tensor, *masks: Tensor) -> list[Tensor]:
+        """Apply :attr:`single` to each image, with its mask.
+
+        Args:
+            pixel_max: largest value of the images.
+            images: pixels (B, C, S, S).
+            masks: none, or uint8 (B, 1, S, S), which rotate with the images; 0 fills their corners.
+
+        Returns:
+            The images, and the masks.
+        """
+        if not (transforms := self.transforms(images.dtype)):
+            return [images, *masks]
+        change = v2.Compose(transforms)
+        scale = max(255 // pixel_max, 1)  # torchvision takes 255 for white
+        scaled = images * scale if scale > 1 else images  # uint16 cannot be multiplied
+        pairs = zip(scaled, *(map(Mask, part) for part in masks), strict=True)
+        changed = [change(*pair) if masks else (change(*pair),) for pair in pairs]
+        images, *masks = map(torch.stack, zip(*changed, strict=True))  # type: ignore[assignment]
+        if scale > 1:
+            images = images.div(scale, rounding_mode="floor").clamp(max=pixel_max)
+        return [images, *masks]
 
     def erase(self, images: Tensor) -> Tensor:
         """Erase boxes of normalised images (B, C, S, S)."""

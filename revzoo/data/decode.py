@@ -4,24 +4,29 @@ Pillow decodes, as in torchvision's ``ImageFolder``: it reads every format that 
 and it releases the interpreter lock, so a few threads can share the work of a whole folder.
 Unlike torchvision we apply the EXIF orientation, as every viewer does.
 
-Known limits: grey images of more than 8 bits are refused, since Pillow would clip them silently
-(in 16-bit RGB it keeps the upper 8 bits); transparency is dropped; of several frames the first is
-read.
+Pixels keep their 16 bits, and images may have any number of channels: such images become tensors.
+tifffile reads the TIFFs that Pillow would reduce to 8 bits or to fewer channels.
+
+Known limits: of 16-bit PNGs in colour Pillow keeps the upper 8 bits; 32 bits and floats are
+refused; with 1 or 3 channels transparency is dropped; of several frames the first is read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import number_of, shortened
+from revzoo._checks import number_of, package_needed, shortened
 from revzoo.data.errors import DataError
 
 IMAGENET_CROP_PCT = 224 / 256
@@ -32,6 +37,12 @@ FORMATS = ["JPEG", "PNG", "PPM", "BMP", "DIB", "TIFF", "WEBP", "GIF", "ICO", "AV
 
 IN_SET = "replace or remove it, or set data.on_error=skip; revzoo check DIR lists all such images"
 """The remedy for a damaged image of a data set."""
+
+Opened: TypeAlias = Image.Image | Tensor
+"""A Pillow image of bytes, RGB or grey; or a tensor (C, H, W) of uint8 or uint16."""
+
+_Pixels = TypeVar("_Pixels", bound=Opened)
+_ARRAY, _TIFF = ".npy", (".tif", ".tiff")
 
 log = logging.getLogger(__name__)
 
@@ -49,23 +60,40 @@ def suffixes() -> tuple[str, ...]:
     kinds = (*formats(), "MPO")  # several JPEGs in a file, which Pillow opens as a JPEG
     found = (s for s, kind in Image.registered_extensions().items() if kind in kinds)
     usual = (".jpg", ".png")
-    return (*usual, *sorted({*found} - {*usual}))
+    return (*usual, *sorted({*found} - {*usual}), _ARRAY)
 
 
-def open_image(path: str, channels: int, *, remedy: str = "replace or remove it") -> Image.Image:
-    """Decode one file to RGB (3 channels) or grey (1 channel).
+def open_image(path: str, channels: int | None, *, remedy: str = "replace or remove it") -> Opened:
+    """Decode one file.
 
     Args:
         path: of the file.
-        channels: of the result.
+        channels: of the result: 3 (RGB) and 1 (grey) convert images of 8 bits into each other;
+            any other number must be the file's. None accepts every file.
         remedy: the advice in the error about a corrupt file.
 
     Raises:
-        DataError: the file is corrupt, or :func:`converted` refuses the image.
+        DataError: the file is corrupt, has other channels, or values of more than 16 bits.
     """
+    with decoding(path, remedy):
+        if path.lower().endswith(_ARRAY):
+            return _of_array(np.load(path, allow_pickle=False), channels, path)
+        is_tiff = path.lower().endswith(_TIFF)
+        try:
+            with Image.open(path, "r", formats()) as image:
+                if not (is_tiff and _loses(image, channels)):
+                    return converted(image, channels, path)
+        except UnidentifiedImageError:
+            if not is_tiff:
+                raise
+        return _of_array(_read_tiff(path), channels, path)
+
+
+@contextmanager
+def decoding(path: str, remedy: str) -> Iterator[None]:
+    """Turn any error of a decoder into a DataError that names the file."""
     try:
-        with Image.open(path, "r", formats()) as image:
-            return converted(image, channels, path)
+        yield
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types
@@ -75,15 +103,87 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         raise DataError(f"{what}: {remedy}", reason) from error
 
 
-def converted(image: Image.Image, channels: int, name: str) -> Image.Image:
-    """An image upright, in RGB (3 channels) or grey (1 channel)."""
-    if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
-        fault = f"more than 8 bits per channel (Pillow mode {image.mode})"
-        raise DataError(f"{name} has {fault}: convert it to 8 bits", f"{fault}: convert to 8 bits")
-    pixels = image.convert("RGB" if channels == 3 else "L")  # a copy, also in this mode
+def converted(image: Image.Image, channels: int | None, name: str) -> Opened:
+    """An image upright, in RGB (3 channels) or grey (1 channel); a tensor for others.
+
+    Raises:
+        DataError: the image has other channels, or values of more than 16 bits.
+    """
+    if image.mode.startswith(("I", "F")) or channels not in (None, 1, 3):
+        values = np.asarray(upright(image.copy()))
+        return _of_array(values if values.ndim == 2 else np.moveaxis(values, -1, 0), channels, name)
+    return upright(image.convert("L" if channels == 1 else "RGB"))  # a copy, also in this mode
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Turn an image in place by its EXIF orientation."""
     with suppress(Exception):  # Pillow's reader raises many types; a damaged block is no EXIF
-        ImageOps.exif_transpose(pixels, in_place=True)
-    return pixels
+        ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def _loses(image: Image.Image, channels: int | None) -> bool:
+    """Whether Pillow would lose bits or channels of a TIFF."""
+    bands, bits = len(image.getbands()), image.tag_v2.get(258, (8,))  # type: ignore[attr-defined]
+    return (bands > 1 and max(bits) > 8) or (channels not in (None, 1, 3) and bands != channels)
+
+
+def _read_tiff(path: str) -> np.ndarray[Any, Any]:
+    """All channels of a TIFF, (H, W) or (C, H, W)."""
+    try:
+        import tifffile
+    except ImportError:
+        raise DataError(package_needed(f"{path} needs", "tifffile")) from None
+    with tifffile.TiffFile(path) as file:
+        series = file.series[0]
+        values: np.ndarray[Any, Any] = series.asarray()
+        return np.moveaxis(values, -1, 0) if series.axes.endswith("S") else values
+
+
+def _of_array(values: np.ndarray[Any, Any], channels: int | None, name: str) -> Tensor:
+    """(H, W) or (C, H, W) as a tensor (channels, H, W) of uint8 or uint16."""
+    if values.dtype == np.int32 and values.min() >= 0 and values.max() < 2**16:
+        values = values.astype(np.uint16)  # Pillow's mode of a PGM of 16 bits
+    if values.dtype.kind != "u" or values.dtype.itemsize > 2:
+        fault = f"values of type {values.dtype}: expected 8 or 16 bits (uint8, uint16)"
+        raise DataError(f"{name} has {fault}; convert it", fault)
+    values = values[None] if values.ndim == 2 else values
+    if values.ndim != 3 or not values.size:
+        fault = f"the shape {values.shape}: expected (C, H, W) or (H, W)"
+        raise DataError(f"{name} has {fault}", fault)
+    if channels and len(values) not in ((1, 3) if channels == 3 else (channels,)):
+        found = f"{number_of(len(values), 'channel')}, (C, H, W) = {values.shape}"
+        fault = f"{found}: expected {channels}"
+        raise DataError(f"{name} has {fault}, from data.in_chans or the model", fault)
+    native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    pixels = torch.from_numpy(native.copy() if not native.flags.writeable else native)
+    repeated = pixels.expand(3, -1, -1) if channels == 3 and len(pixels) == 1 else pixels
+    return tv_tensors.Image(repeated)
+
+
+def read_mask(path: str, *, remedy: str = "replace it") -> np.ndarray[Any, Any]:
+    """The pixel values of a mask, uint16 (H, W): grey values, or the numbers of a palette.
+
+    Raises:
+        DataError: it is an image in colour, or cannot be read.
+    """
+    with decoding(path, remedy):
+        if path.lower().endswith(_ARRAY):
+            return np.asarray(_of_array(np.load(path, allow_pickle=False), 1, path))[0]
+        with Image.open(path, "r", formats()) as image:
+            if len(image.getbands()) == 1 and image.mode != "F":
+                return np.asarray(upright(image.copy())).astype(np.uint16)
+            fault = f"a mask in colour (Pillow mode {image.mode})"
+            fault += ": expected class numbers, in grey or with a palette"
+            raise DataError(f"{path} is {fault}", fault)
+
+
+def check_mask_size(mask: np.ndarray[Any, Any], path: str, image: Opened, of: str) -> None:
+    """Raise a DataError for a mask of another size than its image, which is the file ``of``."""
+    height, width = v2f.get_size(image)
+    if mask.shape != (height, width):
+        fault = f"{mask.shape[1]}x{mask.shape[0]} pixels, its image {width}x{height}"
+        raise DataError(f"{path} has {fault} ({of}): give both one size", f"a mask of {fault}")
 
 
 class SkippedFiles:
@@ -142,33 +242,47 @@ class SkippedFiles:
         return [self._paths[row] for row in self._bad.nonzero().flatten().tolist()]
 
 
-def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Image:
+def to_square(image: _Pixels, size: int, crop_pct: float = 1.0) -> _Pixels:
     """Resize the shorter side to ``size / crop_pct`` pixels, and crop the centre to ``size``.
 
     ``crop_pct`` is timm's name (R. Wightman) for the share of the shorter side that is kept.
     """
     shorter = round(size / crop_pct)
-    if image.size == (size, size) == (shorter, shorter):  # nothing to do: keep every pixel
+    if v2f.get_size(image) == [size] * 2 == [shorter] * 2:  # nothing to do: keep every pixel
         return image
     return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
 
 
-def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
-    """Side in pixels of the first readable image; the set compares the others with it."""
+def to_tensor(image: Opened) -> Tensor:
+    """The pixels of an image, (C, H, W) of uint8 or uint16."""
+    if isinstance(image, Tensor):
+        return image.as_subclass(Tensor)
+    # torchvision's conversion costs more than decoding a small image
+    pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
+    return pixels.permute(2, 0, 1)
+
+
+def first_image(
+    paths: Sequence[str], channels: int, skipped: SkippedFiles | None = None
+) -> tuple[str, Opened]:
+    """The first readable image and its path; the set compares the others with it."""
     for row, path in enumerate(paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            width, height = open_image(path, 3, remedy=IN_SET).size
+            return path, open_image(path, channels, remedy=IN_SET)
         except DataError as error:
             if skipped is None:
                 raise
             skipped.add(row, error)
-            continue
-        if width != height:
-            raise DataError(
-                f"{path} has {width}x{height} pixels: expected a square; "
-                "set data.image_size to a side in pixels to resize and crop the images to it, "
-                "such as data.image_size=64"
-            )
-        return width
     raise DataError(f"none of the {len(paths)} images can be read, such as {paths[0]}")
+
+
+def side_of(path: str, height: int, width: int) -> int:
+    """The side in pixels of a square image."""
+    if width != height:
+        raise DataError(
+            f"{path} has {width}x{height} pixels: expected a square; "
+            "set data.image_size to a side in pixels to resize and crop the images to it, "
+            "such as data.image_size=64"
+        )
+    return width

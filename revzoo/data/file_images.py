@@ -6,20 +6,31 @@ sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He 
 evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
-import numpy as np
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as v2f
+from tqdm import tqdm
 
+from revzoo._checks import is_first_process
+from revzoo.data import decoded_cache
 from revzoo.data.augment import Augment
-from revzoo.data.decode import IMAGENET_CROP_PCT, IN_SET, SkippedFiles, open_image, to_square
+from revzoo.data.decode import (
+    IMAGENET_CROP_PCT,
+    IN_SET,
+    SkippedFiles,
+    open_image,
+    to_square,
+    to_tensor,
+)
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch, ImageSet, TensorImages
@@ -35,12 +46,13 @@ class FileImages(ImageSet):
     Args:
         files: paths and labels.
         classes: names, by label.
-        channels: 3 (RGB) or 1 (grey).
+        channels: 3 (RGB), 1 (grey), or those of the files.
         size: side in pixels of the images that are returned.
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.
         resize: whether images of other sizes are resized; if False, they raise.
+        dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
 
@@ -57,56 +69,74 @@ class FileImages(ImageSet):
         crop_pct: float = IMAGENET_CROP_PCT,
         training: bool = False,
         resize: bool = True,
+        dtype: torch.dtype = torch.uint8,
         skipped: SkippedFiles | None = None,
     ) -> None:
         self.labels, self.classes = torch.tensor(files.labels), classes
         self.groups = None if files.groups is None else torch.tensor(files.groups)
-        self.in_chans, self.image_size = channels, size
+        self.in_chans, self.image_size, self.dtype = channels, size, dtype
         self._paths, self._rows = files.paths, torch.arange(len(files.paths))
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
         # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
-        # on Pillow images: only the crop becomes a tensor
+        # Pillow images stay so: only the crop becomes a tensor
         self._augmented = v2.Compose(
             [
                 v2.RandomResizedCrop(size, scale=(augment.crop_scale, 1.0), antialias=True)
                 if augment.padding(size)
                 else self._evaluated,
                 v2.RandomHorizontalFlip(0.5 * augment.flip),
-                *augment.single,
+                *augment.transforms(dtype),
             ]
         )
 
-    def _evaluated(self, image: Image.Image) -> Image.Image:
-        return to_square(image, self.image_size, self._crop_pct)
+    def _evaluated(self, *parts: Any) -> Any:
+        """The parts of an image for evaluation; a single one as it is, as v2 returns it."""
+        out = tuple(to_square(part, self.image_size, self._crop_pct) for part in parts)
+        return out if len(out) > 1 else out[0]
+
+    def _open(self, row: int) -> tuple[Any, ...]:
+        """The parts of an image that are cropped and flipped alike, decoded."""
+        return (open_image(self._paths[row], self.in_chans, remedy=IN_SET),)
+
+    def _label(self, index: int, *parts: Any) -> Tensor:
+        """The label of an image, from its parts besides the pixels."""
+        return self.labels[index]
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (C, S, S), transformed, and its label ()."""
-        path, size = self._paths[int(self._rows[index])], (self.image_size,) * 2
-        image = open_image(path, self.in_chans, remedy=IN_SET)
-        if not self._resize and image.size != size:
+        """One image (C, S, S), transformed, and its label () or mask (S, S)."""
+        row, seed = int(self._rows[index]), int(self._epoch_seed)
+        parts = self._open(row)
+        height, width = v2f.get_size(parts[0])
+        if not self._resize and (height, width) != (self.image_size,) * 2:
             raise DataError(
-                f"images differ in size: {path} has {image.width}x{image.height} pixels, "
-                f"{self._paths[0]} {size[0]}x{size[1]}: set data.image_size to resize them all"
+                f"images differ in size: {self._paths[row]} has {width}x{height} pixels, "
+                f"{self._paths[0]} {self.image_size}x{self.image_size}: set data.image_size to "
+                "resize them all"
             )
-        seed = int(self._epoch_seed)
         if not self._training:
-            image = self._evaluated(image)
+            out = self._evaluated(*parts)
         elif seed < 0:  # torch's own state decides the crop
-            image = self._augmented(image)
+            out = self._augmented(*parts)
         else:  # by image: the number of workers must not change the crops
             with seeded(hash_seed(seed, index)):
-                image = self._augmented(image)
-        # torchvision's conversion costs more than decoding a small image
-        pixels = torch.from_numpy(np.array(image)).view(*size, self.in_chans)
-        return pixels.permute(2, 0, 1), self.labels[index]
+                out = self._augmented(*parts)
+        image, *others = out if len(parts) > 1 else (out,)
+        pixels = to_tensor(image)
+        if pixels.dtype != self.dtype:
+            bits = {torch.uint8: 8, torch.uint16: 16}
+            raise DataError(
+                f"images differ in depth: {self._paths[row]} has {bits[pixels.dtype]} bits per "
+                f"channel, others {bits[self.dtype]}: convert them to one depth"
+            )
+        return pixels, self._label(index, *others)
 
-    def _readable(self, indices: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    def _readable(self, indices: Iterable[int]) -> Iterator[tuple[int, Batch]]:
         """The images at ``indices``, without those that ``skipped`` tolerates."""
         for index in indices:
             try:
-                yield index, self[index][0]
+                yield index, self[index]
             except DataError as error:
                 if self._skipped is None:
                     raise
@@ -120,43 +150,93 @@ class FileImages(ImageSet):
             DataError: an image is unreadable and ``skipped`` is None, or the whole batch is
                 unreadable.
         """
-        found = list(self._readable(indices))
+        found = [batch for _, batch in self._readable(indices)]
         if not found:
             raise DataError(f"none of the {len(indices)} images of a batch can be read")
-        return torch.stack([image for _, image in found]), self.labels[[i for i, _ in found]]
+        images, labels = zip(*found, strict=True)
+        return torch.stack(images), torch.stack(labels)
 
-    def loaded(self) -> TensorImages:
-        """All readable images in memory, decoded by a few threads and not augmented."""
-        whole = self.subset(torch.arange(len(self)), training=False)
-        # filled in place: stacking a list of images would take twice the memory
-        images = np.empty((len(self), self.in_chans, *(self.image_size,) * 2), dtype=np.uint8)
-        kept = torch.zeros(len(self), dtype=torch.bool)
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of a label: () of a class."""
+        return ()
 
-        def read(start: int) -> None:
-            for index, image in whole._readable(range(start, min(start + _BLOCK, len(self)))):
-                images[index], kept[index] = image.numpy(), True
+    def entry(self, cache_dir: str | None) -> Path | None:
+        """The place of these images, decoded, in the cache."""
+        paths = (paths[row] for paths in self._sources() for row in self._rows.tolist())
+        return decoded_cache.entry_of(cache_dir, paths, self._preparation())
 
-        pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
-        try:
-            # iterating raises the first error
-            list(pool.map(read, range(0, len(self), _BLOCK)))
-        finally:
-            pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest
-        pixels = torch.from_numpy(images)
-        # indexing copies the set, so only if a file was skipped
-        pixels = pixels if kept.all() else pixels[kept]
-        loaded = TensorImages(pixels, self.labels[kept], classes=self.classes)
+    def _sources(self) -> tuple[Sequence[str], ...]:
+        """The files that an image is made of, each by row."""
+        return (self._paths,)
+
+    def _preparation(self) -> tuple[object, ...]:
+        """What decides the pixels besides the files."""
+        return self.in_chans, self.image_size, self._crop_pct, str(self.dtype)
+
+    def loaded(self, entry: Path | None = None) -> TensorImages:
+        """All readable images in memory, not augmented.
+
+        Args:
+            entry: from :meth:`entry`: the images are read from there, or decoded and kept there.
+        """
+        found = decoded_cache.load(entry)
+        if len(found.get("images", ())) != len(self):
+            found = self._decoded(entry)
+        kept = found.get("kept", slice(None))  # the labels of a file may change without it
+        loaded = TensorImages(
+            found["images"], found.get("masks", self.labels)[kept], classes=self.classes
+        )
         loaded.groups = None if self.groups is None else self.groups[kept]
         return loaded
+
+    def _decoded(self, entry: Path | None) -> dict[str, Tensor]:
+        """All images, decoded by a few threads: ``images``, perhaps ``masks``, and ``kept``."""
+        start = time.perf_counter()
+        whole = self.subset(torch.arange(len(self)), training=False)
+        # filled in place: stacking a list of images would take twice the memory
+        sides = (self.image_size,) * 2
+        images = torch.empty(len(self), self.in_chans, *sides, dtype=self.dtype)
+        labels = torch.empty(len(self), *self.label_shape, dtype=self.labels.dtype)
+        kept = torch.zeros(len(self), dtype=torch.bool)
+
+        def read(start: int) -> int:
+            block = range(start, min(start + _BLOCK, len(self)))
+            for index, batch in whole._readable(block):
+                images[index], labels[index] = batch
+                kept[index] = True
+            return len(block)
+
+        pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
+        # None: only on a terminal
+        hidden = None if is_first_process() else True
+        bar = tqdm(desc="decoding images", total=len(self), delay=1, leave=False, disable=hidden)
+        try:
+            # iterating raises the first error
+            for count in pool.map(read, range(0, len(self), _BLOCK)):
+                bar.update(count)
+        finally:
+            bar.close()
+            pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest
+        found = {"images": images, "masks": labels} if self.label_shape else {"images": images}
+        if kept.all():
+            if time.perf_counter() - start >= decoded_cache.WORTH:
+                decoded_cache.store(entry, found)
+            return found
+        # indexing copies the set; files that were skipped may be repaired: not for the cache
+        return {**found, "images": images[kept], "kept": kept}
 
     def begin_epoch(self, seed: int) -> None:
         self._epoch_seed.fill_(seed)
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, prepared for evaluation."""
+        return self._sampled()[0]
+
+    def _sampled(self) -> Batch:
         step = -(-len(self) // _SAMPLE)  # rounded up
         evaluated = self.subset(torch.arange(0, len(self), step), training=False)
-        return evaluated.__getitems__(range(len(evaluated)))[0]
+        return evaluated.__getitems__(range(len(evaluated)))
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
         part = copy(self)

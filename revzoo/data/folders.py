@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from lightning_fabric.utilities.data import suggested_max_num_workers
 
 from revzoo._checks import number_of, shortened
-from revzoo.data.decode import open_image, suffixes
+from revzoo.data.decode import check_mask_size, open_image, read_mask, suffixes
 from revzoo.data.errors import DataError
 from revzoo.data.module import Split
 
@@ -30,11 +30,15 @@ NAMES: dict[Split, tuple[str, ...]] = {
 }
 """The names of the folders of each split, in any letter case."""
 
-VOLUMES = (".npy", ".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
+VOLUMES = (".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
 _SIZES = 10_000
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"
 )
+MASKS_LAYOUT = (
+    "expected ROOT/train/images/NAME.jpg with ROOT/train/masks/NAME.png, optionally val/ and test/"
+)
+_MASK_SUFFIX = "_mask"  # as in Carvana: a.jpg and a_mask.gif
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,13 @@ class Files:
 
     Attributes:
         groups: by image; the images of one group stay in one part of a split.
+        masks: by image; the paths of masks, whose pixels are the labels.
     """
 
     paths: list[str]
     labels: list[Any]
     groups: list[int] | None = None
+    masks: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,8 @@ def fingerprint(tree: Tree) -> str:
     digest = hashlib.sha256()
     splits: tuple[Split, ...] = ("train", "val")
     for split in (split for split in splits if split in tree.splits):
-        paths, start = tree.splits[split].paths, len(str(tree.folders[split]))
+        files, start = tree.splits[split], len(str(tree.folders[split]))
+        paths = files.paths + (files.masks or [])
         # relative: the data may move
         names = (split, *(path[start:] for path in paths))
         digest.update(b"\0".join(map(os.fsencode, names)))
@@ -212,6 +219,52 @@ def _list_images(folder: Path, classes: list[str], unread: Counter[str]) -> File
     return Files(list(chain(*by_class.values())), labels)
 
 
+def is_mask_folder(root: Path) -> bool:
+    """Whether a folder, or its training split, has images and masks side by side."""
+    place = split_folders(root).get("train", root)
+    return (place / "images").is_dir() and (place / "masks").is_dir()
+
+
+def no_masks(root: Path) -> DataError:
+    """The error for a folder without images and masks."""
+    return DataError(f"no images and masks in {root.absolute()}: {MASKS_LAYOUT}")
+
+
+def scan_masks(root: Path) -> Tree:
+    """List the images of every split under ``root``, with their masks; no classes.
+
+    Raises:
+        DataError: an image has no mask.
+    """
+    if not is_mask_folder(root):
+        raise no_masks(root)
+    folders = split_folders(root) or {"train": root}
+    splits: dict[Split, Files] = {}
+    for split, folder in folders.items():
+        images, masks = (_by_name(folder / part) for part in ("images", "masks"))
+        if missing := [path for name, path in images.items() if name not in masks]:
+            raise DataError(
+                f"{number_of(len(missing), 'image')} of {folder.absolute()} without a mask: "
+                f"{shortened(missing)}; expected a file of the same name in {folder / 'masks'}"
+            )
+        paths = [masks[name] for name in images]
+        splits[split] = Files([*images.values()], [0] * len(images), masks=paths)
+    return Tree([], splits, folders, [])
+
+
+def _by_name(folder: Path) -> dict[str, str]:
+    """The images below a folder by their paths in it, without suffix and ``_mask``."""
+    found: dict[str, str] = {}
+    paths = images_below(folder) if folder.is_dir() else ()
+    for path in paths:
+        name = str(Path(path).relative_to(folder).with_suffix("")).removesuffix(_MASK_SUFFIX)
+        if (other := found.setdefault(name, path)) != path:
+            raise DataError(f"{other} and {path} have one name: rename one of them")
+    if not found:
+        raise DataError(f"no images in {folder.absolute()}: {MASKS_LAYOUT}")
+    return found
+
+
 @dataclass(frozen=True)
 class FolderReport:
     """The result of :func:`check_folder`.
@@ -241,8 +294,12 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     """
     root = Path(root).expanduser()
     layout, outside = None, []
+    of_mask: dict[str, str] = {}  # the image of each mask
     try:
-        if not (split_of(root.name) and root.is_dir()):  # a single split has no splits to scan
+        if is_mask_folder(root):
+            files = scan_masks(root).splits.values()
+            of_mask = {m: p for f in files for m, p in zip(f.masks or [], f.paths, strict=True)}
+        elif not (split_of(root.name) and root.is_dir()):  # a single split has no splits to scan
             outside = list(_outside(root, scan(root).folders))
     except DataError as error:
         if not root.is_dir():
@@ -255,7 +312,9 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
         bad: dict[str, list[str]] = {}
-        for path, reason in zip(paths, pool.map(_reason_of, paths, chunksize=64), strict=True):
+        images = [of_mask.get(path, "") for path in paths]
+        reasons = pool.map(_reason_of, paths, images, chunksize=64)
+        for path, reason in zip(paths, reasons, strict=True):
             if reason:
                 bad.setdefault(reason, []).append(path)
     return FolderReport(len(paths), bad, layout, [*outside, *left_out(root, unread)])
@@ -310,10 +369,13 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _reason_of(path: str) -> str:
-    """Why an image cannot be read; empty if it can."""
+def _reason_of(path: str, image: str) -> str:
+    """Why an image, or the mask of an image, cannot be read; empty if it can."""
     try:
-        open_image(path, 3)
+        if image:
+            check_mask_size(read_mask(path), path, open_image(image, None), image)
+        else:
+            open_image(path, None)
     except DataError as error:
         return error.reason
     return ""

@@ -2,21 +2,26 @@
 
 torchvision's ``ImageFolder`` decodes every image again in each epoch. Here a set is decoded once
 and kept in memory if, decoded and resized, it takes at most ``cache_bytes`` (60,000 JPEGs of 32x32:
-15 to 18 s on 2 busy cores). Worker processes read larger sets from their files. It writes nothing
-to disk.
+15 to 18 s on 2 busy cores), and the decoded images are kept for the next run
+(``decoded_cache.py``). Worker processes read larger sets from their files.
 """
 
 import logging
 from pathlib import Path
 from typing import Any, Unpack
 
+import torch
+from torchvision.transforms.v2 import functional as v2f
+
 from revzoo._checks import check_choice, check_count
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, side_of, to_tensor
+from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
-from revzoo.data.folders import Tree, fingerprint, no_training, scan, split_folders
+from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
+from revzoo.data.state import BYTE_MAX
 
 _GIB = 2**30
 
@@ -29,6 +34,7 @@ class ReadingOptions(LoadingOptions, total=False):
     image_size: int | None
     in_chans: int
     cache_bytes: int
+    cache_dir: str | None
     on_error: str
     max_errors: int
 
@@ -43,8 +49,12 @@ class ImageFolder(ImageData):
         image_size: side in pixels; images are resized (shorter side) and cropped (centre) to it.
             None for the size in the evaluated checkpoint; in training, for the size of the images,
             if all are square and equally large.
-        in_chans: 3 for RGB, 1 for grey; images are converted.
+        in_chans: 3 for RGB, 1 for grey: images of 8 bits are converted. Any other number must be
+            the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
+        cache_dir: folder that keeps the decoded images of such a set for the next run, if decoding
+            takes 1 s; ``"auto"`` for ``images`` in the user's cache, None for none. At most 16 GiB
+            in all.
         on_error: ``"raise"``, or ``"skip"`` to leave unreadable images out of the batches, with a
             warning for each. ``skipped_files`` lists them.
         max_errors: largest number of skipped images per split and training process.
@@ -61,6 +71,7 @@ class ImageFolder(ImageData):
         image_size: int | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
+        cache_dir: str | None = AUTO,
         on_error: str = "raise",
         max_errors: int = 100,
         **loading: Unpack[LoadingOptions],
@@ -68,20 +79,27 @@ class ImageFolder(ImageData):
         super().__init__(**loading)
         if image_size is not None:
             check_count("image_size", image_size)
-        check_choice("in_chans", in_chans, (1, 3))
+        check_count("in_chans", in_chans)
         check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_count("max_errors", max_errors)
         self.root, self.cache_bytes = Path(root).expanduser(), cache_bytes
+        self.cache_dir = cache_dir
+        self._entries: dict[str, Path | None] = {}  # of each split in the cache
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         # the base class sets image_size and in_chans once the images are known
         self._wanted_size, self._wanted_chans = image_size, in_chans
         self._tree: Tree | None = None
+        self._found: tuple[str, list[int], torch.dtype] | None = None  # see _first
 
     @property
     def notes(self) -> list[str]:
-        return ["upright by EXIF, transparency dropped, first frame only", *super().notes]
+        alpha = ", transparency dropped" if self._wanted_chans in (1, 3) else ""
+        deep = ", 16 bits per channel" if self.pixel_max > BYTE_MAX else ""
+        kept = {f"{entry.parent}" for entry in self._entries.values() if entry and entry.exists()}
+        notes = [f"decoded images are kept in {place}: data.cache_dir" for place in kept]
+        return [f"upright by EXIF{alpha}, first frame only{deep}", *notes, *super().notes]
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -110,7 +128,7 @@ class ImageFolder(ImageData):
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
-        images = FileImages(
+        images = self._make(
             tree.splits[split],
             classes=tree.classes,
             channels=self._wanted_chans,
@@ -119,18 +137,34 @@ class ImageFolder(ImageData):
             crop_pct=crop_pct,
             training=split == "train",
             resize=resize,
+            dtype=self._first[2],
             skipped=self._skipped.get(split),
         )
-        return images.loaded() if fits else images
+        if not fits:
+            return images
+        self._entries[split] = images.entry(self.cache_dir)
+        return images.loaded(self._entries[split])
+
+    def _make(self, files: Files, **options: Any) -> FileImages:
+        return FileImages(files, **options)
 
     def preparation(self) -> tuple[int, float]:
-        split, files = next(iter(self._listing().splits.items()))
-        size = self._target_size or common_size(files.paths, self._skipped.get(split))
+        size = self._target_size or side_of(self._first[0], *self._first[1])
         # a checkpoint's crop wins: evaluation must prepare images as training did
         crop_pct = self._restored.get("crop_pct")
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct
+
+    @property
+    def _first(self) -> tuple[str, list[int], torch.dtype]:
+        """The path of the first readable image, its height and width, the dtype of its pixels."""
+        split, files = next(iter(self._listing().splits.items()))
+        if self._found is None:
+            skipped = self._skipped.get(split)
+            path, image = first_image(files.paths, self._wanted_chans, skipped)
+            self._found = path, v2f.get_size(image), to_tensor(image).dtype
+        return self._found
 
     @property
     def _target_size(self) -> int | None:
@@ -166,7 +200,11 @@ class ImageFolder(ImageData):
     def _fits(self, size: int) -> bool:
         # all splits, loaded or not: one stage must not change the preparation of others
         images = sum(len(files.paths) for files in self._listing().splits.values())
-        return images * self._wanted_chans * size * size <= self.cache_bytes
+        return images * self._pixel_bytes() * size * size <= self.cache_bytes
+
+    def _pixel_bytes(self) -> int:
+        """What a pixel with its channels takes in memory."""
+        return self._wanted_chans * self._first[2].itemsize
 
     def digest(self) -> str:
         return fingerprint(self._listing())

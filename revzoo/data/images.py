@@ -17,10 +17,9 @@ from torch.utils.data import Dataset
 from revzoo.data.normalise import Normalisation
 
 Batch = tuple[Tensor, Tensor]
-"""Images uint8 (B, C, S, S) and labels int64 (B,), or masks uint8 (B, S, S), 255 not to count; or
-float32 (B, K): each of K labels (0 or 1), or K targets of a regression.
-
-Volumes have three sizes, (B, C, D, H, W), and may be float32."""
+"""Images uint8 or uint16 (B, C, S, S), and labels int64 (B,) or masks uint8 (B, S, S), in which 255
+does not count; or float32 (B, K): each of K labels (0 or 1), or K targets of a regression. Volumes
+have three sizes, (B, C, D, H, W), and may be float32."""
 
 _T = TypeVar("_T")
 
@@ -40,6 +39,7 @@ class ImageSet(Dataset[Batch]):
             if each image is its own.
         in_chans: C.
         image_size: S, in pixels.
+        dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
         in_memory: True if reading a batch is one indexing operation. Other sets augment training
             images themselves, when they read them.
     """
@@ -49,6 +49,7 @@ class ImageSet(Dataset[Batch]):
     groups: Tensor | None = None
     in_chans: int
     image_size: int
+    dtype: torch.dtype = torch.uint8
     in_memory: bool
 
     def __len__(self) -> int:
@@ -80,7 +81,7 @@ class ImageSet(Dataset[Batch]):
         """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:
-        """Images uint8 (n, C, S, S), not augmented, to measure pixel statistics on."""
+        """Images (n, C, S, S), not augmented, to measure pixel statistics on."""
         raise NotImplementedError
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
@@ -89,10 +90,10 @@ class ImageSet(Dataset[Batch]):
 
 
 class TensorImages(ImageSet):
-    """Images held in memory as bytes; the data module augments whole batches.
+    """Images held in memory; the data module augments whole batches.
 
     Args:
-        images: uint8 (N, C, S, S), or volumes (N, C, D, H, W).
+        images: uint8 or uint16 (N, C, S, S), or volumes (N, C, D, H, W).
         labels: int64 (N,), or masks uint8 of the images' sizes.
         classes: names, by label.
     """
@@ -100,12 +101,13 @@ class TensorImages(ImageSet):
     in_memory = True
 
     def __init__(self, images: Tensor, labels: Tensor, *, classes: list[str]) -> None:
-        assert images.dtype == torch.uint8
+        assert images.dtype in (torch.uint8, torch.uint16)
         assert images.dim() in (4, 5)
         assert len(images) == len(labels)
         self._images, self._rows = images, torch.arange(len(images))
         self.labels, self.classes = labels, classes
         self.in_chans, self.image_size = images.shape[1], images.shape[-1]
+        self.dtype = images.dtype
 
     @property
     def sizes(self) -> tuple[int, ...]:

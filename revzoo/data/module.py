@@ -24,7 +24,7 @@ runs on the test split.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn, TypedDict
+from typing import Any, Literal, NoReturn, TypedDict
 
 import pytorch_lightning as pl
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from revzoo._checks import check_choice, check_count, check_number, shortened
-from revzoo.data.augment import Augment
+from revzoo.data.augment import WITHOUT_MASKS, Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
@@ -111,8 +111,8 @@ class ImageData(pl.LightningDataModule, ABC):
         ValueError: an argument is out of range; raised before any data is read.
     """
 
-    pixel_max: ClassVar[int] = BYTE_MAX
-    """Largest value of a stored pixel."""
+    pixel_max: int = BYTE_MAX
+    """Largest value of a stored pixel; 65,535 after ``setup("fit")`` of images of 16 bits."""
 
     task: str = "classification"
     """``"segmentation"`` if labels are masks, ``"multilabel"`` or ``"regression"`` if they are
@@ -347,6 +347,8 @@ class ImageData(pl.LightningDataModule, ABC):
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
         self.image_size, self.sizes = images.image_size, images.sizes
+        if images.dtype == torch.uint16:
+            self.pixel_max = 2**16 - 1
 
     def teardown(self, stage: str) -> None:
         self._run_is_over = True
@@ -415,11 +417,11 @@ class ImageData(pl.LightningDataModule, ABC):
         return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
-        """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
+        """Pixels (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
         if training and (train is None or train.in_memory):
-            images = self.augment.each(self.augment(images), self.pixel_max)
+            (images,) = self.augment.each(self.pixel_max, self.augment(images))
         images = self.normalisation(images)
         return self.augment.erase(images) if training else images
 
@@ -460,9 +462,18 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
         """Images and masks with the same crops and flips; pixels of the padding do not count."""
-        # masks as a channel, one more than the class: 0 is the padding, and wraps 255
-        both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1), draws)
-        return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
+        if images.dim() == 5:  # the call draws the flips; 255 wraps to 0
+            both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1))
+            return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
+        if self._images("train").in_memory:
+            if draws is None:
+                draws = self.augment.draw(len(images), self.image_size).to(images.device)
+            # one more than the class: 0 is the padding, and wraps 255
+            masks = self.augment((masks + 1).unsqueeze(1), draws)
+            images = self.augment(images, draws)
+            images, masks = self.augment.each(self.pixel_max, images, masks)
+            masks = masks.squeeze(1) - 1
+        return self.normalisation(images), _classes_of(masks)
 
     def _draws(self, images: Tensor) -> Tensor | None:
         """The crops and flips of this batch, drawn with those of its epoch; None to draw now."""
@@ -482,12 +493,20 @@ class ImageData(pl.LightningDataModule, ABC):
         return self._epoch_draws[1][batches_of_epoch(trainer)]
 
     def _check_augment(self, images: ImageSet) -> None:
-        """Raise a DataError for changes of images that masks do not follow."""
+        """Raise a DataError for changes that the images or their masks do not take."""
         augment = self.augment
-        if self.task == "segmentation" and (augment.single or augment.erasing or augment.mixes):
+        fixed = augment.policy in WITHOUT_MASKS  # of torchvision
+        if images.in_chans not in (1, 3) and (fixed or augment.color):
             raise DataError(
-                "the set has masks, which follow crops and flips only: leave out "
-                "data.augment.policy, rotation, color, blur, erasing, mixup and cutmix"
+                f"data.augment.policy and color take images of 1 or 3 channels, these have "
+                f"{images.in_chans}: leave them out"
+            )
+        if len(images.sizes) > 2 and (augment.single or augment.erasing or augment.mixes):
+            raise DataError("volumes are flipped only: leave out all else of data.augment")
+        if self.task == "segmentation" and (fixed or augment.erasing or augment.mixes):
+            raise DataError(
+                "the set has masks, which do not follow data.augment.policy, erasing, mixup and "
+                "cutmix: leave them out"
             )
 
     @classmethod

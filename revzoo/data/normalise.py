@@ -1,7 +1,7 @@
-"""Bytes to normalised floats.
+"""Pixels to normalised floats.
 
 We measure mean and standard deviation on the training images (including the validation split, never
-the test split), exactly, from a histogram of the 256 byte values, in units of the stored bytes.
+the test split), exactly, from a histogram of the 2**8 or 2**16 values, in units of the stored ones.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Normalisation:
     """``(x - mean) / std`` per channel.
 
     Args:
-        mean: one value per channel, in units of the stored bytes.
+        mean: one value per channel, in units of the stored pixels.
         std: as ``mean``; all positive.
     """
 
@@ -26,12 +26,14 @@ class Normalisation:
 
     @classmethod
     def measure(cls, images: Tensor) -> "Normalisation":
-        """Population mean and standard deviation of each channel of uint8 images (N, C, *sizes)."""
-        values = torch.arange(256, dtype=torch.float64)
-        counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
+        """Mean and standard deviation of each channel of (N, C, *sizes), 8 or 16 bits."""
+        levels = 2 ** (8 * images.dtype.itemsize)
+        values = torch.arange(levels, dtype=torch.float64)
+        counts = torch.zeros(images.shape[1], levels, dtype=torch.float64)
         for chunk in torch.split(images, _CHUNK):
+            chunk = chunk.int() if images.dtype == torch.uint16 else chunk  # bincount has no uint16
             for channel, count in enumerate(counts):
-                count += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+                count += torch.bincount(chunk[:, channel].flatten(), minlength=levels)
         share = counts / counts.sum(dim=1, keepdim=True)
         mean = share @ values
         # E[x^2] - E[x]^2 in float64; rounding can make it slightly negative
@@ -49,7 +51,7 @@ class Normalisation:
         return images.to(torch.float32, copy=True).sub_(mean).div_(std)
 
     def inverse(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, *sizes) back to units of the stored bytes, float32."""
+        """Normalised images (B, C, *sizes) back to units of the stored pixels, float32."""
         mean, std = (_along(images, t.to(images.device)) for t in (self.mean, self.std))
         return images.float() * std + mean
 

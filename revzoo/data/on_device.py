@@ -131,7 +131,7 @@ def _is_on(images: ImageSet, device: torch.device) -> bool:
 
 
 def _bytes(images: ImageSet) -> int:
-    return len(images) * images.in_chans * math.prod(images.sizes)
+    return len(images) * images.in_chans * math.prod(images.sizes) * images.dtype.itemsize
 
 
 def _mib(count: int) -> str:

@@ -1,12 +1,17 @@
-"""Data modules by name: the values of ``data._target_`` in a configuration."""
+"""Data modules and transforms by name, for ``data._target_`` and ``data.augment.policy``."""
 
 from __future__ import annotations
 
-from revzoo._checks import check_new_name
+from collections.abc import Callable
+from typing import Any
+
+from revzoo._checks import check_new_name, check_registered
+from revzoo.data.augment import POLICIES
 from revzoo.data.blobs3d import Blobs3d
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
 from revzoo.data.shapes import Shapes
 from revzoo.data.table import Table
@@ -18,6 +23,7 @@ DATA: dict[str, type[ImageData]] = {
     "revzoo.data.CIFAR10": CIFAR10,
     "revzoo.data.CIFAR100": CIFAR100,
     "revzoo.data.ImageFolder": ImageFolder,
+    "revzoo.data.Masks": Masks,
     "revzoo.data.Shapes": Shapes,
     "revzoo.data.Table": Table,
     "revzoo.data.Volumes": Volumes,
@@ -54,3 +60,29 @@ def register_data(name: str, kind: type[ImageData]) -> None:
             "yours, as checkpoints keep the state of the data under the name of its class"
         )
     DATA[name] = kind
+
+
+def register_transform(name: str, build: Callable[[], Callable[..., Any]]) -> None:
+    """Let configurations choose a transform of training images by ``data.augment.policy=name``.
+
+    Args:
+        name: a new name.
+        build: a class or function without arguments, which returns the transform. It takes and
+            returns an image: bytes (C, S, S), or a Pillow image if the set is read from its files;
+            floats in [0, 1] for images of 16 bits. With masks it also takes and returns a
+            ``tv_tensors.Mask`` of labels one higher, in which 0 does not count. Transforms of
+            ``torchvision.transforms.v2`` take all of these. Draw from torch's random numbers: they
+            are seeded for each batch or image, so a resumed run repeats them.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: ``build`` cannot be called.
+
+    Example:
+        >>> from torchvision.transforms import v2
+        >>> revzoo.register_transform("upside_down", lambda: v2.RandomVerticalFlip(0.5))
+        >>> revzoo.data.Digits(augment={"policy": "upside_down"}).augment.policy
+        'upside_down'
+    """
+    check_registered("transform", name, build, POLICIES)
+    POLICIES[name] = build

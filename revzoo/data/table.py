@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
 from revzoo._files import TABLES
@@ -69,6 +69,8 @@ class Table(ImageFolder):
         >>> data.classes, data.train_count, data.val_count
         (['ill', 'well'], 12, 4)
     """
+
+    names: ClassVar[Mapping[str, str]] = {}  # of options, where another set has other ones
 
     def __init__(
         self,
@@ -129,20 +131,23 @@ class Table(ImageFolder):
         rows = [row for chosen in by_split.values() for row in chosen]
         classes, labels = self._labels(rows)
         label_of = {row[self.path_column]: label for row, label in zip(rows, labels, strict=True)}
-        splits: dict[Split, Files] = {}
-        for split, chosen in by_split.items():
-            groups = [row[self.group_column] for row in chosen] if self.group_column else []
-            order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
-            splits[split] = Files(
-                [row[self.path_column] for row in chosen],
-                [label_of[row[self.path_column]] for row in chosen],
-                [order[name] for name in groups] or None,
-            )
+        splits: dict[Split, Files] = {
+            split: self.files_of(chosen, [label_of[row[self.path_column]] for row in chosen])
+            for split, chosen in by_split.items()
+        }
         if self.task != "regression":
             self._check_classes(splits, classes)
-        self._check_files(splits)
-        self._check_links(path for files in splits.values() for path in files.paths)
+        paths = [row[self.path_column] for row in rows]
+        self.check_files(paths)
+        self._check_links(paths)
         return Tree(classes, splits, {}, [])
+
+    def files_of(self, rows: list[dict[str, str]], labels: list[int]) -> Files:
+        """The paths and the groups of rows, with their labels."""
+        groups = [row[self.group_column] for row in rows] if self.group_column else []
+        order = {name: i for i, name in enumerate(dict.fromkeys(groups))}
+        paths = [row[self.path_column] for row in rows]
+        return Files(paths, labels, [order[name] for name in groups] or None)
 
     def rows_by_split(self) -> dict[Split, list[dict[str, str]]]:
         """The rows of each split, with absolute paths.
@@ -198,7 +203,7 @@ class Table(ImageFolder):
             if name is not None and name not in row:
                 raise DataError(
                     f"{self.table} has no column {name!r}{did_you_mean(name, row)}; its columns: "
-                    f"{shortened(map(repr, row), 20)}. Set data.{option}"
+                    f"{shortened(map(repr, row), 20)}. Set data.{self.names.get(option, option)}"
                 )
 
     def _by_split(self, rows: list[dict[str, str]]) -> dict[Split, list[dict[str, str]]]:
@@ -258,8 +263,8 @@ class Table(ImageFolder):
                 f"{self.table}: put some in the training split, or remove the other rows"
             )
 
-    def _check_files(self, splits: Mapping[Split, Files]) -> None:
-        paths = [path for files in splits.values() for path in files.paths]
+    def check_files(self, paths: list[str]) -> None:
+        """Raise a DataError if files are missing."""
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
                 f"{self.table}: {len(missing)} of {number_of(len(paths), 'file')} missing: "

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from revzoo.core.invertible import evaluation_mode, kind_of
-from revzoo.core.twins import Fakes, fake_twin, images_for, returns_arguments
+from revzoo.core.live import LiveMemory, dense_in
+from revzoo.core.twins import Fakes, fake_twin, images_for
 from revzoo.layers.side_bits import MAX_BITS, SideBits, attach, detach
 
 LEAST_SAVED = 0.1
@@ -76,11 +76,11 @@ def _kept(
     runs: Sequence[Sequence[Sequence[nn.Module]]],
     bits: int,
     input_shape: Sequence[int],
-) -> tuple[dict[int, int], dict[nn.Module, _Shapes]]:
+) -> tuple[Mapping[Any, int], dict[nn.Module, _Shapes]]:
     """Bytes that the forward pass keeps in each run, and the shapes of blocks before and after.
 
     Each part of a run is inverted, its only block recomputed; with 0 bits, each block is in a
-    checkpoint of torch. The input of a run counts if it is kept, also by a layer before it.
+    checkpoint of torch.
     """
     twin = fake_twin(model).requires_grad_(True)  # frozen layers may be trained later
     for step in [m for m in twin.modules() if isinstance(m, SideBits)]:
@@ -93,35 +93,47 @@ def _kept(
     else:
         for block in itertools.chain(*copies):
             block.forward = partial(torch_checkpoint, block.forward, use_reentrant=False)
-    count = _Count()
+    groups = {blocks[b]: i for i, parts in enumerate(runs) for b in itertools.chain(*parts)}
+    # two images: BatchNorm refuses one image of one pixel in training
+    kept, shapes = kept_bytes(twin, groups, (max(2, input_shape[0]), *input_shape[1:]))
+    return kept, {block: shapes[copy] for block, copy in blocks.items() if copy in shapes}
+
+
+def kept_bytes(
+    twin: nn.Module, groups: Mapping[nn.Module, Any], input_shape: Sequence[int]
+) -> tuple[Mapping[Any, int], dict[nn.Module, _Shapes]]:
+    """Bytes that a forward pass keeps for the backward pass, by group of blocks.
+
+    Args:
+        twin: see :func:`~revzoo.core.twins.fake_twin`; changes.
+        groups: each block's. Bytes outside of blocks are in the group None. The input of a group
+            counts in it if it is kept, also by a layer before it.
+        input_shape: of the batch.
+
+    Returns:
+        The bytes, and the shapes before and after of blocks that take and return a tensor.
+    """
+    count = _ByGroup()
     shapes: dict[nn.Module, _Shapes] = {}
 
-    def enter(run: int) -> Any:
-        def hook(_: nn.Module, args: Any) -> None:
-            count.run = run
-            count.add(args)
+    def enter(block: nn.Module, args: Any) -> None:
+        count.group = groups[block]
+        count.take(args)
 
-        return hook
+    def leave(block: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        count.group = None
+        x = next(iter((*args, *kwargs.values())), None)
+        y = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            shapes[block] = x.shape, y.shape
 
-    def leave(block: nn.Module) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            count.run = None
-            x = next(iter((*args, *kwargs.values())), None)
-            y = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(x, Tensor) and isinstance(y, Tensor):
-                shapes[block] = x.shape, y.shape
-
-        return hook
-
-    for index, parts in enumerate(runs):
-        for block in itertools.chain(*parts):
-            blocks[block].register_forward_pre_hook(enter(index))
-            blocks[block].register_forward_hook(leave(block), with_kwargs=True)
-    # two images: BatchNorm refuses one image of one pixel in training
-    images = images_for(twin, (max(2, input_shape[0]), *input_shape[1:]))
+    for block in groups:
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave, with_kwargs=True)
+    images = images_for(twin, input_shape)
     fakes: Fakes = images.fake_mode  # type: ignore[attr-defined]
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), fakes:
-        fakes.watcher = count
+        fakes.watcher = count.run
         try:
             outputs = twin(images)
         finally:
@@ -131,39 +143,37 @@ def _kept(
     return kept, shapes
 
 
-class _Count:
-    """Watches the storages that each run creates or gets, see :class:`~revzoo.core.twins.Fakes`."""
+class _ByGroup(LiveMemory):  # type: ignore[no-untyped-call]
+    """Counts the storages that each group of blocks creates or takes."""
 
     def __init__(self) -> None:
-        self.run: int | None = None
-        self._storages: dict[int, tuple[weakref.ref[Any], int, int]] = {}
+        super().__init__()
+        self.group: Any = None  # the one that runs
+        self._rows: dict[int, tuple[Any, int]] = {}  # group and bytes of a storage, by address
 
-    def __call__(self, call: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        outputs = call(*args, **kwargs)
-        if not returns_arguments(func):
-            self.add(outputs)
-        return outputs
+    def take(self, tensors: Any) -> None:
+        """Move storages from outside of groups into the one that runs."""
+        for t in dense_in(tensors):
+            self._count(t)
+            address = t.untyped_storage()._cdata
+            group, size = self._rows[address]
+            self._rows[address] = (self.group if group is None else group), size
 
-    def add(self, tensors: Any) -> None:
-        """Watch the storages of these tensors."""
-        if self.run is None:
-            return
-        for t in tree_iter(tensors):
-            if not isinstance(t, Tensor):
-                continue
-            storage = t.untyped_storage()
-            known = self._storages.get(storage._cdata)
-            # the address of a freed storage comes again
-            if known is None or known[0]() is None:
-                row = weakref.ref(storage), self.run, storage.nbytes()
-                self._storages[storage._cdata] = row
-
-    def kept(self) -> dict[int, int]:
-        """Bytes alive now, by run."""
-        found: dict[int, int] = defaultdict(int)
-        for storage, run, size in self._storages.values():
-            found[run] += size if storage() is not None else 0
+    def kept(self) -> Mapping[Any, int]:
+        """Bytes alive now, by group."""
+        found: Counter[Any] = Counter()
+        for group, size in self._rows.values():
+            found[group] += size
         return found
+
+    def _count(self, t: Tensor) -> None:
+        super()._count(t)
+        storage = t.untyped_storage()
+        self._rows.setdefault(storage._cdata, (self.group, storage.nbytes()))
+
+    def _forget(self, address: int, size: int, reference: object) -> None:
+        super()._forget(address, size, reference)
+        del self._rows[address]
 
 
 def chosen_bits(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from revzoo.core.twins import fake_twin
+from revzoo.layers.choose_runs import kept_bytes
 from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.layers.side_bits import SideBits
-from revzoo.profiling.audit import Audit, audit_of, made_plain
+from revzoo.profiling.audit import made_plain
 from revzoo.profiling.count import undisturbed
 
 MIB = 2**20
@@ -26,7 +28,8 @@ class ConversionRow:
         blocks: how many are in it.
         inverted: how many are inverted.
         recomputed: how many are recomputed from their input; the others are plain.
-        before: bytes that training of the plain network keeps for an image, inside the blocks.
+        before: bytes that training of the plain network keeps for an image, in the blocks and as
+            their input.
         now: the same of the network as it is.
     """
 
@@ -98,7 +101,7 @@ def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:
         input_shape: of a batch, such as ``(1, 3, 224, 224)``.
 
     Raises:
-        ValueError: the model has no run of blocks, or does not take such a batch.
+        ValueError: the model has no run of blocks.
 
     Example:
         >>> net = revzoo.create_model("torchvision:resnet18", memory="store")
@@ -108,35 +111,31 @@ def conversion(model: nn.Module, input_shape: Sequence[int]) -> Conversion:
         (2, True)
     """
     shape = tuple(input_shape)
-
-    def counted(twin: nn.Module) -> tuple[Audit, dict[str, str]]:
-        audit = audit_of(twin, shape, "")
-        return audit, {row.path: row.role for row in reversible_blocks(twin)}
-
     with undisturbed(model):
-        now, roles = counted(fake_twin(model))
-        plain, _ = counted(made_plain(fake_twin(model)))
-        recomputed_twin = make_reversible(fake_twin(model), 4)
-        for step in recomputed_twin.modules():
+        checkpointed = make_reversible(fake_twin(model), 4)
+        for step in checkpointed.modules():
             if isinstance(step, SideBits):
                 step.last = True  # no run continues, so each block is recomputed
-        checkpointed, paths = counted(recomputed_twin)
-    lists: dict[str, list[str]] = {}
-    for path in paths:
-        lists.setdefault(path.rpartition(".")[0], []).append(path)
+        lists: dict[str, list[str]] = {}
+        for row in reversible_blocks(checkpointed):
+            lists.setdefault(row.path.rpartition(".")[0], []).append(row.path)
+
+        def counted(twin: nn.Module) -> Mapping[Any, int]:
+            groups = {twin.get_submodule(b): name for name, bs in lists.items() for b in bs}
+            return kept_bytes(twin, groups, shape)[0]
+
+        now_twin = fake_twin(model)
+        counts = now, plain, _ = [
+            counted(twin) for twin in (now_twin, made_plain(fake_twin(model)), checkpointed)
+        ]
+        roles = {row.path: row.role for row in reversible_blocks(now_twin)}
     rows = []
     for path, blocks in lists.items():
         block_roles = [roles.get(block) for block in blocks]
         joined = [i for i, role in enumerate(block_roles) if role in ("joins", "ends")]
         inverted = {*joined, *(i - 1 for i in joined)}
         recomputed = sum(role is not None for role in block_roles) - len(inverted)
-        before, after = (_inside(audit, blocks) / shape[0] for audit in (plain, now))
+        before, after = (kept[path] / shape[0] for kept in (plain, now))
         rows.append(ConversionRow(path, len(blocks), len(inverted), recomputed, before, after))
-    sizes = (audit.kept_bytes / shape[0] for audit in (plain, now, checkpointed))
-    return Conversion(tuple(rows), *sizes)
-
-
-def _inside(audit: Audit, blocks: Sequence[str]) -> int:
-    """Kept bytes of the modules in these blocks."""
-    starts = tuple(f"{block}." for block in blocks)
-    return sum(row.bytes for row in audit.rows if f"{row.module}.".startswith(starts))
+    present, before, least = (sum(kept.values()) / shape[0] for kept in counts)
+    return Conversion(tuple(rows), before, present, least)

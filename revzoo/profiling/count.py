@@ -58,12 +58,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core import tape
 from revzoo.core.invertible import Step, bare, evaluation_mode, streams_of
+from revzoo.core.live import LiveMemory, dense_in
 from revzoo.core.modes import DEVICE_MODES, MODES, effective_mode, mode_of
 from revzoo.core.tensors import has_values
 from revzoo.core.twins import Fakes, returns_arguments
 from revzoo.core.words import fixed_of
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.profiling.live import LiveMemory, dense_in
 from revzoo.profiling.units import bytes_from
 
 _Module: Any = nn.Module
@@ -221,12 +221,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             self._fakes.watcher = None
         _Module._call_impl = self._call
         tape.watcher = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a real operator and record its outputs."""
-        return self.run(func, func, args, kwargs or {})
 
     def run(self, call: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator by ``call`` and record its outputs."""
@@ -479,7 +473,7 @@ def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> T
     with mode:
         for p in trained:
             # otherwise gradients would count as made by the backward pass
-            p.grad = torch.zeros_like(p)
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an earlier step
         # with plain attributes
         trace.register(tree_iter([vars(m) for m in model.modules()]), "buffer")
         trace.register(model.parameters(), "parameter")

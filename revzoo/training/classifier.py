@@ -56,6 +56,7 @@ from revzoo.training.optim.optimizers import (
 from revzoo.training.resume import RunState
 from revzoo.training.step_retry import FiniteLoss, StepRetry
 from revzoo.training.tasks.losses import CLASSIFICATION, Loss
+from revzoo.training.tta import flipped_mean
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.source import resolve_source
 
@@ -81,6 +82,7 @@ class Classifier(pl.LightningModule):
         console: the figures that a run prints.
         graph: replays training steps as a CUDA graph, see
             :mod:`revzoo.training.callbacks.cuda_graph`; None without one.
+        tta: ``"flip"``: evaluations take the mean over an image and its mirror image.
 
     Args:
         model: a module ``(B, C, H, W) -> (B, num_classes)`` with an attribute ``num_classes``, or
@@ -103,6 +105,7 @@ class Classifier(pl.LightningModule):
     monitor: ClassVar[str] = "val/acc"
     console: ClassVar[tuple[str, ...]] = ("loss", "acc", "balanced_acc", "acc5")
     graph: Any = None
+    tta: str | None = None
     _logged_in: int | None = None  # the epoch
 
     def __init__(
@@ -412,7 +415,7 @@ class Classifier(pl.LightningModule):
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Return the :meth:`predicted` values of a batch; its labels are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return self.predicted(at_least_float32(self(images)))
+        return self.predicted(self.evaluated(images))
 
     def predicted(self, logits: Tensor) -> Tensor:
         """Class probabilities (B, num_classes)."""
@@ -448,9 +451,17 @@ class Classifier(pl.LightningModule):
         scheduler = {"scheduler": schedule, "interval": "step", "name": "lr"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
+    def evaluated(self, images: Tensor) -> Tensor:
+        """The logits (B, num_classes) of images in an evaluation, by :attr:`tta`."""
+
+        def network(images: Tensor) -> Tensor:
+            return at_least_float32(self(images))
+
+        return flipped_mean(network, images, self.task) if self.tta == "flip" else network(images)
+
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = at_least_float32(self(images))
+        logits = self.evaluated(images)
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         # all images of a process may be repeated ones
         if count := count_unrepeated(loaders, batch_idx, len(logits)):

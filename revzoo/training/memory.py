@@ -51,14 +51,29 @@ def free_bytes(device: torch.device | None = None) -> int | None:
     if device is not None and device.type != "cpu":
         return None
     free = _field(PROC / "meminfo", "MemAvailable")
-    # version 2 of control groups; "max" is no limit
-    with suppress(OSError, ValueError):
-        limit, used = (int((CGROUP / f"memory.{n}").read_text()) for n in ("max", "current"))
-        with suppress(OSError):  # pages of files, which the system takes back
-            lines = (CGROUP / "memory.stat").read_text().splitlines()
-            used -= sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file"))
-        free = limit - used if free is None else min(free, limit - used)
-    return free
+    return min([*_free_in_groups(), *([] if free is None else [free])], default=None)
+
+
+def _free_in_groups() -> Iterator[int]:
+    """Bytes that each control group of the process leaves free: a job's, a container's."""
+    groups = ["0::/"]
+    with suppress(OSError):
+        groups = (PROC / "self/cgroup").read_text().splitlines()
+    for controllers, path in (line.split(":", 2)[1:] for line in groups):
+        # version 2 names no controllers
+        top, limit, used = CGROUP, "memory.max", "memory.current"
+        if controllers:
+            top, limit, used = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        group = top / path.strip("/")  # does not exist if a container shows its group as the top
+        for folder in (group, *group.parents):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                free = int((folder / limit).read_text()) - int((folder / used).read_text())
+                with suppress(OSError):  # pages of files, which the system takes back
+                    rows = (folder / "memory.stat").read_text().splitlines()
+                    free += sum(int(r.split()[1]) for r in rows if r.startswith("inactive_file"))
+                yield free
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -22,6 +22,7 @@ from revzoo.models.dense import DenseNetwork
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
+from revzoo.training.tta import flipped_mean
 from revzoo.training.windows import by_windows
 
 Input: TypeAlias = str | Path | Image.Image | Tensor
@@ -114,11 +115,6 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     """Open an image if it is a file; check others."""
     if isinstance(image, Tensor):
         return _checked(image, channels)
-    if channels not in (1, 3):
-        raise ValueError(
-            f"the network takes images of {channels} channels: expected a tensor ({channels}, H, "
-            "W), since files and Pillow images become RGB or grey"
-        )
     if isinstance(image, Image.Image):
         return converted(image, channels, "image")
     if not isinstance(image, str | Path):
@@ -172,7 +168,9 @@ def segment_volume(
     return found.softmax(0)
 
 
-def segment(network: DenseNetwork, image: Image.Image | Tensor) -> Tensor:
+def segment(
+    network: DenseNetwork, image: Image.Image | Tensor, *, tta: str | None = None
+) -> Tensor:
     """The class of each pixel of an image, uint8 (H, W), in its own size; see :func:`opened_image`.
 
     The image is padded to a size that the network takes, by repeating its edge.
@@ -194,7 +192,7 @@ def segment(network: DenseNetwork, image: Image.Image | Tensor) -> Tensor:
     prepared = v2f.normalize(pixels, list(facts["mean"]), list(facts["std"]))[None]
     prepared = functional.pad(prepared, (0, missing[0], 0, missing[1]), mode="replicate")
     with evaluation_mode(network), torch.inference_mode():
-        found = network(prepared)
+        found = flipped_mean(network, prepared) if tta == "flip" else network(prepared)
     if not found.isfinite().all():
         raise _not_finite()
     return found[0, :, :height, :width].argmax(0).to(torch.uint8).cpu()
@@ -222,6 +220,7 @@ def classify(
     *,
     size: int | None = None,
     batch_size: int = 64,
+    tta: str | None = None,
 ) -> Iterator[Probabilities]:
     """Yield the prediction for each image, computed on the network's device; see :func:`predict`.
 
@@ -236,17 +235,18 @@ def classify(
             f"this {type(network).__name__} has a classifier with unknown classes: train it first, "
             "or create it with weights and without num_classes"
         )
-    device = next(network.parameters()).device
+    device, task = next(network.parameters()).device, network.facts.get("task")
     images = iter(images)
     while batch := list(islice(images, batch_size)):
         prepared = torch.stack([transforms(image) for image in batch]).to(device)
         # in a generator: between two batches the caller may use the network
         with evaluation_mode(network), torch.inference_mode():
             # softmax in float32, also for a network in half precision
-            rows = network(prepared).float().cpu()
+            rows = flipped_mean(network, prepared, task) if tta == "flip" else network(prepared)
+            rows = rows.float().cpu()
         if not rows.isfinite().all():
             raise _not_finite()
-        names, task = _distinct(classes), network.facts.get("task")
+        names = _distinct(classes)
         if task == "regression":
             scale, start = (torch.tensor(network.facts[f"target_{n}"]) for n in ("std", "mean"))
             for row in rows * scale + start:

@@ -35,7 +35,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import conditions
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 pytestmark = pytest.mark.usefixtures("couplings_alone_or_together")
 

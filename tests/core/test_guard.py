@@ -36,7 +36,7 @@ from revzoo import (
 from revzoo.core import guard
 from revzoo.core import saved as offload
 from revzoo.core.kernels import sum_of
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 
 def run(net, x):

@@ -7,8 +7,8 @@ from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, Step, memory, set_memory
 from revzoo.core import modes
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import MODES, Mode
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import PLANNED
 
 

@@ -8,7 +8,7 @@ from compare import error, gradients_in, grows, leaf_rows
 from torch import nn
 
 from revzoo import AdditiveCoupling, Invertible, ReversibleSequence, drift, set_memory
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 
 @pytest.mark.parametrize("mode", ["offload", "invert"])

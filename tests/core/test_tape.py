@@ -32,8 +32,8 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import tape
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import run_step
-from revzoo.profiling.live import LiveMemory
 
 pytestmark = pytest.mark.usefixtures("couplings_alone_or_together")
 

@@ -94,7 +94,7 @@ def test_a_policy_changes_each_image_by_itself(
 ) -> None:
     image = torch.randint(pixel_max + 1, (1, channels, 16, 16), dtype=torch.uint8)
     torch.manual_seed(0)
-    out = Augment(**options).each(image.repeat(32, 1, 1, 1), pixel_max)
+    out = Augment(**options).each(pixel_max, image.repeat(32, 1, 1, 1))[0]
     assert (out.dtype, out.shape) == (torch.uint8, (32, channels, 16, 16))
     assert out.max() <= pixel_max
     assert _distinct(out) > 10

@@ -18,6 +18,7 @@ _CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "image
 def _needed(path: Path) -> dict[str, str]:
     """Arguments without a default."""
     given = {"imagefolder": {"root": "nowhere"}, "table": {"table": "labels.csv"}}
+    given["masks"] = given["imagefolder"]
     given["volumes"] = {"root": "nowhere"}
     return given.get(path.stem, {})
 
@@ -42,7 +43,7 @@ def _public(data: ImageData) -> dict[str, Any]:
 
 
 def test_every_set_has_a_configuration() -> None:
-    names = ["blobs3d", "cifar10", "cifar100", "digits", "imagefolder", "shapes", "table"]
+    names = ["blobs3d", "cifar10", "cifar100", "digits", "imagefolder", "masks", "shapes", "table"]
     assert [path.stem for path in _CONFIGS] == [*names, "volumes"]
 
 

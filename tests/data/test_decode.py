@@ -1,14 +1,16 @@
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from revzoo.data import Augment, DataError
-from revzoo.data.decode import open_image, to_square
+from revzoo.data.decode import open_image, suffixes, to_square
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files
 
@@ -121,10 +123,96 @@ def test_an_image_too_large_for_pillow_is_named(
         open_image(path, 3)
 
 
-def test_more_than_8_bits_are_refused_not_clipped(tmp_path: Path) -> None:
-    path = _save(tmp_path / "deep.png", np.full((4, 4), 40000, dtype=np.uint16))
-    with pytest.raises(DataError, match=r"deep\.png has more than 8 bits per channel"):
-        open_image(path, 1)
+def _deep(*shape: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 2**16, shape, dtype=np.uint16)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_grey_images_keep_16_bits(tmp_path: Path, suffix: str) -> None:
+    path = _save(tmp_path / f"deep.{suffix}", _deep(5, 4))
+    for channels in (1, 3):
+        pixels = open_image(path, channels)
+        assert np.array_equal(np.asarray(pixels), np.broadcast_to(_deep(5, 4), (channels, 5, 4)))
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("a.npy", (4, 9, 8)), ("a.tif", (4, 9, 8)), ("a.tif", (9, 8, 4)), ("a.tif", (5, 9, 8))],
+)
+def test_files_of_many_channels_are_read_whole(
+    tmp_path: Path, name: str, shape: tuple[int, ...], kind: type
+) -> None:
+    """Pillow reduced such TIFFs to 8 bits, or read the first of their channels."""
+    path, values = str(tmp_path / name), _deep(*shape).astype(kind)
+    if name.endswith("npy"):
+        np.save(path, values)
+    else:
+        planes = "separate" if shape[0] == 4 else None
+        colours = "minisblack" if shape[0] == 5 else "rgb"  # with pages of one channel
+        tifffile.imwrite(path, values, photometric=colours, planarconfig=planes)
+    first = values if shape[0] < 9 else np.moveaxis(values, -1, 0)
+    pixels = open_image(path, len(first))
+    assert np.array_equal(np.asarray(pixels), first)
+    assert np.asarray(pixels).dtype == kind
+    with pytest.raises(DataError, match=rf"{len(first)} channels, .*: expected 2, from data"):
+        open_image(path, 2)
+    open_image(path, None)
+
+
+def test_colour_tiffs_keep_16_bits(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.tif")
+    tifffile.imwrite(path, _deep(9, 8, 3), photometric="rgb")
+    assert np.array_equal(np.asarray(open_image(path, 3)), np.moveaxis(_deep(9, 8, 3), -1, 0))
+
+
+def test_a_missing_reader_of_tiffs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tifffile.imwrite(tmp_path / "a.tif", _deep(4, 9, 8), photometric="minisblack")
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(DataError, match=r"a\.tif needs tifffile: pip install tifffile"):
+        open_image(str(tmp_path / "a.tif"), 4)
+
+
+def test_transparency_is_the_fourth_channel_if_there_are_four(tmp_path: Path) -> None:
+    pixels = np.dstack([_noise(8, 8), _noise(8, 8)[..., :1]])
+    path = _save(tmp_path / "a.png", pixels)
+    assert np.array_equal(np.asarray(open_image(path, 4)), np.moveaxis(pixels, -1, 0))
+    assert np.array_equal(np.asarray(open_image(path, 3)), _noise(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        (np.zeros((8, 8), np.float32), "values of type float32: expected 8 or 16 bits"),
+        (np.zeros((2, 3, 8, 8), np.uint8), r"the shape \(2, 3, 8, 8\): expected \(C, H, W\) or"),
+        (np.array([{}]), "allow_pickle=False"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(
+    tmp_path: Path, values: np.ndarray, fault: str
+) -> None:
+    np.save(tmp_path / "a.npy", values)
+    with pytest.raises(DataError, match=rf"a\.npy .*{fault}"):
+        open_image(str(tmp_path / "a.npy"), 3)
+
+
+@pytest.mark.parametrize("suffix", ["gif", "jfif", "avif", "JPEG", "bmp", "webp", "jp2"])
+def test_every_format_is_read(tmp_path: Path, suffix: str) -> None:
+    flat = np.full((16, 16, 3), 200, np.uint8)
+    path = tmp_path / f"a.{suffix}"
+    Image.fromarray(flat).save(path)
+    assert path.name.lower().endswith(suffixes())
+    read = np.asarray(open_image(str(path), 3)).astype(int)
+    assert read.shape == flat.shape
+    assert abs(read - 200).max() <= 3
+
+
+def test_of_a_moving_picture_the_first_frame_is_read(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert open_image(str(tmp_path / "a.gif"), 3).getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:

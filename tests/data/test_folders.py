@@ -73,7 +73,7 @@ def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
 def test_volumes_are_named(make_folder: MakeFolder) -> None:
     root = make_folder({"train": {"cat": 2, "dog": 0}})
     (root / "train" / "dog" / "scan.NII.gz").touch()
-    message = r"no images in .*/dog, but volumes, such as scan\.NII\.gz: .*volumes\.md"
+    message = r"no images in .*/dog, but volumes, such as scan\.NII\.gz: .*data=volumes"
     with pytest.raises(DataError, match=message):
         scan(root)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -358,7 +359,7 @@ def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFold
     ("options", "message"),
     [
         ({"image_size": 0}, "image_size=0: expected a whole number >= 1"),
-        ({"in_chans": 2}, "in_chans=2: expected one of 1, 3"),
+        ({"in_chans": 0}, "in_chans=0: expected a whole number >= 1"),
         ({"on_error": "ignore"}, "on_error=ignore: expected one of raise, skip"),
         ({"max_errors": 0}, "max_errors=0: expected a whole number"),
         ({"cache_bytes": -1}, "cache_bytes=-1: expected a whole number >= 0"),
@@ -400,3 +401,52 @@ def test_a_part_of_an_evaluation_has_images_of_all_classes(
         assert sorted(label for batch in found for label in batch) == [0] * 20 + [1] * 20
         assert labels(data.test_dataloader()) == found
         assert labels(data.predict_dataloader())[0] == [0] * 8
+
+
+def _deep_folder(root: Path, channels: int = 4) -> Path:
+    """Arrays of 16 bits: dark ones up to 20,000, light ones above 40,000."""
+    rng = np.random.default_rng(0)
+    for name, low in (("dark", 0), ("light", 40_000)):
+        (root / "train" / name).mkdir(parents=True)
+        for n in range(20):
+            values = rng.integers(low, low + 20_000, (channels, 8, 8), dtype=np.uint16)
+            np.save(root / "train" / name / f"{n}.npy", values)
+    return root
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+@pytest.mark.parametrize("augment", [{}, {"rotation": 90, "blur": 1.0}])
+def test_images_of_16_bits_and_4_channels_keep_their_precision(
+    tmp_path: Path, cache_bytes: int, augment: dict[str, Any]
+) -> None:
+    options = {"cache_bytes": cache_bytes, "image_size": 8, "in_chans": 4, "augment": augment}
+    data = _ready(_deep_folder(tmp_path), **options)
+    assert (data.pixel_max, data.in_chans) == (65535, 4)
+    images, labels = next(iter(data.val_dataloader()))
+    assert images.dtype == torch.uint16
+    stored = [np.load(path) for path in sorted(tmp_path.rglob("*.npy"))]
+    if cache_bytes:  # otherwise the centre is cropped
+        first = np.mean([values[0] for values in stored])
+        assert data.normalisation.mean[0].item() == pytest.approx(first, rel=1e-5)
+        pixels = {image.numpy().tobytes() for image in images}
+        assert pixels < {values.tobytes() for values in stored}
+    images, labels = next(iter(data.train_dataloader()))
+    ready = data.transform(images, training=True)
+    assert ready.shape == (4, 4, 8, 8)
+    assert ((ready.amax((1, 2, 3)) > 0.5) == labels.bool()).all()
+    assert 0 <= data.shown(ready).min() <= data.shown(ready).max() <= 1
+    state = data.state_dict()
+    assert state["pixel_max"] == 65535
+
+
+def test_colours_of_many_channels_cannot_change(tmp_path: Path) -> None:
+    options = {"in_chans": 4, "augment": {"color": 0.5}}
+    with pytest.raises(DataError, match="color take images of 1 or 3 channels, these have 4"):
+        _ready(_deep_folder(tmp_path), **options)
+
+
+def test_images_of_different_depths_are_refused(tmp_path: Path) -> None:
+    root = _deep_folder(tmp_path)
+    np.save(root / "train" / "light" / "1.npy", np.zeros((4, 8, 8), np.uint8))
+    with pytest.raises(DataError, match=r"light/1\.npy has 8 bits per channel, others 16"):
+        _ready(root, in_chans=4)

@@ -1,9 +1,17 @@
-"""Data modules by name, from the package and registered by users."""
+"""Data modules and transforms by name, from the package and registered by users."""
+
+from pathlib import Path
 
 import pytest
+import torch
+from small_images import image_folder
+from torchvision.transforms import v2
 
 import revzoo
+from revzoo.cli.config import check_value
 from revzoo.cli.run.build import build_data
+from revzoo.cli.schema import AUGMENT
+from revzoo.cli.terminal import ConfigError
 from revzoo.data import (
     CIFAR10,
     CIFAR100,
@@ -11,10 +19,12 @@ from revzoo.data import (
     Blobs3d,
     Digits,
     ImageFolder,
+    Masks,
     Shapes,
     Table,
     Volumes,
 )
+from revzoo.data.augment import POLICIES
 
 
 class Sevens(Digits):
@@ -30,7 +40,7 @@ def table(monkeypatch):
 
 
 def test_the_package_registers_its_own():
-    kinds = (Blobs3d, CIFAR10, CIFAR100, Digits, ImageFolder, Shapes, Table, Volumes)
+    kinds = (Blobs3d, CIFAR10, CIFAR100, Digits, ImageFolder, Masks, Shapes, Table, Volumes)
     assert {f"revzoo.data.{kind.__name__}": kind for kind in kinds} == DATA
 
 
@@ -52,3 +62,54 @@ def test_what_cannot_be_registered_is_refused(name, kind, message, table):
     with pytest.raises((ValueError, TypeError), match=message):
         revzoo.register_data(name, kind)
     assert table == DATA
+
+
+@pytest.fixture
+def black(monkeypatch):
+    """A transform that makes images black."""
+    table = dict(POLICIES)
+    for module in ("augment", "registry"):
+        monkeypatch.setattr(f"revzoo.data.{module}.POLICIES", table)
+    revzoo.register_transform("black", Black)
+    return table
+
+
+class Black:
+    """No transform of torchvision, but a function."""
+
+    def __call__(self, image):
+        return image * 0 if isinstance(image, torch.Tensor) else image.point(lambda _: 0).copy()
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_a_registered_transform_changes_training_images(black, tmp_path: Path, cache_bytes: int):
+    options = {"augment": {"policy": "black"}, "batch_size": 4, "num_workers": 0}
+    data = ImageFolder(image_folder(tmp_path), cache_bytes=cache_bytes, image_size=8, **options)
+    data.setup("fit")
+    images, _ = next(iter(data.train_dataloader()))
+    assert data.shown(data.transform(images, training=True)).max() < 1e-6
+    images, _ = next(iter(data.val_dataloader()))
+    assert data.shown(data.transform(images, training=False)).max() > 0.1
+    check_value("data.augment.policy", "black", AUGMENT.options["policy"])
+    with pytest.raises(ConfigError, match=r"expected one of .*augmix, black, null; did"):
+        check_value("data.augment.policy", "blakc", AUGMENT.options["policy"])
+
+
+def test_names_of_transforms_are_new_and_builders_callable(black):
+    with pytest.raises(ValueError, match="transform 'black' is already registered"):
+        revzoo.register_transform("black", Black)
+    with pytest.raises(TypeError, match="expected the class, or a function that builds it"):
+        revzoo.register_transform("white", 255)
+
+
+def test_a_registered_transform_takes_masks(black):
+    revzoo.register_transform("turn", lambda: v2.RandomRotation((180, 180)))
+    options = {"crop_padding": 0, "flip": False}
+    data, plain = (Shapes(augment={**options, "policy": p}, batch_size=4) for p in ("turn", None))
+    for each in (data, plain):
+        each.setup("fit")
+    images, masks = data._images("train")[:4]
+    turned = data._augmented_masks(images, masks, None)
+    kept = plain._augmented_masks(images, masks, None)
+    for one, other in zip(turned, kept, strict=True):
+        assert torch.equal(one.flip((-1, -2)), other)

@@ -90,7 +90,7 @@ def test_masks_follow_their_images(on_device: bool, training: bool) -> None:
 @pytest.mark.parametrize("option", ["policy", "erasing", "mixup"])
 def test_masks_follow_crops_and_flips_alone(option: str) -> None:
     value = "randaugment" if option == "policy" else 0.5
-    with pytest.raises(DataError, match="masks, which follow crops and flips only"):
+    with pytest.raises(DataError, match="masks, which do not follow data"):
         Coded(augment={option: value}).setup("fit")
 
 

@@ -9,10 +9,10 @@ from torch import nn
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, Coupling, ReversibleSequence, set_memory
+from revzoo.core.live import LiveMemory
 from revzoo.core.replay import _Before, _minus
 from revzoo.core.sums import put_on_grid
 from revzoo.core.words import fixed_of
-from revzoo.profiling.live import LiveMemory
 
 MODES = ["offload", "recompute", "invert"]
 

@@ -28,8 +28,8 @@ from revzoo import (
     drift,
     set_memory,
 )
+from revzoo.core.live import LiveMemory
 from revzoo.layers.logdet import WithLogDet
-from revzoo.profiling.live import LiveMemory
 
 MODES = ["offload", "recompute", "invert"]
 

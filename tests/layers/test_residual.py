@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from revzoo import Residual, make_reversible, reversible_blocks, set_memory
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 

@@ -27,8 +27,8 @@ from revzoo import (
 )
 from revzoo.core import tape
 from revzoo.core.invertible import steps_in
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import MODES
-from revzoo.profiling.live import LiveMemory
 
 
 class Stem(Step):

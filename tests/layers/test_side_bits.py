@@ -26,9 +26,9 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.kernels import Growth, Scale
+from revzoo.core.live import LiveMemory
 from revzoo.core.words import Fixed
 from revzoo.layers.side_bits import SideBits, pack_bits
-from revzoo.profiling.live import LiveMemory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 

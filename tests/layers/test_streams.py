@@ -32,9 +32,9 @@ from revzoo import (
 )
 from revzoo.core.invertible import steps_in
 from revzoo.core.kernels import round_to_grid
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import MODES
 from revzoo.layers.streams import Joint, Streamwise
-from revzoo.profiling.live import LiveMemory
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 

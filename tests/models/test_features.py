@@ -8,9 +8,9 @@ from compare import error
 from small_weights import small
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import MODES
 from revzoo.models import FeatureNet, create_model
-from revzoo.profiling.live import LiveMemory
 
 ALL = ("resnet32", "revnet164")
 

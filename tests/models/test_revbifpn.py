@@ -7,9 +7,9 @@ from compare import error, twin
 from torch import nn
 
 from revzoo import set_memory
+from revzoo.core.live import LiveMemory
 from revzoo.models import REVBIFPNS, FeatureNet, create_model
 from revzoo.models.network import ImageSizeError
-from revzoo.profiling.live import LiveMemory
 
 SMALL = {
     "channels": (32, 16, 24),

@@ -26,7 +26,7 @@ import revzoo
 from revzoo.compat import memcnn
 from revzoo.compat import memcnn as ours
 from revzoo.core.guard import DriftError
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 with warnings.catch_warnings():  # it was written for older versions of torch
     warnings.simplefilter("ignore")

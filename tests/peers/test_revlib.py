@@ -14,7 +14,7 @@ from compare import assert_same_training, images
 from torch import nn
 
 from revzoo import ReversibleBlock, ReversibleSequence, set_memory
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 MODES = ["recompute", "offload", "invert"]
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 pytest.importorskip("backpack")
 

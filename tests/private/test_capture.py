@@ -9,9 +9,9 @@ from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.private.capture import Captures, Hook
 from revzoo.private.gradients import per_sample_gradients
-from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import revzoo
 from revzoo.core.guard import RangeError
+from revzoo.core.live import LiveMemory
 from revzoo.private.clipping import ClippedGradients, SampleNorms
-from revzoo.profiling.live import LiveMemory
 
 CLIP = 0.5
 

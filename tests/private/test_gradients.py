@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.private import gradients as rules
 from revzoo.private.gradients import per_sample_gradients, refuse_unsupported, squared_norms
-from revzoo.profiling.live import LiveMemory
 
 
 class Scaled(nn.Module):

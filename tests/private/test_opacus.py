@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 pytest.importorskip("opacus")
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.core.modes import MODES
 from revzoo.core.twins import copied, images_for
 from revzoo.profiling.audit import audit
 from revzoo.profiling.count import trace_step
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 from revzoo.profiling.units import in_one_unit, peak_note
 

@@ -7,11 +7,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch_layers import TOKENS, TORCH_LAYERS, Called, indices
 
 import revzoo
+from revzoo.core.live import LiveMemory
 from revzoo.core.twins import images_for
 from revzoo.profiling import count
 from revzoo.profiling.audit import audit
 from revzoo.profiling.count import default_loss
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 
 SMALL = 512

@@ -135,10 +135,13 @@ def test_a_misspelt_name_suggests_the_nearest(image: Path) -> None:
         revzoo.predict(image, "revnet39")
 
 
-def test_a_grey_image_of_16_bits_is_refused() -> None:
-    """Pillow would clip it, like the same image in a file."""
-    with pytest.raises(DataError, match="more than 8 bits per channel"):
-        revzoo.predict(Image.new("I;16", (8, 8)), "irevnet13.digits")
+def test_a_grey_image_of_16_bits_has_the_class_of_its_8_bits(tmp_path: Path) -> None:
+    shallow = np.kron(np.arange(16, dtype=np.uint8).reshape(4, 4), np.ones((2, 2), np.uint8)) * 16
+    deep = Image.fromarray(shallow.astype(np.uint16) * 257)
+    deep.save(tmp_path / "deep.png")
+    expected = revzoo.predict(Image.fromarray(shallow), "irevnet13.digits")
+    for image in (deep, tmp_path / "deep.png"):
+        assert revzoo.predict(image, "irevnet13.digits") == pytest.approx(expected, abs=1e-4)
 
 
 def test_classes_of_the_same_name_keep_their_own_probabilities(tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_a_class_may_have_the_name_that_another_one_gets(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("channels", [2, 4])
-def test_images_of_other_channels_come_as_tensors(channels: int, tmp_path: Path) -> None:
+def test_images_of_other_channels_are_tensors_or_files(channels: int, tmp_path: Path) -> None:
     """Torchvision's conversion to grey refused them, even with the right channels."""
     facts = {"classes": CLASSES, "mean": [0.5] * channels, "std": [0.2] * channels}
     network = small(in_chans=channels)
@@ -176,9 +179,12 @@ def test_images_of_other_channels_come_as_tensors(channels: int, tmp_path: Path)
     with torch.no_grad():
         expected = network.eval()((x[None] - 0.5) / 0.2).softmax(1)[0]
     assert found == pytest.approx(dict(zip(CLASSES, expected.tolist(), strict=True)), abs=1e-6)
-    message = rf"takes images of {channels} channels: expected a tensor \({channels}, H, W\)"
-    with pytest.raises(ValueError, match=message):
-        revzoo.predict(Image.new("RGBA", (8, 8)), tmp_path)
+    values = np.random.default_rng(0).integers(0, 2**16, (channels, 8, 8), dtype=np.uint16)
+    np.save(tmp_path / "a.npy", values)
+    expected = revzoo.predict(torch.from_numpy(values / 65535).float(), tmp_path)
+    assert revzoo.predict(tmp_path / "a.npy", tmp_path) == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(DataError, match=f"image has 3 channels, .*: expected {channels}, from"):
+        revzoo.predict(Image.new("RGB", (8, 8)), tmp_path)
     with pytest.raises(ValueError, match=rf"\(C, H, W\) with {channels} channels"):
         revzoo.predict(torch.rand(1, 8, 8), tmp_path)
 

@@ -32,6 +32,20 @@ def test_the_tighter_limit_of_machine_and_container_counts(proc: Path) -> None:
         assert memory.free_bytes() == free
 
 
+def test_the_tightest_of_nested_groups_counts(proc: Path) -> None:
+    """In version 1, as of older machines, the groups of a job were not found."""
+    write(proc / "self/cgroup", "4:cpu:/other\n3:memory,hugetlb:/jobs/7\n0::/slice/scope\n")
+    for group, free in (("jobs/7", 5000), ("jobs", 4000), ("", 3000)):
+        folder = memory.CGROUP / "memory" / group
+        write(folder / "memory.limit_in_bytes", f"{free + 900}\n")
+        write(folder / "memory.usage_in_bytes", "1000\n")
+        write(folder / "memory.stat", "cache 300\ninactive_file 100\n")
+        assert memory.free_bytes() == free
+    write(memory.CGROUP / "slice/memory.max", "2500\n")
+    write(memory.CGROUP / "slice/memory.current", "500\n")
+    assert memory.free_bytes() == 2000
+
+
 def test_the_peak_of_another_system(proc: Path) -> None:
     assert peak_host_bytes() is None
     for text, value in (("VmPeak: 5 kB\nVmHWM:\t123 kB\n", 123 * 1024), ("VmPeak: 5 kB\n", None)):

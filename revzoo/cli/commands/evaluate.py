@@ -12,9 +12,11 @@ where they are now.
 Other data must have the same classes (data=imagefolder data.root=DIR); they are normalised with the
 checkpoint's mean and deviation. Prints one line per figure, and a table of each class to standard
 error. The memory mode does not matter: an evaluation keeps no activations. bits=null evaluates a
-network of reversible blocks as the plain network.
+network of reversible blocks as the plain network. tta=flip takes the mean over an image and its
+mirror image.
 
-Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
+Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, tta, data, precision,
+trainer.
 """
 
 from __future__ import annotations
@@ -114,8 +116,8 @@ def evaluate(
     from revzoo.cli.config import check_machine
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer
     from revzoo.data import DataError
-    from revzoo.training import class_table
     from revzoo.training.callbacks.progress_bar import Progress
+    from revzoo.training.class_table import class_table, lines_of
     from revzoo.training.lightning_compat import is_first_process
     from revzoo.training.memory import memory_errors
     from revzoo.training.metrics import in_order
@@ -124,6 +126,7 @@ def evaluate(
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
+    restored.module.tta = config.get("tta")
     data_config = _data_section(config, paths or {})
     apply_precision(config["precision"])
     task = restored.data_state.get("task")
@@ -157,8 +160,8 @@ def evaluate(
     run = trainer.test if testing else trainer.validate
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
-    table = class_table.class_table(restored.module.metrics_of(config["split"]), data.num_classes)
-    for line in class_table.lines_of(table, data.classes) if table and is_first_process() else ():
+    table = class_table(restored.module.metrics_of(config["split"]), data.num_classes)
+    for line in lines_of(table, data.classes) if table and is_first_process() else ():
         log.info("%s", line)
     return in_order({name: float(value) for name, value in figures.items()})
 

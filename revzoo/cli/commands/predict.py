@@ -38,9 +38,9 @@ from revzoo.weights.source import resolve_source
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     import torch
-    from PIL import Image
 
     from revzoo.data import DataError
+    from revzoo.data.decode import Opened
     from revzoo.training.checkpoint.restore import Restored
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--batch-size", default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
+    help_text = "mean over an image and its mirror image"
+    parser.add_argument("--tta", choices=("flip",), help=help_text)
     parser.add_argument("--masks", type=Path, metavar="DIR", help="of U-Nets: a new folder")
     parser.add_argument("--probabilities", action="store_true", help="with --masks, of volumes")
     form = parser.add_mutually_exclusive_group()
@@ -121,11 +123,13 @@ def run(args: argparse.Namespace) -> None:
                 got = "classifies pixels: add --masks DIR"
             raise ConfigError(f"{source} {got}")
         if args.masks is not None:
-            if args.probabilities and restored.network.dims != 3:
-                raise ConfigError("--probabilities is for volumes: leave it out")
-            write = write_masks
+            write = partial(write_masks, tta=args.tta)
             if restored.network.dims == 3:
+                if args.tta:
+                    raise ConfigError("--tta is for images: leave it out")
                 write = partial(write_volume_masks, probabilities=args.probabilities)
+            elif args.probabilities:
+                raise ConfigError("--probabilities is for volumes: leave it out")
             readable = write(restored, args.images, args.masks, device, on_error=report)
             classes = ", ".join(f"{i} {n}" for i, n in enumerate(restored.data_state["classes"]))
             rows = f"{number_of(readable, 'mask')} in {args.masks}: {classes}\n"
@@ -133,6 +137,7 @@ def run(args: argparse.Namespace) -> None:
             check_side(restored.network, args.image_size)
             options = {
                 "batch_size": args.batch_size,
+                "tta": args.tta,
                 "image_size": args.image_size,
                 "device": device,
             }
@@ -163,6 +168,7 @@ def predict(
     paths: Sequence[str | Path],
     *,
     batch_size: int = 64,
+    tta: str | None = None,
     image_size: int | None = None,
     device: str | torch.device = "cpu",
     on_error: Callable[[DataError], None] | None = None,
@@ -185,7 +191,7 @@ def predict(
     # classify opens a whole batch before its first result
     opened: deque[str] = deque()
 
-    def images() -> Iterator[Image.Image]:
+    def images() -> Iterator[Opened]:
         for path in files:
             try:
                 image = open_image(path, restored.in_chans)
@@ -198,7 +204,8 @@ def predict(
             yield image
 
     network = restored.network.to(device)
-    probabilities = classify(network, images(), size=image_size, batch_size=batch_size)
+    options: dict[str, Any] = {"size": image_size, "batch_size": batch_size, "tta": tta}
+    probabilities = classify(network, images(), **options)
     return ((opened.popleft(), classes) for classes in probabilities)
 
 
@@ -207,6 +214,8 @@ def write_masks(
     paths: Sequence[str | Path],
     folder: Path,
     device: torch.device,
+    *,
+    tta: str | None,
     on_error: Callable[[DataError], None],
 ) -> int:
     """Write the mask of each image as ``FOLDER/NAME.png``; returns their number.
@@ -229,7 +238,7 @@ def write_masks(
         except DataError as error:
             on_error(error)
             continue
-        mask = segment(network, image)  # type: ignore[arg-type]
+        mask = segment(network, image, tta=tta)  # type: ignore[arg-type]
         Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
         written += 1
     return written

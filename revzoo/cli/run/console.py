@@ -30,13 +30,15 @@ from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.models.network import ImageNetwork
 from revzoo.models.wrapped import weights_name
-from revzoo.training import class_table
 from revzoo.training.callbacks.checkpoints import (
     BestCheckpoint,
     best_checkpoint_path,
     best_figures,
 )
 from revzoo.training.callbacks.progress_bar import clock
+from revzoo.training.class_table import FILE as CLASS_FILE
+from revzoo.training.class_table import class_table, lines_of, log_text
+from revzoo.training.class_table import write as write_classes
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import callbacks_of, epochs_of_run
 from revzoo.training.metrics import in_order
@@ -144,7 +146,8 @@ def log_opening(
         rows = reversible_blocks(module.model)
         used = sorted({row.bits for row in rows})
         ends = " to ".join(map(str, dict.fromkeys([*used[:1], *used[-1:]])))
-        reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits" * bool(rows)
+        chosen = ", chosen on random images" if bits == "auto" else ""
+        reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits{chosen}" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = "x".join(map(str, (data.in_chans, *data.sizes)))
     outputs = f"{data.num_classes} {OUTPUTS.get(data.task, 'classes')}"
@@ -310,17 +313,17 @@ def log_classes(
     trainer: pl.Trainer, module: Classifier, split: str, classes: Sequence[str], run_dir: Path
 ) -> None:
     """Log the figures of each class; write them to ``per_class.csv`` and TensorBoard."""
-    if not (table := class_table.class_table(module.metrics_of(split), len(classes))):
+    if not (table := class_table(module.metrics_of(split), len(classes))):
         return
-    path = run_dir / class_table.FILE
+    path = run_dir / CLASS_FILE
     try:
-        class_table.write(table, classes, path)
+        write_classes(table, classes, path)
     except OSError as error:
         log.error("cannot write %s (%s)", path, error.strerror)
-    class_table.log_text(table, classes, trainer.loggers, trainer.global_step)
+    log_text(table, classes, trainer.loggers, trainer.global_step)
     weights = ", last weights" if split == "val" else ""
     log.info("%-8s figures of each in %s%s, also in %s", "classes", split, weights, path.name)
-    for line in class_table.lines_of(table, classes):
+    for line in lines_of(table, classes):
         log.info("%s", line)
 
 

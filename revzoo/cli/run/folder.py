@@ -381,7 +381,8 @@ def moved(data: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
 
 def located(data: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``data`` with absolute paths: its run may resume in another folder."""
-    paths = ["root", "table"] if data["_target_"] == "revzoo.data.Table" else ["root"]
+    ours = data["_target_"].startswith("revzoo.data.")  # other sets may call other things a table
+    paths = ["root", "table"] if ours else ["root"]
     found = {key: _absolute(data[key]) for key in paths if isinstance(data.get(key), str)}
     return {**data, **found}
 

@@ -96,6 +96,19 @@ def test_the_figures_equal_the_runs(split: str, run: Any) -> None:
     assert batched == pytest.approx(figures, rel=1e-5)
 
 
+def test_the_mean_over_mirror_images_is_an_option(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, mean = (evaluate(config(f"ckpt={run[0]}", f"tta={tta}")) for tta in ("null", "flip"))
+    assert mean["test/loss"] != pytest.approx(plain["test/loss"], rel=1e-6)
+    image = folder_of_digits(tmp_path, [*"0123456789"], count=1) / "test" / "3"
+    shown = []
+    for options in ([], ["--tta", "flip"]):
+        main(["predict", str(run[0]), str(image), "--device", "cpu", "--csv", *options])
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
+
+
 def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([f"ckpt={run[0]}"], [str(run[0])], ["--ckpt", str(run[0])]):
         main(["eval", *words, "trainer=cpu"])

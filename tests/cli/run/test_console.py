@@ -207,15 +207,19 @@ def test_the_weights_that_a_run_starts_from_are_named(
     assert _weights(spec, model).startswith("resnet50-")
 
 
+@pytest.mark.parametrize(
+    ("bits", "text"), [("4", "4 bits"), ("auto", "([1-8] to )?8 bits, chosen on random images")]
+)
 def test_a_network_made_reversible_says_so(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, bits: str, text: str
 ) -> None:
-    options = ("model=resnet32", "model.reversible_bits=4", "model.units=[3,3,3]", "test=false")
+    options = ("model=resnet32", f"model.reversible_bits={bits}", "test=false")
+    options += ("model.units=[3,3,3]",)
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, *options), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("model  ")]
-    text = r"model    resnet32, [\d,]+ parameters, 5 blocks reversible with 4 bits"
-    assert re.fullmatch(text, line)
+    opening = r"model    resnet32, [\d,]+ parameters, 5 blocks reversible with "
+    assert re.fullmatch(opening + text, line)
     lists = [m.split(None, 1)[0] for m in caplog.messages if "MiB an image, now" in m]
     assert lists == [f"stages.{i}.steps:" for i in range(3)]
     (saved,) = [m for m in caplog.messages if "training keeps" in m]

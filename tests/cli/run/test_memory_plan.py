@@ -17,8 +17,8 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from revzoo.cli.run import memory_plan
 from revzoo.cli.run.train import train
 from revzoo.core.invertible import Step
+from revzoo.core.live import LiveMemory
 from revzoo.profiling.audit import audit
-from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import PLANNED, Plan, PlannedMode, Planner
 from revzoo.profiling.units import bytes_from
 from revzoo.training import Classifier

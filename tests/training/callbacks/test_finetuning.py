@@ -12,9 +12,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from small_task import TINY, Fails, TinyNet, halves, loader, trainer
 from torch import nn
 
+from revzoo.core.live import LiveMemory
 from revzoo.models import create_model
 from revzoo.models.network import parts
-from revzoo.profiling.live import LiveMemory
 from revzoo.training import Classifier, Finetuning
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "onecycle"}, "layer_decay": 0.5}

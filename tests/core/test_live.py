@@ -5,7 +5,7 @@ import torch
 from compare import conv_net, images, twin
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.core.live import LiveMemory
 
 
 def test_counts_simultaneously_live_bytes():

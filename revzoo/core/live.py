@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ValueError: an operator makes a sparse tensor.
 
     Example:
-        >>> from revzoo.profiling.live import LiveMemory
+        >>> from revzoo.core.live import LiveMemory
         >>> with LiveMemory() as memory:
         ...     y = torch.ones(1024).exp()
         >>> memory.peak
@@ -47,7 +47,14 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator, then count the new storages among its outputs."""
-        outputs = func(*args, **kwargs or {})
+        return self.run(func, func, args, kwargs or {})
+
+    def run(self, call: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator by ``call``; this can be the watcher of :class:`revzoo.core.twins.Fakes`.
+
+        It counts fake tensors in less time than this mode around theirs.
+        """
+        outputs = call(*args, **kwargs)
         if not returns_arguments(func):
             for t in dense_in(outputs):
                 self._count(t)
