@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from revzoo.core.conditions import Conditions, Kept, Members, leave
 from revzoo.core.guard import (
@@ -219,6 +220,7 @@ class Call:
         hooked = [(t, t._backward_hooks) for t in every if t._backward_hooks]
         for t, _ in hooked:
             t._backward_hooks = None
+        passed_on = [_pass_on(node, dict(hooked).get(node.variable)) for node in others]
         try:
             # torch.autograd.grad without its checks; positional in torch: the roots, their
             # gradients, keep the graph, create a graph, inputs, allow unused
@@ -226,11 +228,10 @@ class Call:
             ends, known = zip(*pairs, strict=True)
             found = run(ends, known, False, False, tuple(every), True, accumulate_grad=False)
         finally:
+            for handle in passed_on:
+                handle.remove()
             for t, hooks in hooked:
                 t._backward_hooks = hooks
-        for node, g in zip(others, found[len(targets) :], strict=True):
-            if g is not None:  # into its own accumulate node, where hooks of FSDP wait
-                torch.autograd.backward([GradientEdge(node, 0)], [g])
         if len(targets) == len(inputs):
             return list(found[: len(targets)])
         of_targets = iter(found)
@@ -593,6 +594,23 @@ class Recorder:
                 return as_fixed(as_state(returned, step, inverse=True))
         finally:
             leave(undo)
+
+
+def _pass_on(node: Any, hooks: Mapping[int, Any] | None) -> RemovableHandle:
+    """Pass a gradient to the accumulate node of its leaf as soon as it arrives.
+
+    FSDP2 divides the gradients of a module among the processes when the gradient of its input
+    arrives; those that come later would be lost. ``hooks`` are the leaf's own.
+    """
+    leaf = node.variable
+
+    def arrived(g: Tensor) -> None:
+        handle.remove()  # the node calls the hooks of its leaf
+        leaf._backward_hooks.update(hooks or {})
+        torch.autograd.backward([GradientEdge(node, 0)], [g])
+
+    handle: RemovableHandle = leaf.register_hook(arrived)
+    return handle
 
 
 def _edge_of(value: Tensor) -> GradientEdge | None:

@@ -137,6 +137,42 @@ def test_fsdp2_of_single_branches():
             assert error(result, gradients(net)) < 1e-12
 
 
+def fsdp_of_all(rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    results = []
+    for mode in ("store", "recompute", "invert", "exact"):
+        net = linear_net()
+        set_memory(net, mode)
+        for coupling in (coupling for block in net for coupling in block):
+            fully_shard(coupling.branch)
+        fully_shard(net)
+        y = net(torch.ones(2, 8, dtype=torch.float64) * (rank + 1))
+        with CommDebugMode() as collectives:
+            y.square().mean().backward()
+        counts = {str(name): n for name, n in collectives.get_comm_counts().items()}
+        results.append((counts, [p.grad.full_tensor() for p in net.parameters()]))
+    return results
+
+
+def test_fsdp2_of_branches_and_their_network():
+    """Gradients of replayed branches were lost: they came after FSDP2 had reduced the branch's."""
+    net = linear_net()
+    set_memory(net, "store")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    (sum(net(x * (rank + 1)).square().mean() for rank in range(WORLD)) / WORLD).backward()
+    branches = sum(len(block) for block in net)
+    for results in run(fsdp_of_all):
+        for counts, result in results:
+            assert error(result, gradients(net)) < 1e-8  # exact rounds streams to 2**-23
+            # a replay gathers the weights of a branch once, and reduces its gradients once
+            assert counts == {
+                "c10d._allgather_base_": branches,
+                "c10d._reduce_scatter_base_": branches,
+            }
+
+
 def tensor_parallel(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (

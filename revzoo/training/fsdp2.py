@@ -1,0 +1,152 @@
+"""FSDP2: each process keeps a part of every weight, its gradient and its optimiser state.
+
+A residual function's weights are gathered when it runs, and again for its replay in the backward
+pass (``torch.distributed.fsdp.fully_shard``). Lightning's ``ModelParallelStrategy`` leaves this to
+``configure_model`` of the module, and loads a checkpoint before callbacks can change it. Here:
+
+1. Each coupling's branch, each step without an inverse and each block with side bits is a unit.
+   The network gathers its other weights from the forward to the end of the backward pass.
+2. Validations and tests run on whole weights, with the buffers of process 0, as under
+   ``DistributedDataParallel``. In mode ``exact``, a process repeats an evaluation whose grids have
+   adapted to its own images, and no other process must wait for it.
+3. A checkpoint is one file of whole tensors, as one process writes it. So any number of processes
+   can resume, and every command reads it. Each process reads the whole file.
+
+Known limits: a network without steps is one unit. The module may have parameters only in ``model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from revzoo.core.invertible import steps_in
+
+
+class FSDP2(ModelParallelStrategy):
+    """Trains ``module.model`` on all processes, its weights divided among them.
+
+    Example:
+        >>> from pytorch_lightning import Trainer
+        >>> from revzoo.training.fsdp2 import FSDP2
+        >>> trainer = Trainer(strategy=FSDP2(), accelerator="cpu", devices=2, logger=False)
+    """
+
+    # Lightning then restores weights and optimiser as with other strategies
+    lightning_restore_optimizer = True
+
+    def __init__(self) -> None:
+        super().__init__(save_distributed_checkpoint=False)
+
+    @property
+    def network(self) -> Any:
+        """The network, an ``FSDPModule`` after :meth:`setup`."""
+        assert self.lightning_module is not None
+        return self.lightning_module.model
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model_to_device()
+        if not isinstance(self.network, FSDPModule):  # a test follows the training
+            half = self.precision_plugin.precision == "bf16-mixed"
+            shard(self.network, self.device_mesh["data_parallel"], half=half)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _begin_evaluation(self) -> None:
+        for buffer in self.network.buffers():
+            distributed.broadcast(buffer, src=0)
+        for unit in units_of(self.network):
+            unit.set_reshard_after_forward(unit is self.network, recurse=False)
+            unit.unshard()
+
+    def _end_evaluation(self) -> None:
+        for unit in units_of(self.network):
+            unit.set_reshard_after_forward(unit is not self.network, recurse=False)
+            unit.reshard()
+
+    on_validation_start = on_test_start = _begin_evaluation
+    on_validation_end = on_test_end = _end_evaluation
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state in whole tensors on the CPU, in process 0; all processes must call this."""
+
+        def whole(t: DTensor) -> Tensor | None:
+            gathered = t.full_tensor()
+            return gathered.cpu() if self.is_global_zero else None
+
+        found: dict[str, Any] = tree_map_only(DTensor, whole, optimizer.state_dict())
+        return found
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                i: {key: part_of(value, params[i]) for key, value in values.items()}
+                for i, values in saved["state"].items()
+            }
+            optimizer.load_state_dict({**saved, "state": state})
+
+
+StrategyRegistry.register("fsdp2", FSDP2, "Divides weights, gradients and optimiser state (revzoo)")
+
+
+def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
+    """Divide the weights of ``network`` among the processes of ``mesh``, unit by unit.
+
+    ``half`` gathers them in bfloat16, except units with running statistics: torch's norms need
+    weights of the dtype of their statistics.
+    """
+    # with hooks, an invertible step itself would be recomputed instead of inverted
+    units = {
+        getattr(step, "branch", None) if step.invertible and step.subject is step else step.subject
+        for step in steps_in(network).values()
+    }
+    for unit in reversed([*network.modules()]):  # torch wants inner modules first
+        if unit not in units or not any(True for _ in unit.parameters()):
+            continue
+        statistics = any(buffer.is_floating_point() for buffer in unit.buffers())
+        dtype = torch.bfloat16 if half and not statistics else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fully_shard(network, mesh=mesh)
+
+
+def units_of(network: nn.Module) -> Iterator[FSDPModule]:
+    """The modules whose weights are gathered together; the network, too."""
+    return (module for module in network.modules() if isinstance(module, FSDPModule))
+
+
+def part_of(value: Any, parameter: Tensor) -> Any:
+    """This process's part of a tensor like ``parameter``; another value as it is."""
+    if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
+        return value
+    device = value.to(parameter.device)
+    # every process has read the value, so none sends it
+    return distribute_tensor(device, parameter.device_mesh, parameter.placements, src_data_rank=None)
