@@ -86,6 +86,7 @@ _REFERENCE = re.compile(
     r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
+WHOLE_WEIGHTS = ("ema", "finetuning", "compiled_branches", *OF_SAMPLES)  # callbacks, too
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; the others of the zoo are "
     "reversible without it",
@@ -579,7 +580,29 @@ def _check_rules(config: Config) -> None:
         )
     if tuner.get("kind") == "lr" and not tuner["min_lr"] <= tuner["max_lr"]:
         raise ConfigError(f"tuner.max_lr={tuner['max_lr']}: expected at least tuner.min_lr")
+    if trainer.get("strategy") == "fsdp2":
+        _check_sharded(config)
     _check_callbacks(config)
+
+
+def _check_sharded(config: Config) -> None:
+    """Refuse options with which each process needs whole weights."""
+    mode, precision = config["memory"].get("mode"), config["precision"].get("trainer")
+    if mode in ("offload", *PLANS):
+        raise ConfigError(
+            f"memory={mode} with trainer=fsdp2, which divides the weights among the processes: "
+            "expected store, recompute, invert or exact; or use trainer=ddp"
+        )
+    if precision == "16-mixed":
+        raise ConfigError("precision=fp16 with trainer=fsdp2: use precision=bf16, or trainer=ddp")
+    used = [f"callbacks.{n}" for n in WHOLE_WEIGHTS if config["callbacks"].get(n) is not None]
+    used += ["trainer.sync_batchnorm"] * bool(config["trainer"].get("sync_batchnorm"))
+    used += ["optim.name=muon"] * (config["optim"].get("name") == "muon")
+    if used:
+        raise ConfigError(
+            f"{used[0]} needs whole weights, and trainer=fsdp2 divides them among the processes: "
+            "leave it out, or use trainer=ddp"
+        )
 
 
 def _check_callbacks(config: Config) -> None:

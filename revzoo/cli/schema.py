@@ -422,7 +422,7 @@ TRAINER = section(
     default=MISSING,
     accelerator=Option(str, MISSING, "auto: a GPU if there is one", choices=ACCELERATORS),
     devices=Option(int | str | Sequence, MISSING, "processes on each machine, or auto"),
-    strategy=Option(str, MISSING, "auto, or ddp for several processes"),
+    strategy=Option(str, MISSING, "auto; for several processes ddp or fsdp2"),
     num_nodes=Option(int, 1, "machines", COUNT),
     max_epochs=Option(int | None, None, "-1: no limit; then set max_steps", COUNT, also=(-1,)),
     min_epochs=Option(int | None, None, "do not stop earlier", LEAST_0),

@@ -57,7 +57,8 @@ class FSDP2(ModelParallelStrategy):
         return self.lightning_module.model
 
     def setup_environment(self) -> None:
-        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -132,8 +133,8 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
         if unit not in units or not any(True for _ in unit.parameters()):
             continue
         statistics = any(buffer.is_floating_point() for buffer in unit.buffers())
-        dtype = torch.bfloat16 if half and not statistics else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if half else None)
+        in_half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = in_half if half and not statistics else MixedPrecisionPolicy()
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh)
 
@@ -147,6 +148,6 @@ def part_of(value: Any, parameter: Tensor) -> Any:
     """This process's part of a tensor like ``parameter``; another value as it is."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
-    device = value.to(parameter.device)
+    whole, mesh = value.to(parameter.device), parameter.device_mesh
     # every process has read the value, so none sends it
-    return distribute_tensor(device, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)

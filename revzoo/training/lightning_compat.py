@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import distributed
@@ -40,6 +40,7 @@ EXPECTED_WARNINGS = (
     "It is recommended to use `self.log.'footprint/",  # only the first process logs it
     "Using `DistributedSampler` with",  # metrics.py excludes repeated images
     "Checkpoint directory .* exists and is not empty",  # a resumed run has checkpoints
+    "FSDP2-wrapped module .* returned a view",  # whose changes in place a step refuses
     "Found .* in eval mode at the start of training",  # fine-tuning freezes modules in a search
 )
 
@@ -83,6 +84,11 @@ def count_epochs(trainer: pl.Trainer) -> None:
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Whether the trainer runs ``fit``, its validations included."""
     return trainer.state.fn == TrainerFn.FITTING
+
+
+def can_reshard(trainer: pl.Trainer) -> bool:
+    """Whether another number of processes may resume the run: its strategy divides the weights."""
+    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def allow_unused_parameters(trainer: pl.Trainer) -> None:

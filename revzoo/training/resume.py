@@ -35,7 +35,9 @@ from revzoo.training.lightning_compat import (
     batches_of_epoch,
     batches_of_run,
     callbacks_of,
+    can_reshard,
     count_epochs,
+    data_of,
     epoch_is_open,
     gathered,
     is_first_process,
@@ -288,6 +290,7 @@ class RunState(pl.Callback):
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "epoch_steps": self._epoch_steps(),
+            "step_images": self._step_images(),
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
             # of each process: its grids have adapted to its own samples
@@ -327,10 +330,11 @@ class RunState(pl.Callback):
             return
         state, self._loaded = self._loaded, None
         if (growth := state.get("growth")) is not None:
-            set_growth(pl_module, growth[trainer.global_rank])
+            set_growth(pl_module, growth[trainer.global_rank % len(growth)])
         if trainer.is_global_zero:  # the saved states are sums over all processes
             set_states(self._metrics(), state["metrics"])
-        set_generator_states(state["random"][trainer.global_rank])
+        random_states = state["random"]  # fewer or more than processes, with trainer=fsdp2
+        set_generator_states(random_states[trainer.global_rank % len(random_states)])
         if self._stretched_from is not None:
             self._stretch(trainer, self._stretched_from)
             self._stretched_from = None
@@ -355,10 +359,17 @@ class RunState(pl.Callback):
     def _stretched(self, saved: Mapping[str, Any]) -> int | None:
         """The planned steps of the checkpoint if this run has more of them; None otherwise."""
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
-        if before != now:
+        images, wanted = self._step_images(), saved.get("step_images")
+        if before != now and (images is None or not can_reshard(self._trainer)):
             raise CheckpointError(
                 f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
                 f"use {before}, because each process resumes with its images and random numbers"
+            )
+        if None not in (images, wanted) and images != wanted:
+            raise CheckpointError(
+                f"{path} comes from a run with {wanted} images per step of all processes, this run "
+                f"has {images}: give data.batch_size * trainer.devices * trainer.num_nodes = "
+                f"{wanted}, so that each step has the same images"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
         if planned is None or steps is None or planned == steps:
@@ -374,6 +385,11 @@ class RunState(pl.Callback):
     def _epoch_steps(self) -> float:
         """The optimiser steps of an epoch, rounded down."""
         return self._trainer.num_training_batches // self._trainer.accumulate_grad_batches
+
+    def _step_images(self) -> int | None:
+        """The images of a step of all processes; None with your own data module."""
+        size = getattr(data_of(self._trainer), "batch_size", None)
+        return size * process_count() if isinstance(size, int) else None
 
     def _plan(self) -> float | None:
         """The optimiser steps of the run; None if the learning rates do not depend on them."""

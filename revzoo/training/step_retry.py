@@ -38,7 +38,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step, all_steps
@@ -62,6 +62,7 @@ class Attempt(NamedTuple):
 
     batch: Any
     batch_idx: int
+    parameters: list[nn.Parameter]  # FSDP2 replaces some of them during the step
     buffers: list[Tensor]
     metrics: dict[str, Any]
     random: Tensor
@@ -104,11 +105,14 @@ class StepRetry:
         steps = all_steps(self.module).values()  # each time: modes may change between two steps
         self.may_widen = any(step.grid is not None for step in steps)
         if self.lower is not None or any(mode_of(step.memory).inverts for step in steps):
+            parameters = list(self.module.parameters())
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             metrics = states_of(self.module.training_metrics())
             device, random = self.module.device, torch.get_rng_state()
             on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-            self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
+            self._attempt = Attempt(
+                batch, batch_idx, parameters, buffers, metrics, random, on_device
+            )
 
     def forward(self, run: Callable[[], T]) -> T:
         """Call ``run()``; if memory runs out, lower the plan, once, and call it again."""
@@ -138,9 +142,8 @@ class StepRetry:
             except DriftError as drift:
                 raise self._final(drift) from drift
             return
-        params = list(self.module.parameters())
         # from earlier batches of this optimiser step; a failed pass adds to them
-        gradients = [None if p.grad is None else p.grad.clone() for p in params]
+        gradients = [None if p.grad is None else p.grad.clone() for p in attempt.parameters]
         # each failure removes a cause, so this ends: fewer inverted steps, coarser grids, one plan
         while (failure := self._failure(loss, run)) is not None:
             if isinstance(failure.error, torch.OutOfMemoryError):
@@ -155,7 +158,7 @@ class StepRetry:
                 self._switch(failure)
             loss = self._forward(attempt)
             self.loss = loss.detach()
-            for p, gradient in zip(params, gradients, strict=True):
+            for p, gradient in zip(attempt.parameters, gradients, strict=True):
                 # a copy: the next attempt may fail as well
                 p.grad = None if gradient is None else gradient.clone()
 

@@ -236,6 +236,8 @@ def build_trainer(
         # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
+    if options["strategy"] == "fsdp2":
+        import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
     graph, accelerator = options.pop("cuda_graph", "auto"), options.get("accelerator", "auto")
     if graph and device_kind(accelerator) == "cuda":
         from revzoo.training.callbacks.cuda_graph import CudaGraph

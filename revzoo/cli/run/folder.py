@@ -18,7 +18,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -63,6 +63,8 @@ CHANGEABLE = (
     *MACHINE,
     *LENGTH,
 )
+# with trainer=fsdp2, if the images per step of all processes together stay
+PROCESSES = ("trainer.devices", "trainer.num_nodes", "data.batch_size")
 
 _held: set[IO[str]] = set()  # files whose locks this process holds
 
@@ -399,7 +401,8 @@ def resumed_config(
     # before the configuration, which may use names that a plugin registers
     check_imports(run_dir)
     config = recorded_config(run_dir)
-    check_changes(overrides, run_dir)
+    sharded = config["trainer"].get("strategy") == "fsdp2"
+    check_changes(overrides, run_dir, also=PROCESSES if sharded else ())
     others, paths = take_paths(overrides)
     composed = compose(others).config if others else {}
     # a file that someone may have edited
@@ -432,7 +435,7 @@ def _changes(
     if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
         kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
         changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
-    for name in given.intersection((*MACHINE, *LENGTH)):
+    for name in given.intersection((*MACHINE, *LENGTH, *PROCESSES)):
         key, _, option = name.partition(".")
         before, after = config[key].get(option), composed[key][option]
         if name in LENGTH and (after or -1) < (before or -1):
@@ -441,13 +444,13 @@ def _changes(
     return {**changed, "data": moved(changed.get("data", config["data"]), paths)}
 
 
-def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
-    """Refuse overrides that would change the results of a resumed run.
+def check_changes(overrides: Sequence[str], run_dir: Path, *, also: Collection[str] = ()) -> None:
+    """Refuse overrides that would change the results of a resumed run, except ``also``.
 
     The message has the command of a new run with them.
     """
     for override in overrides:
-        if override.partition("=")[0] not in CHANGEABLE:
+        if override.partition("=")[0] not in (*CHANGEABLE, *also):
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "

@@ -1,0 +1,116 @@
+"""trainer=fsdp2 trains as ddp; its checkpoints are whole files for any number of processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from resumed import resume
+from test_distributed import COMMON, SignalledInStep5, config, figures, free_ports, weights
+
+from revzoo.cli.config import ConfigError
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.train import train
+from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.training.checkpoint.restore import restore
+from revzoo.training.resume import GracefulStop
+from revzoo.weights.source import LAST
+
+Scene = tuple[str, Sequence[str], type[GracefulStop]]
+BATCH_NORM = (*COMMON, "model.norm=batch", "trainer.max_epochs=1")
+SCENES: dict[int, list[Scene]] = {
+    2: [
+        ("ddp", ("trainer=ddp", *BATCH_NORM, "memory=store"), GracefulStop),
+        ("fsdp2", ("trainer=fsdp2", *BATCH_NORM, "memory=store"), GracefulStop),
+        ("whole", ("trainer=fsdp2", *COMMON, "memory=exact"), GracefulStop),
+        ("stopped", ("trainer=fsdp2", *COMMON, "memory=exact"), SignalledInStep5),
+    ],
+    3: [
+        ("ddp3", ("trainer=ddp", *BATCH_NORM, "memory=exact"), GracefulStop),
+        ("fsdp23", ("trainer=fsdp2", *BATCH_NORM, "memory=exact"), GracefulStop),
+    ],
+}
+pytestmark = pytest.mark.timeout(300)
+
+
+def worker(rank: int, world: int, ports: list[int], folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    for port, (name, overrides, stop) in zip(ports, SCENES[world], strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        train_module.GracefulStop = stop  # type: ignore[misc, attr-defined]
+        here = ("trainer.accelerator=cpu", f"trainer.devices={world}", "data.batch_size=32")
+        try:
+            train(config(*overrides, *here), run_dir=folder / name)
+        except SystemExit as end:
+            assert (name, end.code) == ("stopped", 143), end  # noqa: PT017
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of the same run in ddp and fsdp2."""
+    world, folder = request.param, tmp_path_factory.mktemp("runs")
+    scenes = SCENES[world]
+    mp.spawn(worker, (world, free_ports(len(scenes)), folder), nprocs=world)
+    return folder / scenes[0][0], folder / scenes[1][0]
+
+
+def test_equals_ddp(pair: tuple[Path, Path]) -> None:
+    """With the statistics of BatchNorm, and on two processes through the mode store."""
+    ddp, fsdp2 = pair
+    expected, found = weights(ddp), weights(fsdp2)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-9, msg=name)
+    alike = figures(ddp)
+    del alike["footprint/activation_bytes"]  # torch cannot copy a network with divided weights
+    assert figures(fsdp2) == pytest.approx(alike, rel=1e-6)
+
+
+def test_checkpoints_are_those_of_one_process(pair: tuple[Path, Path]) -> None:
+    assert not restore(pair[1]).module.training
+    expected, found = (read_checkpoint(run / "checkpoints" / LAST) for run in pair)
+    assert found.keys() == expected.keys()
+    (one,), (other,) = expected["optimizer_states"], found["optimizer_states"]
+    assert other["param_groups"] == one["param_groups"]
+    for i, values in one["state"].items():
+        for key, value in values.items():
+            torch.testing.assert_close(other["state"][i][key], value, rtol=1e-6, atol=1e-9)
+
+
+def test_another_number_of_processes_resumes(pair: tuple[Path, Path]) -> None:
+    whole, stopped = pair[0].parent / "whole", pair[0].parent / "stopped"
+    if not stopped.exists():
+        pytest.skip("three processes do not stop")
+    assert read_checkpoint(stopped / "checkpoints" / LAST)["global_step"] == 6
+    refused = stopped.with_name("refused")
+    shutil.copytree(stopped, refused)
+    with pytest.raises(SystemExit, match="64 images per step of all processes, this run has 32"):
+        resume(refused, ["trainer.devices=1"])
+    resume(stopped, ["trainer.devices=1", "data.batch_size=64"])
+    for name, value in weights(whole).items():
+        torch.testing.assert_close(weights(stopped)[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert figures(stopped)["val/loss"] == pytest.approx(figures(whole)["val/loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("memory=auto", "memory=auto with trainer=fsdp2.*expected store, recompute"),
+        ("memory=offload", "memory=offload with trainer=fsdp2"),
+        ("precision=fp16", "precision=fp16 with trainer=fsdp2: use precision=bf16"),
+        ("callbacks.ema={}", "callbacks.ema needs whole weights.*leave it out"),
+        ("optim=muon", "optim.name=muon needs whole weights"),
+        ("trainer.sync_batchnorm=true", "trainer.sync_batchnorm needs whole weights"),
+    ],
+)
+def test_refuses_what_needs_whole_weights(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config("trainer=fsdp2", override)
