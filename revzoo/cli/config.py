@@ -587,13 +587,12 @@ def _check_rules(config: Config) -> None:
 
 def _check_sharded(config: Config) -> None:
     """Refuse options with which each process needs whole weights."""
-    mode, precision = config["memory"].get("mode"), config["precision"].get("trainer")
-    if mode in ("offload", *PLANS):
+    if config["memory"].get("mode") == "offload":
         raise ConfigError(
-            f"memory={mode} with trainer=fsdp2, which divides the weights among the processes: "
-            "expected store, recompute, invert or exact; or use trainer=ddp"
+            "memory=offload with trainer=fsdp2 would copy gathered weights to the host: use "
+            "memory=recompute, invert or exact, or trainer=ddp"
         )
-    if precision == "16-mixed":
+    if config["precision"].get("trainer") == "16-mixed":
         raise ConfigError("precision=fp16 with trainer=fsdp2: use precision=bf16, or trainer=ddp")
     used = [f"callbacks.{n}" for n in WHOLE_WEIGHTS if config["callbacks"].get(n) is not None]
     used += ["trainer.sync_batchnorm"] * bool(config["trainer"].get("sync_batchnorm"))
