@@ -4,8 +4,9 @@ A residual function's weights are gathered when it runs, and again for its repla
 pass (``torch.distributed.fsdp.fully_shard``). Lightning's ``ModelParallelStrategy`` leaves this to
 ``configure_model`` of the module, and loads a checkpoint before callbacks can change it. Here:
 
-1. Each coupling's branch, each step without an inverse and each block with side bits is a unit.
-   The network gathers its other weights from the forward to the end of the backward pass.
+1. Each coupling's branch, each step without an inverse and each list of blocks with side bits is
+   gathered as a unit, and the network's other weights from the forward to the end of the backward
+   pass. Under bfloat16 autocast, units without running statistics are gathered in bfloat16.
 2. Validations and tests run on whole weights, with the buffers of process 0, as under
    ``DistributedDataParallel``. In mode ``exact``, a process repeats an evaluation whose grids have
    adapted to its own images, and no other process must wait for it.
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.invertible import steps_in
+from revzoo.core.invertible import Step, steps_in
 
 
 class FSDP2(ModelParallelStrategy):
@@ -124,11 +125,7 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
     ``half`` gathers them in bfloat16, except units with running statistics: torch's norms need
     weights of the dtype of their statistics.
     """
-    # with hooks, an invertible step itself would be recomputed instead of inverted
-    units = {
-        getattr(step, "branch", None) if step.invertible and step.subject is step else step.subject
-        for step in steps_in(network).values()
-    }
+    units = {unit_of(network, path, step) for path, step in steps_in(network).items()}
     for unit in reversed([*network.modules()]):  # torch wants inner modules first
         if unit not in units or not any(True for _ in unit.parameters()):
             continue
@@ -137,6 +134,16 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
         policy = in_half if half and not statistics else MixedPrecisionPolicy()
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     fully_shard(network, mesh=mesh)
+
+
+def unit_of(network: nn.Module, path: str, step: Step) -> nn.Module | None:
+    """The module whose weights a step's call gathers; None leaves them to the network."""
+    if step.subject is not step:
+        # torch copies the inputs of a unit, which would end a run of blocks with side bits
+        blocks = network.get_submodule(path.rsplit(".", 2)[0])
+        return blocks if isinstance(blocks, nn.Sequential) else step.subject
+    # with hooks, an invertible step itself would be recomputed
+    return getattr(step, "branch", None) if step.invertible else step
 
 
 def units_of(network: nn.Module) -> Iterator[FSDPModule]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 from resumed import resume
+from several_processes import COMMON, TIMES, SignalledInStep5, config, figures, free_ports, weights
 
-from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.training import resume as stop_module
@@ -25,31 +24,9 @@ from revzoo.weights.source import LAST
 
 WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"
-TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
-COMMON = (
-    "debug=smoke",
-    "trainer.max_epochs=2",
-    "trainer.limit_train_batches=4",
-    "trainer.limit_test_batches=null",
-    "trainer.limit_val_batches=null",
-    "+model.units=[1,1,1]",
-    "model.norm=group",
-    "precision=fp64",
-    "data.augment.crop_padding=0",
-    "data.eval_batch_size=64",
-    "logger=csv",
-)
 TOGETHER = (*COMMON, "trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={WORLD}")
 ALONE = (*COMMON, "trainer=cpu", "data.batch_size=64")
 pytestmark = pytest.mark.timeout(300)
-
-
-class SignalledInStep5(GracefulStop):
-    """Sends SIGTERM to the second process only."""
-
-    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step == 5 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class InterruptedInStep1(GracefulStop):
@@ -75,10 +52,6 @@ class SpoiledInStep5(GracefulStop):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.global_step == 5 and trainer.global_rank == 1:
             next(pl_module.model.parameters()).data.fill_(float("nan"))
-
-
-def config(*overrides: str) -> dict[str, Any]:
-    return compose(overrides).config
 
 
 def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:
@@ -115,16 +88,6 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
     os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -136,17 +99,6 @@ def results(runs: Path) -> list[list[Any]]:
     """The outcomes by scene and process, from one pair of processes."""
     ranks = [json.loads((runs / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return [list(scene) for scene in zip(*ranks, strict=True)]
-
-
-def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = read_checkpoint(run_dir / "checkpoints" / LAST)["state_dict"]
-    return found
-
-
-def figures(run_dir: Path) -> dict[str, float]:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["stopped"] is None
-    return {name: v for name, v in summary["metrics"].items() if name not in TIMES}
 
 
 def test_two_processes_train_as_one_with_the_double_batch(runs: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from resumed import resume
-from test_distributed import COMMON, SignalledInStep5, config, figures, free_ports, weights
+from several_processes import COMMON, SignalledInStep5, config, figures, free_ports, weights
 
 from revzoo.cli.config import ConfigError
 from revzoo.cli.run import train as train_module

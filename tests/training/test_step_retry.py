@@ -16,6 +16,8 @@ import torch
 import torch.multiprocessing as mp
 from small_task import TINY, loader, trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
 
 import revzoo
@@ -23,6 +25,7 @@ from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+from revzoo.training.fsdp2 import FSDP2
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.resume import RunState, growth_of, set_growth
 
@@ -200,16 +203,19 @@ def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path
 def worker(rank: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    options = {"devices": 2, "use_distributed_sampler": False}
     runs: list[tuple[str, pl.Callback]] = [
         ("recompute", Change("recompute")),
         ("drift", Change("drift", rank=1)),
         ("grown", Grow(1e4)),
+        ("sharded", Change("drift", rank=1)),
     ]
     for number, (name, callback) in enumerate(runs, start=1):
         memory = "exact" if name == "grown" else "invert"
-        module, _ = fit(folder, callback, memory=memory, **options)
-        torch.save(module.state_dict(), folder / f"{name}{rank}.pt")
+        strategy = FSDP2() if name == "sharded" else "ddp"
+        module, _ = fit(folder, callback, memory=memory, strategy=strategy, **options)
+        weights = tree_map_only(DTensor, lambda t: t.full_tensor(), module.state_dict())
+        torch.save(weights, folder / f"{name}{rank}.pt")
         grown = max((floor for _, floor, _ in growth_of(module).values()), default=0.0)
         (folder / f"{name}{rank}.txt").write_text(str(grown))
         torch.distributed.destroy_process_group()
@@ -225,7 +231,8 @@ def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
     expected = torch.load(tmp_path / "recompute0.pt")
     grown = torch.load(tmp_path / "grown0.pt")
     assert all(float((tmp_path / f"grown{rank}.txt").read_text()) > 100 for rank in (0, 1))
-    for name, same in [("drift0", expected), ("drift1", expected), ("grown1", grown)]:
+    same_as = {"drift0": expected, "drift1": expected, "sharded0": expected, "grown1": grown}
+    for name, same in same_as.items():
         found = torch.load(tmp_path / f"{name}.pt")
         for key, value in same.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=0)
