@@ -27,7 +27,7 @@ from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -57,10 +57,10 @@ class FSDP2(ModelParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.model
 
-    def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        self._tensor_parallel_size = 1
-        super().setup_environment()
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Lightning's own mesh divides tensors, not images, within a machine
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -68,7 +68,8 @@ class FSDP2(ModelParallelStrategy):
         self.model_to_device()
         if not isinstance(self.network, FSDPModule):  # a test follows the training
             half = self.precision_plugin.precision == "bf16-mixed"
-            shard(self.network, self.device_mesh["data_parallel"], half=half)
+            mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+            shard(self.network, mesh, half=half)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -77,11 +78,12 @@ class FSDP2(ModelParallelStrategy):
         for buffer in self.network.buffers():
             distributed.broadcast(buffer, src=0)
         for unit in units_of(self.network):
-            unit.set_reshard_after_forward(unit is self.network, recurse=False)
+            unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
 
     def _end_evaluation(self) -> None:
         for unit in units_of(self.network):
+            # the network keeps its own weights: its backward pass follows at once
             unit.set_reshard_after_forward(unit is not self.network, recurse=False)
             unit.reshard()
 
