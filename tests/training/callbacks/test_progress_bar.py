@@ -22,6 +22,7 @@ from revzoo.training.callbacks.progress_bar import (
     epoch_of,
 )
 from revzoo.training.lightning_compat import batches_of_run
+from revzoo.training.metrics import so_far, update_metrics
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,20 @@ def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     watched = fit(tmp_path / "b", Progress(log_seconds=1e-9)).callback_metrics
     assert {k: float(v) for k, v in plain.items()} == {k: float(v) for k, v in watched.items()}
+
+
+def test_figures_so_far_wait_for_no_other_process() -> None:
+    """A distributed run hung at the first line inside an epoch, which only process 0 writes."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("waits for the other processes")
+
+    metrics = Classifier(TinyNet()).metrics_of("train")
+    update_metrics(metrics, torch.tensor(0.5), torch.randn(2, 10), torch.tensor([0, 1]))
+    for metric in metrics.values():
+        metric.distributed_available_fn = lambda: True
+        metric.dist_sync_fn = refuse
+    assert so_far(metrics)["train/loss"] == 0.5
 
 
 def test_a_run_resumed_inside_an_epoch_has_a_rate(tmp_path: Path) -> None:
