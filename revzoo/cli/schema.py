@@ -424,6 +424,7 @@ TRAINER = section(
     devices=Option(int | str | Sequence, MISSING, "processes on each machine, or auto"),
     strategy=Option(str, MISSING, "auto; for several processes ddp or fsdp2"),
     num_nodes=Option(int, 1, "machines", COUNT),
+    timeout=Option(float | None, None, "seconds to wait for a process; null: torch's", RATE),
     max_epochs=Option(int | None, None, "-1: no limit; then set max_steps", COUNT, also=(-1,)),
     min_epochs=Option(int | None, None, "do not stop earlier", LEAST_0),
     max_steps=Option(int, -1, "optimiser steps; -1: no limit", COUNT, also=(-1,)),

@@ -12,8 +12,9 @@ import logging
 import os
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytorch_lightning as pl
@@ -24,6 +25,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import distributed
 from torch.optim.swa_utils import AveragedModel
 
+from revzoo._checks import UserError
 from revzoo._checks import is_first_process as is_first_process
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
@@ -96,6 +98,32 @@ def allow_unused_parameters(trainer: pl.Trainer) -> None:
     # Lightning takes the option only with the strategy's name, which it then starts on one device
     if isinstance(trainer.strategy, DDPStrategy):
         trainer.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
+
+
+def limit_waits(trainer: pl.Trainer, seconds: float) -> None:
+    """Let a collective operation fail if a process does not join it within ``seconds``."""
+    # set here for the same reason; strategies for one device have no process group
+    if hasattr(trainer.strategy, "_timeout"):
+        trainer.strategy._timeout = timedelta(seconds=seconds)
+
+
+class LostProcessError(UserError):
+    """Another process of the run has ended, or cannot be reached."""
+
+
+@contextmanager
+def lost_processes(hint: Callable[[], str]) -> Iterator[None]:
+    """Turn a failed collective operation into a :class:`LostProcessError`, ending in ``hint()``."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has no class for its errors; they begin with the path of its source
+        if not (isinstance(error, distributed.DistError) or "/gloo/" in str(error)):
+            raise
+        raise LostProcessError(
+            "lost the connection to another process of this run, whose own output may say why "
+            f"({str(error).partition(chr(10))[0]:.160}); {hint()}"
+        ) from error
 
 
 class _Refuses:

@@ -282,7 +282,7 @@ def so_far(metrics: MetricCollection) -> dict[str, float]:
     figures = {}
     for name, metric in metrics.items(keep_base=False):
         copy = metric.clone()
-        # the other processes do not compute at this moment; sync_on_compute is read by __init__ only
+        # the others do not compute now; only a metric's constructor reads sync_on_compute
         copy.distributed_available_fn = lambda: False
         figures[str(name)] = float(copy.compute())
     return figures

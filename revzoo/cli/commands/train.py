@@ -16,6 +16,9 @@ with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR; data.table=FILE
 trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; precision=NAME with
 --allow-precision-change; and trainer.max_epochs=N or trainer.max_steps=N, which train longer.
 
+revzoo train --auto-resume hydra.run.dir=RUN_DIR ... begins a run, or resumes it if the folder holds
+it: a program that is started again, by torchrun or SLURM, repeats its command.
+
 NOTE [ The order of checks ]
 1. Compose and check the configuration, without torch.
 2. Check the machine, without Lightning.
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help_text = "overrides of the configuration"
     add("overrides", nargs="*", type=override_argument, metavar="KEY=VALUE", help=help_text)
     add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder; or last")
+    add("--auto-resume", action="store_true", help="begin, or resume the run in hydra.run.dir")
     add("--allow-precision-change", action="store_true", help="with --resume and precision=NAME")
     add("--multirun", "-m", action="store_true", help="a run for each combination of the values")
     add("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
@@ -66,7 +71,8 @@ def epilog() -> str:
 def run(args: argparse.Namespace) -> None:
     """Train, resume, or print information, by the arguments."""
     if args.resume is not None:
-        _resume(args)
+        _check_resumed(args)
+        _resume(args.resume, args.overrides, allow=args.allow_precision_change)
         return
     from revzoo.cli.config import ConfigFiles, check_machine, check_root, compose, without_hydra
     from revzoo.cli.schema import CONFIGS
@@ -75,6 +81,8 @@ def run(args: argparse.Namespace) -> None:
     source = ConfigFiles(args.config_name or "train", folder=folder, extra=args.config_dir)
     if args.multirun and args.cfg:
         raise ConfigError("--cfg prints the configuration of one run: leave out -m")
+    if args.multirun and args.auto_resume:
+        raise ConfigError("--auto-resume continues one run: leave out -m")
     if args.multirun:
         from revzoo.cli.run.multirun import multirun
 
@@ -86,11 +94,19 @@ def run(args: argparse.Namespace) -> None:
         _print(parts[args.cfg], args)
         return
     check_root(config["data"])
-    from revzoo.cli.run.folder import CONFIG_FILE, check_unused, dir_of, is_timed
+    from revzoo.cli.run.folder import CONFIG_FILE, check_repeated, check_unused, dir_of, is_timed
 
-    check_writable(dir_of(whole.hydra.run) / CONFIG_FILE, makes_folders=True)
+    run_dir = dir_of(whole.hydra.run)
+    if args.auto_resume:
+        if is_timed(whole.hydra.run):
+            raise ConfigError("--auto-resume: add hydra.run.dir=RUN_DIR, the folder to resume from")
+        if (run_dir / CONFIG_FILE).exists():
+            check_repeated(run_dir, args.overrides)
+            _resume(run_dir)
+            return
+    check_writable(run_dir / CONFIG_FILE, makes_folders=True)
     if not is_timed(whole.hydra.run):  # a name with the time is new
-        check_unused(dir_of(whole.hydra.run))
+        check_unused(run_dir)
     with status_of("loading torch and Lightning"):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import begin
@@ -98,24 +114,28 @@ def run(args: argparse.Namespace) -> None:
     begin(config, whole, overrides=args.overrides)
 
 
-def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config import check_machine
-    from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, newest_run, resumed_config
-
-    new_runs = ["multirun", "cfg", "resolve", "package", "config_dir", "config_name", "config_path"]
+def _check_resumed(args: argparse.Namespace) -> None:
+    new_runs = ["auto_resume", "multirun", "cfg", "resolve", "package"]
+    new_runs += ["config_dir", "config_name", "config_path"]
     if excess := [name for name in new_runs if getattr(args, name)]:
         raise ConfigError(
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "
             "in its folder; leave the option out"
         )
-    run_dir, allow = newest_run(args.resume), args.allow_precision_change
-    config = resumed_config(run_dir, args.overrides, allow_precision_change=allow)
+
+
+def _resume(run_dir: Path, overrides: Sequence[str] = (), *, allow: bool = False) -> None:
+    from revzoo.cli.config import check_machine
+    from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, newest_run, resumed_config
+
+    run_dir = newest_run(run_dir)
+    config = resumed_config(run_dir, overrides, allow_precision_change=allow)
     check_writable(run_dir / CONFIG_FILE)
     with status_of("loading torch and Lightning"), errors_naming(run_dir / CONFIG_FILE):
         check_machine(config)  # before Lightning is imported
         from revzoo.cli.run.train import resume
 
-    resume(run_dir, config, args.overrides)
+    resume(run_dir, config, overrides)
 
 
 def _print(cfg: DictConfig, args: argparse.Namespace) -> None:

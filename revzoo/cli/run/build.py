@@ -32,7 +32,11 @@ from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, defa
 from revzoo.training.callbacks.registry import CALLBACKS, ChecksModel, build_callbacks
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
-from revzoo.training.lightning_compat import allow_unused_parameters, is_first_process
+from revzoo.training.lightning_compat import (
+    allow_unused_parameters,
+    is_first_process,
+    limit_waits,
+)
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume import GracefulStop
 from revzoo.training.tasks.registry import task_class
@@ -238,6 +242,7 @@ def build_trainer(
     options = dict(config["trainer"])
     if options["strategy"] == "fsdp2":
         import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
+    timeout = options.pop("timeout", None)
     graph, accelerator = options.pop("cuda_graph", "auto"), options.get("accelerator", "auto")
     if graph and device_kind(accelerator) == "cuda":
         from revzoo.training.callbacks.cuda_graph import CudaGraph
@@ -259,6 +264,8 @@ def build_trainer(
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
     )
+    if timeout is not None:
+        limit_waits(trainer, timeout)
     if specs.get("finetuning") is not None:
         allow_unused_parameters(trainer)  # frozen parameters get no gradient
     return trainer

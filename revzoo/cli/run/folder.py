@@ -111,6 +111,22 @@ def check_unused(run_dir: Path) -> None:
         )
 
 
+def check_repeated(run_dir: Path, overrides: Sequence[str]) -> None:
+    """Check that the run in ``run_dir`` began with these overrides."""
+    before, now = recorded_words(run_dir, "overrides"), without_hydra(overrides)
+    # further processes may read while the first one begins the run; a kill may prevent the record
+    if is_first_process() and before and before != now:
+        raise ConfigError(
+            f"{run_dir} holds a run of other options ({shlex.join(before)}): repeat these, choose "
+            f"another hydra.run.dir, or change options with --resume {run_dir}"
+        )
+
+
+def without_hydra(overrides: Sequence[str]) -> list[str]:
+    """The overrides that a run records: not Hydra's, such as its folder."""
+    return [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
+
+
 def discard_folder(run_dir: Path) -> None:
     """Remove the files of a run that could not start, then empty folders."""
     for name in (LOG_FILE, LOCK_FILE):

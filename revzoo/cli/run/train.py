@@ -64,12 +64,14 @@ from revzoo.training.checkpoint.files import (
 )
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import (
+    LostProcessError,
     all_callbacks,
     batches_of_run,
     callbacks_of,
     end_together,
     epochs_of_run,
     is_first_process,
+    lost_processes,
     quiet,
 )
 from revzoo.training.memory import NoMemoryError, memory_errors
@@ -86,6 +88,7 @@ ENDINGS = (
     DriftError,
     RangeError,
     NoMemoryError,
+    LostProcessError,
     OSError,
     UnwritableCheckpointError,
     MisconfigurationException,  # Lightning's, such as a fraction of batches that leaves none
@@ -112,10 +115,9 @@ def begin(
     # no other program can begin a run in a locked folder
     with folder.locked(run_dir):
         folder.check_unused(run_dir)
-        ours = [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
         try:
             with console.logged_to(run_dir / folder.LOG_FILE):
-                return train(config, run_dir=run_dir, overrides=ours)
+                return train(config, run_dir=run_dir, overrides=folder.without_hydra(overrides))
         except BaseException:  # SystemExit and signals, too
             if is_first_process() and not (run_dir / folder.CONFIG_FILE).exists():
                 folder.discard_folder(run_dir)
@@ -347,16 +349,17 @@ def fit_and_test(run: Run, run_dir: Path) -> dict[str, float]:
     # a line written past tqdm would break the bar
     drawn = trainer.progress_bar_callback and sys.stdout.isatty()
     lines_above: AbstractContextManager[Any] = logging_redirect_tqdm() if drawn else nullcontext()
+    lost = partial(lost_processes, partial(folder.resume_hint, run_dir))
     options: dict[str, Any] = {"datamodule": data, "weights_only": True}
     try:
-        with quiet(), lines_above, memory_errors(trainer, module, data):
+        with quiet(), lines_above, lost(), memory_errors(trainer, module, data):
             trainer.fit(module, ckpt_path=run.resumed, **options)
         figures = figures_of(trainer)
         seconds = time.perf_counter() - start
         check_validated(trainer, figures)
         if run.config["test"] and data.has("test") and trainer.state.finished:
             best = best_checkpoint_path(trainer)
-            with quiet(), memory_errors(trainer, module, data):
+            with quiet(), lost(), memory_errors(trainer, module, data):
                 (tested,) = trainer.test(module, ckpt_path=best, verbose=False, **options)
             figures |= {name: float(value) for name, value in tested.items()}
         check_saved(trainer)

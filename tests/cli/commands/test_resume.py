@@ -610,3 +610,28 @@ def test_options_of_new_runs_are_refused(option: str, tmp_path: Path) -> None:
     """They were ignored: --cfg job trained instead of printing."""
     with pytest.raises(SystemExit, match="a resumed run has its configuration in its folder"):
         main(["train", "--resume", str(tmp_path), option])
+
+
+def test_a_repeated_command_begins_the_run_and_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun and SLURM start a program again."""
+
+    class StopsInStep5(GracefulStop):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                self.requested = 15
+
+    run_dir = tmp_path / "run"
+    command = ["train", "--auto-resume", f"hydra.run.dir={run_dir}", *SMALL]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsInStep5)
+        with pytest.raises(SystemExit, match="143"):
+            main(command)
+    with pytest.raises(SystemExit, match="holds a run of other options"):
+        main([*command, "seed=1"])
+    main(command)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"]) == (8, None)
+    _, again = (run_dir / "sessions.jsonl").read_text().splitlines()
+    assert json.loads(again)["from_step"] == 6

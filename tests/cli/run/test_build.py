@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 from revzoo.cli.config import compose
-from revzoo.cli.run.build import run_description
+from revzoo.cli.run.build import build_trainer, run_description
 
 
 def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
@@ -13,3 +17,10 @@ def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
     numbers = {"batch": 64, "epochs": 7, "lr": 0.002, "seed": 0, "weight_decay": 0.05}
     assert {key: described[key] for key in numbers} == numbers
     assert described["optimizer"] == "adamw"
+
+
+def test_a_timeout_limits_the_waits_of_the_process_group(tmp_path: Path) -> None:
+    devices = ["trainer.accelerator=cpu", "trainer.devices=2"]
+    config = compose(["trainer=ddp", *devices, "trainer.timeout=60"]).config
+    strategy: Any = build_trainer(config, run_dir=tmp_path).strategy
+    assert strategy._timeout == timedelta(seconds=60)
