@@ -681,6 +681,11 @@ def check_machine(config: Config) -> None:
             f"trainer.cuda_graph=true needs an NVIDIA GPU, this run is on {device}: use "
             "trainer.cuda_graph=auto, which captures steps where there is one"
         )
+    if device == "cpu" and trainer.get("sync_batchnorm"):
+        raise ConfigError(
+            "trainer.sync_batchnorm=true needs GPUs, this run is on the CPU: leave it out, or use "
+            "model.norm=group, which needs no statistics of the batch"
+        )
     if device != "cuda" and precision["tf32"]:
         raise ConfigError(
             f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "

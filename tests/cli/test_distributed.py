@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -14,6 +14,8 @@ import torch
 import torch.multiprocessing as mp
 from resumed import resume
 from several_processes import COMMON, TIMES, SignalledInStep5, config, figures, free_ports, weights
+from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
@@ -54,8 +56,27 @@ class SpoiledInStep5(GracefulStop):
             next(pl_module.model.parameters()).data.fill_(float("nan"))
 
 
-<<<<<<< HEAD
-=======
+class SeesReductions(GracefulStop):
+    """Notes the batches, two a step, in which gradients are reduced."""
+
+    OPTIONS = ("trainer.accumulate_grad_batches=2",)
+    batches: ClassVar[set[int]] = set()
+    batch = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        def hook(state: None, bucket: Any) -> Any:
+            self.batches.add(self.batch)
+            return allreduce_hook(distributed.group.WORLD, bucket)
+
+        hook.__annotations__.clear()  # DistributedDataParallel would compare these strings
+        wrapped: Any = trainer.strategy.model
+        wrapped.register_comm_hook(None, hook)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batch = args[-1]
+        super().on_train_batch_start(*args)
+
+
 class LostInStep5(GracefulStop):
     """Ends the second process as a kill does."""
 
@@ -64,18 +85,14 @@ class LostInStep5(GracefulStop):
             os._exit(0)
 
 
-def config(*overrides: str) -> dict[str, Any]:
-    return compose(overrides).config
-
-
->>>>>>> 11ac290a (trainer.timeout, train --auto-resume, and a message when another process is lost)
 def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:
     """The figures of a run, or the exception that ended it."""
     train_module.GracefulStop = kind  # type: ignore[misc, attr-defined]
     try:
         if again:
             return resume(folder)
-        return train(config(*TOGETHER, "data.batch_size=32"), run_dir=folder)
+        options = getattr(kind, "OPTIONS", ())
+        return train(config(*TOGETHER, "data.batch_size=32", *options), run_dir=folder)
     except SystemExit as end:
         return end.code
 
@@ -91,6 +108,7 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
         ("early", GracefulStop, True),
         ("spoiled", SpoiledInStep5, False),
         ("interrupted", InterruptedInStep1, False),
+        ("accumulated", SeesReductions, False),
         ("lost", LostInStep5, False),  # last: one process is left
     ]
     outcomes = []
@@ -100,6 +118,8 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
         if name == "stopped" and not again and rank == 0:
             state = read_checkpoint(folder / name / "checkpoints" / LAST)
             outcomes[-1] = [outcomes[-1], state["global_step"]]
+        if name == "accumulated":
+            outcomes[-1] = sorted(SeesReductions.batches)
         (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
@@ -107,7 +127,7 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    mp.spawn(worker, (free_ports(8), folder), nprocs=WORLD)
+    mp.spawn(worker, (free_ports(9), folder), nprocs=WORLD)
     return folder
 
 
@@ -140,6 +160,7 @@ def test_one_folder_is_written_once(runs: Path) -> None:
         "early",
         "spoiled",
         "interrupted",
+        "accumulated",
         "lost",
     }
 
@@ -171,6 +192,10 @@ def test_nan_in_one_process_ends_all_with_its_step(runs: Path) -> None:
     for message in results(runs)[5]:
         assert "the training loss is not finite at step 5, in epoch 2" in message
     assert read_checkpoint(runs / "spoiled" / "checkpoints" / LAST)["global_step"] == 4
+
+
+def test_accumulated_gradients_are_reduced_once_a_step(runs: Path) -> None:
+    assert results(runs)[7] == [[1, 3], [1, 3]]
 
 
 def test_a_lost_process_ends_the_others_with_the_command_that_resumes(runs: Path) -> None:

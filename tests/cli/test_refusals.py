@@ -74,6 +74,7 @@ WITHOUT_TORCH = {
     "eval ckpt=nowhere.ckpt": "no weights, file or folder 'nowhere.ckpt'",
 }
 WITHOUT_LIGHTNING = {
+    "train trainer=cpu +trainer.sync_batchnorm=true": "needs GPUs, this run is on the CPU",
     "train precision=fp16 trainer=cpu": "needs a GPU",
     "audit torchvision:resnt50": "did you mean 'torchvision:resnet50'",
 }

@@ -4,8 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from compare import conv_net, error, images, linear_net
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from two_processes import WORLD, run
@@ -59,6 +61,53 @@ def test_ddp_equals_a_single_process(task):
     (sum(net(shard(rank)).square().mean() for rank in range(WORLD)) / WORLD).backward()
     for result in run(task):
         assert error(result, gradients(net)) < 1e-12
+
+
+class SynchronisedNorm(nn.BatchNorm2d):
+    """Computes what ``nn.SyncBatchNorm`` does, whose kernels need a GPU."""
+
+    def forward(self, x):
+        sums = torch.stack([x.sum((0, 2, 3)), x.square().sum((0, 2, 3))])
+        count = WORLD * x[:, 0].numel()
+        mean, square = all_reduce(sums, "sum", dist.group.WORLD) / count
+        variance = square - mean.square()
+        with torch.no_grad():
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+        mean, variance = mean[:, None, None], variance[:, None, None]
+        scale, shift = self.weight[:, None, None], self.bias[:, None, None]
+        return (x - mean) / (variance + self.eps).sqrt() * scale + shift
+
+
+MODES = {"store": 1e-12, "recompute": 1e-12, "invert": 1e-12, "exact": 1e-4}
+
+
+def synchronised_statistics(rank):
+    found = {}
+    for mode in MODES:
+        net = conv_net(norm=SynchronisedNorm)
+        set_memory(net, mode)
+        parallel = DistributedDataParallel(net)
+        for _ in range(2):
+            net.zero_grad()
+            parallel(shard(rank)).square().mean().backward()
+        found[mode] = gradients(net), list(net.buffers())
+    return found
+
+
+def test_synchronised_statistics_are_those_of_the_whole_batch_counted_once():
+    net = conv_net()
+    set_memory(net, "store")
+    for _ in range(2):
+        net.zero_grad()
+        net(images(batch=4)).square().mean().backward()
+    for result in run(synchronised_statistics):
+        for mode, (grads, buffers) in result.items():
+            assert error(grads, gradients(net)) < MODES[mode], mode
+            for found, expected in zip(buffers, net.buffers(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=MODES[mode], atol=1e-6, msg=mode)
 
 
 class PartlyUsed(nn.Module):
