@@ -2,7 +2,7 @@
 # The guide's commands for several machines, on two: network namespaces host1 and host2 of this
 # machine, joined by a virtual cable. Trains, and loses a process, the cable and a machine.
 #
-#     bash benchmarks/two_hosts.sh    # from the repository's root, as root; five minutes, two cores
+#     bash benchmarks/two_hosts.sh    # from the repository's root, as root; seven minutes, two cores
 #
 # Prints what happened, with the seconds since each scene began. torchrun and python from the PATH.
 
@@ -105,13 +105,14 @@ lose 2
 wait
 ip -n host1 link set cable up
 
-scene "host2 is lost, and starts again"
+scene "host2 is lost, and the command is given again on both"
 start 1 & start 2 &
 reach 5
 lose 2
 say "lost"
-sleep 10
-start 2 &
+wait
+report
+start 1 & start 2 &
 wait
 report
 
