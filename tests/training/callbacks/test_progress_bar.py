@@ -22,7 +22,7 @@ from revzoo.training.callbacks.progress_bar import (
     epoch_of,
 )
 from revzoo.training.lightning_compat import batches_of_run
-from revzoo.training.metrics import so_far, update_metrics
+from revzoo.training.metrics import so_far
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,8 @@ def test_figures_so_far_wait_for_no_other_process() -> None:
         raise AssertionError("waits for the other processes")
 
     metrics = Classifier(TinyNet()).metrics_of("train")
-    update_metrics(metrics, torch.tensor(0.5), torch.randn(2, 10), torch.tensor([0, 1]))
+    labels = torch.tensor([0, 1])
+    metrics.update(value=torch.tensor([0.5, 0.5]), preds=torch.randn(2, 10), target=labels)
     for metric in metrics.values():
         metric.distributed_available_fn = lambda: True
         metric.dist_sync_fn = refuse
