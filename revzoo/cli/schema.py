@@ -158,6 +158,9 @@ FOLDER = section(
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
     image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
+    progressive=Option(
+        Sequence | None, None, "[[epoch, side], ...] of growing training images; see the guide"
+    ),
     in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     cache_dir=Option(str | None, "auto", "keeps decoded images for the next run; null: none"),

@@ -77,7 +77,7 @@ class ImageSet(Dataset[Batch]):
         """A whole batch at once."""
         raise NotImplementedError
 
-    def begin_epoch(self, seed: int) -> None:
+    def begin_epoch(self, seed: int, epoch: int) -> None:
         """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:

@@ -126,7 +126,7 @@ class Loader(DataLoader[Batch]):
         if isinstance(self.sampler, EpochSampler):
             # the sampler skips them, so their images are not read
             self.sampler.start, skipped = skipped, 0
-            self.dataset.begin_epoch(self.sampler.epoch_seed)
+            self.dataset.begin_epoch(self.sampler.epoch_seed, self.sampler.epoch)
         on_device = isinstance(self.dataset, DeviceImages)
         yield from islice(self._on_device() if on_device else super().__iter__(), skipped, None)
 

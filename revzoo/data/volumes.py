@@ -308,7 +308,7 @@ class VolumeImages(ImageSet):
             raise DataError("the volumes differ in size: set data.eval_batch_size=1")
         return torch.stack(volumes), torch.stack(masks)
 
-    def begin_epoch(self, seed: int) -> None:
+    def begin_epoch(self, seed: int, epoch: int) -> None:
         self._epoch_seed.fill_(seed)
 
     def normalisation(self) -> Normalisation:
