@@ -20,10 +20,12 @@ NEEDED = {
     "data=imagenet": ("data.root=images",),
     "data=table": ("data.table=labels.csv",),
     "data=volumes": ("data.root=volumes",),
-    "experiment=imagenet": ("data.root=images",),
+    **{
+        f"experiment=imagenet{name}": ("data.root=images",)
+        for name in ("", "_short", "_long", "_a3", "_revcol", "_revvit")
+    },
     "experiment=finetune_backbone": ("data.root=images",),
     "memory=budget": ("memory.bytes=4GiB",),
-    "experiment=imagenet_short": ("data.root=images",),
     "experiment=finetune": ("+model.checkpoint_path=revnet38.safetensors",),
 }
 
