@@ -205,7 +205,6 @@ def draw(path: Path) -> None:
         plt.plot([r / 1e12 for r in rates], exposed, label=mode)
     plt.xlabel("kernels, TFLOPs a second")
     plt.ylabel("exposed communication, ms a step")
-    plt.xscale("log")
     plt.legend()
     plt.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
