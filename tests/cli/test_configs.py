@@ -18,6 +18,7 @@ OPTIONS = sorted(f"{p.parent.name}={p.stem}" for p in CONFIGS.glob("*/*.yaml"))
 NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
+    "data=masks": ("data.root=images",),
     "data=table": ("data.table=labels.csv",),
     "data=volumes": ("data.root=volumes",),
     **{
