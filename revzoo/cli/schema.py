@@ -193,6 +193,20 @@ VOLUMES = section(
     window=Option(Sequence | None, None, "[low, high] for CT; null: z-scores of each volume"),
 )
 
+SHARDS = section(
+    "Images in shards of litdata or webdataset.",
+    FOLDER,
+    root=Option(
+        str,
+        MISSING,
+        "the output of revzoo pack-data: a folder or s3://BUCKET/FOLDER",
+        remedy="give data.root=DIR, the output of revzoo pack-data",
+    ),
+    endpoint_url=Option(str | None, None, "of an S3 service other than AWS"),
+    shard_cache_bytes=Option(int, 2**36, "of an address: size of the copies on disk", LEAST_0),
+    window=Option(int, 8, "shards whose images are shuffled together", COUNT),
+)
+
 MASKS = section(
     "Images with masks.",
     FOLDER,
@@ -613,6 +627,7 @@ DATA = {
     "revzoo.data.ImageFolder": FOLDER,
     "revzoo.data.Masks": MASKS,
     "revzoo.data.Shapes": DIGITS,
+    "revzoo.data.Shards": SHARDS,
     "revzoo.data.Table": TABLE,
     "revzoo.data.Volumes": VOLUMES,
 }

@@ -90,7 +90,10 @@ class FileImages(ImageSet):
         self.labels, self.classes = torch.tensor(files.labels), classes
         self.groups = None if files.groups is None else torch.tensor(files.groups)
         self.in_chans, self.image_size, self.dtype = channels, size, dtype
-        self._paths, self._rows = files.paths, torch.arange(len(files.paths))
+        self._files, self._paths = files, files.paths
+        self._rows = torch.arange(len(files.paths))
+        if files.shards is not None:
+            self.shards, self.window = torch.tensor(files.shards), files.window
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
         self._progressive = progressive
@@ -119,7 +122,8 @@ class FileImages(ImageSet):
 
     def _open(self, row: int) -> tuple[Any, ...]:
         """The parts of an image that are cropped and flipped alike, decoded."""
-        return (open_image(self._paths[row], self.in_chans, remedy=IN_SET),)
+        path, source = self._paths[row], self._files.source(row)
+        return (open_image(path, self.in_chans, source=source, remedy=IN_SET),)
 
     def _label(self, index: int, *parts: Any) -> Tensor:
         """The label of an image, from its parts besides the pixels."""
@@ -185,7 +189,9 @@ class FileImages(ImageSet):
         return ()
 
     def entry(self, cache_dir: str | None) -> Path | None:
-        """The place of these images, decoded, in the cache."""
+        """The place of these images, decoded, in the cache; None for images in shards."""
+        if self.shards is not None:
+            return None
         paths = (paths[row] for paths in self._sources() for row in self._rows.tolist())
         return decoded_cache.entry_of(cache_dir, paths, self._preparation())
 
@@ -265,4 +271,5 @@ class FileImages(ImageSet):
         part = copy(self)
         part._rows, part.labels = self._rows[indices], self.labels[indices]
         part._training = training
+        part.shards = None if self.shards is None else self.shards[indices]
         return part

@@ -115,7 +115,7 @@ class ImageFolder(ImageData):
     @property
     def shape(self) -> dict[str, Any]:
         side, _ = self.preparation()
-        found = {"num_classes": len(self._listing().classes), "in_chans": self._wanted_chans}
+        found = {"num_classes": len(self.listing().classes), "in_chans": self._wanted_chans}
         return {**found, "sizes": (side, side)}
 
     def has(self, split: Split) -> bool:
@@ -123,10 +123,10 @@ class ImageFolder(ImageData):
 
     def prepare_data(self) -> None:
         """List and check the folders, so that errors come before anything else is built."""
-        self._listing()
+        self.listing()
 
     def read(self, split: Split) -> ImageSet | None:
-        tree = self._listing()
+        tree = self.listing()
         if split not in tree.splits:
             if split == "train":
                 raise self._no_training()
@@ -135,7 +135,7 @@ class ImageFolder(ImageData):
         fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
         if not (fits or resize):
             raise DataError(
-                f"the images of {self.root.absolute()} take more than "
+                f"the images of {self._where} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
@@ -171,10 +171,10 @@ class ImageFolder(ImageData):
     @property
     def _first(self) -> tuple[str, list[int], torch.dtype]:
         """The path of the first readable image, its height and width, the dtype of its pixels."""
-        split, files = next(iter(self._listing().splits.items()))
+        split, files = next(iter(self.listing().splits.items()))
         if self._found is None:
             skipped = self._skipped.get(split)
-            path, image = first_image(files.paths, self._wanted_chans, skipped)
+            path, image = first_image(files, self._wanted_chans, skipped)
             self._found = path, v2f.get_size(image), to_tensor(image).dtype
         return self._found
 
@@ -182,7 +182,8 @@ class ImageFolder(ImageData):
     def _target_size(self) -> int | None:
         return self._wanted_size or self._restored.get("image_size")
 
-    def _listing(self) -> Tree:
+    def listing(self) -> Tree:
+        """The images of all splits, without reading them."""
         if self._tree is None:
             self._tree = self._scan()
             for note in self._tree.left_out:
@@ -205,6 +206,10 @@ class ImageFolder(ImageData):
         return scan(self.root)
 
     @property
+    def _where(self) -> str:
+        return str(self.root.absolute())
+
+    @property
     def skipped_files(self) -> list[str]:
         """The unreadable images so far, in this process and its workers."""
         return [path for skipped in self._skipped.values() for path in skipped.files()]
@@ -213,7 +218,7 @@ class ImageFolder(ImageData):
         if self._progressive:  # a set in memory has one size
             return False
         # all splits, loaded or not: one stage must not change the preparation of others
-        images = sum(len(files.paths) for files in self._listing().splits.values())
+        images = sum(len(files.paths) for files in self.listing().splits.values())
         return images * self._pixel_bytes() * size * size <= self.cache_bytes
 
     def _pixel_bytes(self) -> int:
@@ -221,7 +226,7 @@ class ImageFolder(ImageData):
         return self._wanted_chans * self._first[2].itemsize
 
     def digest(self) -> str:
-        return fingerprint(self._listing())
+        return fingerprint(self.listing())
 
     def _no_training(self) -> DataError:
         return no_training(self.root)

@@ -19,6 +19,8 @@ NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
     "data=masks": ("data.root=images",),
+    "data=litdata": ("data.root=shards",),
+    "data=webdataset": ("data.root=shards",),
     "data=table": ("data.table=labels.csv",),
     "data=volumes": ("data.root=volumes",),
     **{
