@@ -54,6 +54,7 @@ COMMANDS: dict[str, Row] = {
     "check": Row("commands.check", "check that each image of a folder can be read", builds=False),
     "export": Row("commands.export", "a network as a file: torch.export, ONNX or safetensors"),
     "convert": Row("commands.convert", "published weights of other programs to ours"),
+    "pack-data": Row("commands.pack_data", "images as shards, to stream them", builds=False),
     "pack": Row("commands.pack", "weights and their entry from a checkpoint of training"),
 }
 

@@ -158,6 +158,9 @@ FOLDER = section(
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
     image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
+    progressive=Option(
+        Sequence | None, None, "[[epoch, side], ...] of growing training images; see the guide"
+    ),
     in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
     cache_dir=Option(str | None, "auto", "keeps decoded images for the next run; null: none"),
@@ -188,6 +191,20 @@ VOLUMES = section(
     patch=Option(Sequence, (64, 64, 64), "voxels of a training patch and of a window"),
     patches=Option(int, 1, "of each volume in an epoch", COUNT),
     window=Option(Sequence | None, None, "[low, high] for CT; null: z-scores of each volume"),
+)
+
+SHARDS = section(
+    "Images in shards of litdata or webdataset.",
+    FOLDER,
+    root=Option(
+        str,
+        MISSING,
+        "the output of revzoo pack-data: a folder or s3://BUCKET/FOLDER",
+        remedy="give data.root=DIR, the output of revzoo pack-data",
+    ),
+    endpoint_url=Option(str | None, None, "of an S3 service other than AWS"),
+    shard_cache_bytes=Option(int, 2**36, "of an address: size of the copies on disk", LEAST_0),
+    window=Option(int, 8, "shards whose images are shuffled together", COUNT),
 )
 
 MASKS = section(
@@ -611,6 +628,7 @@ DATA = {
     "revzoo.data.ImageFolder": FOLDER,
     "revzoo.data.Masks": MASKS,
     "revzoo.data.Shapes": DIGITS,
+    "revzoo.data.Shards": SHARDS,
     "revzoo.data.Table": TABLE,
     "revzoo.data.Volumes": VOLUMES,
 }

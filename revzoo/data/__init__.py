@@ -13,6 +13,7 @@ from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
 from revzoo.data.registry import DATA, register_data, register_transform
 from revzoo.data.shapes import Shapes
+from revzoo.data.sharded import Shards
 from revzoo.data.table import Table
 from revzoo.data.volumes import Volumes
 
@@ -28,6 +29,7 @@ __all__ = [
     "ImageFolder",
     "Masks",
     "Shapes",
+    "Shards",
     "Table",
     "Volumes",
     "register_data",

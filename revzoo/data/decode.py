@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from torchvision.transforms.v2 import functional as v2f
 
 from revzoo._checks import number_of, package_needed, shortened
 from revzoo.data.errors import DataError
+
+if TYPE_CHECKING:  # folders.py imports this module
+    from revzoo.data.folders import Files
 
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
@@ -63,13 +66,20 @@ def suffixes() -> tuple[str, ...]:
     return (*usual, *sorted({*found} - {*usual}), _ARRAY)
 
 
-def open_image(path: str, channels: int | None, *, remedy: str = "replace or remove it") -> Opened:
+def open_image(
+    path: str,
+    channels: int | None,
+    *,
+    source: str | BinaryIO | None = None,
+    remedy: str = "replace or remove it",
+) -> Opened:
     """Decode one file.
 
     Args:
         path: of the file.
         channels: of the result: 3 (RGB) and 1 (grey) convert images of 8 bits into each other;
             any other number must be the file's. None accepts every file.
+        source: what to read instead, if the image is a part of a larger file.
         remedy: the advice in the error about a corrupt file.
 
     Raises:
@@ -80,7 +90,7 @@ def open_image(path: str, channels: int | None, *, remedy: str = "replace or rem
             return _of_array(np.load(path, allow_pickle=False), channels, path)
         is_tiff = path.lower().endswith(_TIFF)
         try:
-            with Image.open(path, "r", formats()) as image:
+            with Image.open(source or path, "r", formats()) as image:
                 if not (is_tiff and _loses(image, channels)):
                     return converted(image, channels, path)
         except UnidentifiedImageError:
@@ -263,18 +273,20 @@ def to_tensor(image: Opened) -> Tensor:
 
 
 def first_image(
-    paths: Sequence[str], channels: int, skipped: SkippedFiles | None = None
+    files: Files, channels: int, skipped: SkippedFiles | None = None
 ) -> tuple[str, Opened]:
     """The first readable image and its path; the set compares the others with it."""
-    for row, path in enumerate(paths):
+    for row, path in enumerate(files.paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            return path, open_image(path, channels, remedy=IN_SET)
+            source = files.source(row)
+            return path, open_image(path, channels, source=source, remedy=IN_SET)
         except DataError as error:
             if skipped is None:
                 raise
             skipped.add(row, error)
-    raise DataError(f"none of the {len(paths)} images can be read, such as {paths[0]}")
+    count = len(files.paths)
+    raise DataError(f"none of the {count} images can be read, such as {files.paths[0]}")
 
 
 def side_of(path: str, height: int, width: int) -> int:

@@ -13,6 +13,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch import Tensor
@@ -39,6 +40,18 @@ from revzoo.data.order import hash_seed, seeded
 _SAMPLE = 1000  # evenly spaced images for the pixel statistics
 _BLOCK = 256  # images per task of a thread
 
+Points = Sequence[tuple[int, int]]
+"""Epochs and sides of the training images in pixels, both rising."""
+
+
+def side_in(epoch: int, points: Points) -> int:
+    """Side of the training images in ``epoch``: interpolated, and rounded to a multiple of 32.
+
+    As FFCV's ``get_resolution`` (G. Leclerc et al. 2022, libffcv/ffcv-imagenet).
+    """
+    epochs, sides = zip(*points, strict=True)
+    return 32 * round(float(np.interp(epoch, epochs, sides)) / 32)
+
 
 class FileImages(ImageSet):
     """Images in files.
@@ -53,6 +66,7 @@ class FileImages(ImageSet):
         training: whether this set is read for training.
         resize: whether images of other sizes are resized; if False, they raise.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
+        progressive: sizes of the training images by epoch, see :func:`side_in`; None for ``size``.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
 
@@ -70,35 +84,46 @@ class FileImages(ImageSet):
         training: bool = False,
         resize: bool = True,
         dtype: torch.dtype = torch.uint8,
+        progressive: Points | None = None,
         skipped: SkippedFiles | None = None,
     ) -> None:
         self.labels, self.classes = torch.tensor(files.labels), classes
         self.groups = None if files.groups is None else torch.tensor(files.groups)
         self.in_chans, self.image_size, self.dtype = channels, size, dtype
-        self._paths, self._rows = files.paths, torch.arange(len(files.paths))
+        self._files, self._paths = files, files.paths
+        self._rows = torch.arange(len(files.paths))
+        if files.shards is not None:
+            self.shards, self.window = torch.tensor(files.shards), files.window
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
-        # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
-        self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
+        self._progressive = progressive
+        # seed (-1 without begin_epoch()) and side, in shared memory: workers outlive an epoch
+        self._epoch = torch.tensor([-1, self._side(0)]).share_memory_()  # type: ignore[no-untyped-call]
+        self._crop = v2.RandomResizedCrop(size, scale=(augment.crop_scale, 1.0), antialias=True)
         # Pillow images stay so: only the crop becomes a tensor
         self._augmented = v2.Compose(
             [
-                v2.RandomResizedCrop(size, scale=(augment.crop_scale, 1.0), antialias=True)
-                if augment.padding(size)
-                else self._evaluated,
+                self._crop if augment.padding(size) else self._uncropped,
                 v2.RandomHorizontalFlip(0.5 * augment.flip),
                 *augment.transforms(dtype),
             ]
         )
 
-    def _evaluated(self, *parts: Any) -> Any:
+    def _side(self, epoch: int) -> int:
+        return side_in(epoch, self._progressive) if self._progressive else self.image_size
+
+    def _evaluated(self, *parts: Any, side: int) -> Any:
         """The parts of an image for evaluation; a single one as it is, as v2 returns it."""
-        out = tuple(to_square(part, self.image_size, self._crop_pct) for part in parts)
+        out = tuple(to_square(part, side, self._crop_pct) for part in parts)
         return out if len(out) > 1 else out[0]
+
+    def _uncropped(self, *parts: Any) -> Any:
+        return self._evaluated(*parts, side=int(self._epoch[1]))
 
     def _open(self, row: int) -> tuple[Any, ...]:
         """The parts of an image that are cropped and flipped alike, decoded."""
-        return (open_image(self._paths[row], self.in_chans, remedy=IN_SET),)
+        path, source = self._paths[row], self._files.source(row)
+        return (open_image(path, self.in_chans, source=source, remedy=IN_SET),)
 
     def _label(self, index: int, *parts: Any) -> Tensor:
         """The label of an image, from its parts besides the pixels."""
@@ -106,7 +131,7 @@ class FileImages(ImageSet):
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label () or mask (S, S)."""
-        row, seed = int(self._rows[index]), int(self._epoch_seed)
+        row, (seed, side) = int(self._rows[index]), self._epoch.tolist()
         parts = self._open(row)
         height, width = v2f.get_size(parts[0])
         if not self._resize and (height, width) != (self.image_size,) * 2:
@@ -115,8 +140,10 @@ class FileImages(ImageSet):
                 f"{self._paths[0]} {self.image_size}x{self.image_size}: set data.image_size to "
                 "resize them all"
             )
+        if self._training:
+            self._crop.size = [side, side]
         if not self._training:
-            out = self._evaluated(*parts)
+            out = self._evaluated(*parts, side=self.image_size)
         elif seed < 0:  # torch's own state decides the crop
             out = self._augmented(*parts)
         else:  # by image: the number of workers must not change the crops
@@ -162,7 +189,9 @@ class FileImages(ImageSet):
         return ()
 
     def entry(self, cache_dir: str | None) -> Path | None:
-        """The place of these images, decoded, in the cache."""
+        """The place of these images, decoded, in the cache; None for images in shards."""
+        if self.shards is not None:
+            return None
         paths = (paths[row] for paths in self._sources() for row in self._rows.tolist())
         return decoded_cache.entry_of(cache_dir, paths, self._preparation())
 
@@ -226,8 +255,8 @@ class FileImages(ImageSet):
         # indexing copies the set; files that were skipped may be repaired: not for the cache
         return {**found, "images": images[kept], "kept": kept}
 
-    def begin_epoch(self, seed: int) -> None:
-        self._epoch_seed.fill_(seed)
+    def begin_epoch(self, seed: int, epoch: int) -> None:
+        self._epoch.copy_(torch.tensor([seed, self._side(epoch)]))
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, prepared for evaluation."""
@@ -242,4 +271,5 @@ class FileImages(ImageSet):
         part = copy(self)
         part._rows, part.labels = self._rows[indices], self.labels[indices]
         part._training = training
+        part.shards = None if self.shards is None else self.shards[indices]
         return part

@@ -9,12 +9,12 @@ each folder only once, even if several links lead to it.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
 
@@ -48,12 +48,20 @@ class Files:
     Attributes:
         groups: by image; the images of one group stay in one part of a split.
         masks: by image; the paths of masks, whose pixels are the labels.
+        shards: the file that holds the image, by image; None if each is a file.
+        window: number of shards whose images are shuffled together.
     """
 
     paths: list[str]
     labels: list[Any]
     groups: list[int] | None = None
     masks: list[str] | None = None
+    shards: list[int] | None = None
+    window: int = 1
+
+    def source(self, row: int) -> str | BinaryIO:
+        """The file of an image, or its bytes."""
+        return self.paths[row]
 
 
 @dataclass(frozen=True)
@@ -309,15 +317,26 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     paths = list(images_below(root, unread))
     if not paths:
         raise no_images(root)
+    images = [of_mask.get(path, "") for path in paths]
+    bad = unreadable(paths, _reason_of, paths, images, workers=workers)
+    return FolderReport(len(paths), bad, layout, [*outside, *left_out(root, unread)])
+
+
+def unreadable(
+    paths: Sequence[str],
+    reason_of: Callable[..., str],
+    *arguments: Iterable[Any],
+    workers: int | None,
+) -> dict[str, list[str]]:
+    """The paths of images by the reason why they cannot be read, which ``reason_of`` returns."""
+    bad: dict[str, list[str]] = {}
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
-        bad: dict[str, list[str]] = {}
-        images = [of_mask.get(path, "") for path in paths]
-        reasons = pool.map(_reason_of, paths, images, chunksize=64)
+        reasons = pool.map(reason_of, *arguments, chunksize=64)
         for path, reason in zip(paths, reasons, strict=True):
             if reason:
                 bad.setdefault(reason, []).append(path)
-    return FolderReport(len(paths), bad, layout, [*outside, *left_out(root, unread)])
+    return bad
 
 
 def no_images(folder: Path) -> DataError:

@@ -7,17 +7,19 @@ and kept in memory if, decoded and resized, it takes at most ``cache_bytes`` (60
 """
 
 import logging
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import check_choice, check_count
+from revzoo._checks import check_choice, check_count, is_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, side_of, to_tensor
 from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
-from revzoo.data.file_images import FileImages
+from revzoo.data.file_images import FileImages, Points
 from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
@@ -32,6 +34,7 @@ class ReadingOptions(LoadingOptions, total=False):
     """The options of ``ImageFolder`` besides its folder, which its subclasses pass on."""
 
     image_size: int | None
+    progressive: Points | None
     in_chans: int
     cache_bytes: int
     cache_dir: str | None
@@ -49,6 +52,10 @@ class ImageFolder(ImageData):
         image_size: side in pixels; images are resized (shorter side) and cropped (centre) to it.
             None for the size in the evaluated checkpoint; in training, for the size of the images,
             if all are square and equally large.
+        progressive: sizes of the training images by epoch, such as ``[(11, 160), (13, 192)]``:
+            160 pixels up to epoch 11 (from 0), 192 from epoch 13, between them interpolated and
+            rounded to a multiple of 32. Needs ``image_size``, of the evaluation, and reads the
+            files in each epoch. None for ``image_size``.
         in_chans: 3 for RGB, 1 for grey: images of 8 bits are converted. Any other number must be
             the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
@@ -69,6 +76,7 @@ class ImageFolder(ImageData):
         root: str | Path,
         *,
         image_size: int | None = None,
+        progressive: Points | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
         cache_dir: str | None = AUTO,
@@ -79,6 +87,8 @@ class ImageFolder(ImageData):
         super().__init__(**loading)
         if image_size is not None:
             check_count("image_size", image_size)
+        if progressive is not None:
+            _check_progressive(progressive, image_size)
         check_count("in_chans", in_chans)
         check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
@@ -90,6 +100,7 @@ class ImageFolder(ImageData):
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         # the base class sets image_size and in_chans once the images are known
         self._wanted_size, self._wanted_chans = image_size, in_chans
+        self._progressive = progressive
         self._tree: Tree | None = None
         self._found: tuple[str, list[int], torch.dtype] | None = None  # see _first
 
@@ -104,7 +115,7 @@ class ImageFolder(ImageData):
     @property
     def shape(self) -> dict[str, Any]:
         side, _ = self.preparation()
-        found = {"num_classes": len(self._listing().classes), "in_chans": self._wanted_chans}
+        found = {"num_classes": len(self.listing().classes), "in_chans": self._wanted_chans}
         return {**found, "sizes": (side, side)}
 
     def has(self, split: Split) -> bool:
@@ -112,10 +123,10 @@ class ImageFolder(ImageData):
 
     def prepare_data(self) -> None:
         """List and check the folders, so that errors come before anything else is built."""
-        self._listing()
+        self.listing()
 
     def read(self, split: Split) -> ImageSet | None:
-        tree = self._listing()
+        tree = self.listing()
         if split not in tree.splits:
             if split == "train":
                 raise self._no_training()
@@ -124,7 +135,7 @@ class ImageFolder(ImageData):
         fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
         if not (fits or resize):
             raise DataError(
-                f"the images of {self.root.absolute()} take more than "
+                f"the images of {self._where} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
                 "cropped to one size: set data.image_size"
             )
@@ -138,6 +149,7 @@ class ImageFolder(ImageData):
             training=split == "train",
             resize=resize,
             dtype=self._first[2],
+            progressive=self._progressive,
             skipped=self._skipped.get(split),
         )
         if not fits:
@@ -159,10 +171,10 @@ class ImageFolder(ImageData):
     @property
     def _first(self) -> tuple[str, list[int], torch.dtype]:
         """The path of the first readable image, its height and width, the dtype of its pixels."""
-        split, files = next(iter(self._listing().splits.items()))
+        split, files = next(iter(self.listing().splits.items()))
         if self._found is None:
             skipped = self._skipped.get(split)
-            path, image = first_image(files.paths, self._wanted_chans, skipped)
+            path, image = first_image(files, self._wanted_chans, skipped)
             self._found = path, v2f.get_size(image), to_tensor(image).dtype
         return self._found
 
@@ -170,7 +182,8 @@ class ImageFolder(ImageData):
     def _target_size(self) -> int | None:
         return self._wanted_size or self._restored.get("image_size")
 
-    def _listing(self) -> Tree:
+    def listing(self) -> Tree:
+        """The images of all splits, without reading them."""
         if self._tree is None:
             self._tree = self._scan()
             for note in self._tree.left_out:
@@ -193,13 +206,19 @@ class ImageFolder(ImageData):
         return scan(self.root)
 
     @property
+    def _where(self) -> str:
+        return str(self.root.absolute())
+
+    @property
     def skipped_files(self) -> list[str]:
         """The unreadable images so far, in this process and its workers."""
         return [path for skipped in self._skipped.values() for path in skipped.files()]
 
     def _fits(self, size: int) -> bool:
+        if self._progressive:  # a set in memory has one size
+            return False
         # all splits, loaded or not: one stage must not change the preparation of others
-        images = sum(len(files.paths) for files in self._listing().splits.values())
+        images = sum(len(files.paths) for files in self.listing().splits.values())
         return images * self._pixel_bytes() * size * size <= self.cache_bytes
 
     def _pixel_bytes(self) -> int:
@@ -207,10 +226,29 @@ class ImageFolder(ImageData):
         return self._wanted_chans * self._first[2].itemsize
 
     def digest(self) -> str:
-        return fingerprint(self._listing())
+        return fingerprint(self.listing())
 
     def _no_training(self) -> DataError:
         return no_training(self.root)
 
     def _no_test(self) -> str:
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"
+
+
+def _check_progressive(points: Points, image_size: int | None) -> None:
+    if image_size is None:
+        raise ValueError(
+            f"data.progressive={points} without data.image_size: set the side of the images for "
+            "evaluation, such as data.image_size=224"
+        )
+    pairs = all(isinstance(point, Sequence) and len(point) == 2 for point in points)
+    numbers = pairs and all(is_count(e, 0) and is_count(s, 32) for e, s in points)
+    if not (points and numbers and all(s % 32 == 0 for _, s in points) and _rise(points)):
+        raise ValueError(
+            f"data.progressive={points}: expected pairs [epoch, side] in rising order, with sides "
+            "that are multiples of 32, such as [[11,160],[13,192]]"
+        )
+
+
+def _rise(points: Points) -> bool:
+    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))

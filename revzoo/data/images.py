@@ -37,6 +37,9 @@ class ImageSet(Dataset[Batch]):
         classes: names, by label.
         groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
             if each image is its own.
+        shards: int64 (N,), the file that holds each image, which an epoch's order takes into
+            account. None if each image is a file.
+        window: number of shards whose images are shuffled together.
         in_chans: C.
         image_size: S, in pixels.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
@@ -47,6 +50,8 @@ class ImageSet(Dataset[Batch]):
     labels: Tensor
     classes: list[str]
     groups: Tensor | None = None
+    shards: Tensor | None = None
+    window: int = 1
     in_chans: int
     image_size: int
     dtype: torch.dtype = torch.uint8
@@ -77,7 +82,7 @@ class ImageSet(Dataset[Batch]):
         """A whole batch at once."""
         raise NotImplementedError
 
-    def begin_epoch(self, seed: int) -> None:
+    def begin_epoch(self, seed: int, epoch: int) -> None:
         """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:

@@ -21,7 +21,7 @@ from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.on_device import DeviceImages
-from revzoo.data.order import EpochSampler, PoissonSampler, batches_of_epoch
+from revzoo.data.order import EpochSampler, PoissonSampler, ShardSampler, batches_of_epoch
 
 _MAX_WORKERS = 8  # per training process
 
@@ -34,6 +34,7 @@ def train_loader(
     seed: int,
     trainer: pl.Trainer | None,
     poisson: bool = False,
+    stretches: int = 1,
 ) -> Loader:
     """The loader for this process's share of the training images, in a new order every epoch.
 
@@ -44,14 +45,19 @@ def train_loader(
         seed: decides the order, together with the number of the epoch.
         trainer: Lightning's trainer; None for your own loop in one process.
         poisson: draw batches independently, see ``PoissonSampler``.
+        stretches: of images in shards, see ``ShardSampler``.
 
     Raises:
         DataError: the share is smaller than a batch.
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
-    kind = PoissonSampler if poisson else EpochSampler
-    sampler = kind(len(images), batch_size=batch_size, seed=seed, processes=processes, rank=rank)
+    options = {"batch_size": batch_size, "seed": seed, "processes": processes, "rank": rank}
+    sampler: EpochSampler
+    if images.shards is not None and not poisson:
+        sampler = ShardSampler(images.shards, window=images.window, stretches=stretches, **options)
+    else:
+        sampler = (PoissonSampler if poisson else EpochSampler)(len(images), **options)
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
     overfits = trainer is not None and any_trainer.overfit_batches
     loader = Loader(
@@ -126,7 +132,7 @@ class Loader(DataLoader[Batch]):
         if isinstance(self.sampler, EpochSampler):
             # the sampler skips them, so their images are not read
             self.sampler.start, skipped = skipped, 0
-            self.dataset.begin_epoch(self.sampler.epoch_seed)
+            self.dataset.begin_epoch(self.sampler.epoch_seed, self.sampler.epoch)
         on_device = isinstance(self.dataset, DeviceImages)
         yield from islice(self._on_device() if on_device else super().__iter__(), skipped, None)
 

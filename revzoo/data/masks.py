@@ -162,7 +162,7 @@ class Masks(ImageFolder):
         return train.mask_sample() if isinstance(train, MaskImages) else train.labels
 
     def has(self, split: Split) -> bool:
-        return split in self._listing().splits
+        return split in self.listing().splits
 
     def _scan(self) -> Tree:
         tree = self._scan_table() if self._rows else scan_masks(self.root)
@@ -191,7 +191,7 @@ class Masks(ImageFolder):
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
         assert self._values is not None
-        table, names = np.full(2**16, _UNKNOWN, np.uint8), self._listing().classes
+        table, names = np.full(2**16, _UNKNOWN, np.uint8), self.listing().classes
         table[IGNORED] = IGNORED
         for value, name in self._values.items():
             table[value] = names.index(name)

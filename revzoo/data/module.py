@@ -162,6 +162,7 @@ class ImageData(pl.LightningDataModule, ABC):
         # The state of a run. Evaluation after training needs it, so it lasts until the next
         # training begins.
         self._order_seed: int | None = None
+        self._order_processes: int | None = None  # with which the run began
         self._restored: dict[str, Any] = {}  # from a checkpoint; empty without one
         self._run_is_over = False
 
@@ -273,6 +274,7 @@ class ImageData(pl.LightningDataModule, ABC):
             # last, so that it replaces the normalisation measured above
             self.normalisation = Normalisation(**normalisation_for(self._restored, self.pixel_max))
             self._order_seed = self._restored.get("order_seed")
+            self._order_processes = self._restored.get("order_processes")
 
     def _read_once(self, split: Split) -> ImageSet | None:
         if split not in self._sets and (images := self.read(split)) is not None:
@@ -359,7 +361,8 @@ class ImageData(pl.LightningDataModule, ABC):
     def _forget_run(self) -> None:
         if self._restored and "train" in self._sets:
             self.normalisation = self._measured
-        self._restored, self._order_seed, self._run_is_over = {}, None, False
+        self._restored, self._run_is_over = {}, False
+        self._order_seed = self._order_processes = None
 
     def place(self, device: torch.device | str) -> None:
         """Move the images that were read to the device of a training, as ``on_device`` says.
@@ -377,6 +380,8 @@ class ImageData(pl.LightningDataModule, ABC):
             # all processes need one order, but their seeds may differ
             seed = torch.initial_seed()
             self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
+        if self._order_processes is None:
+            self._order_processes = 1 if trainer is None else trainer.world_size
         return train_loader(
             images,
             batch_size=self.batch_size,
@@ -384,6 +389,7 @@ class ImageData(pl.LightningDataModule, ABC):
             seed=self._order_seed,
             trainer=trainer,
             poisson=self.poisson,
+            stretches=self._order_processes,
         )
 
     def val_dataloader(self) -> DataLoader[Batch]:
@@ -529,6 +535,7 @@ class ImageData(pl.LightningDataModule, ABC):
             "in_chans": self.in_chans,
             "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,
+            "order_processes": self._order_processes,
             # after an evaluation alone: that of the training
             "images": getattr(self, "identity", self._restored.get("images")),
         }

@@ -8,6 +8,8 @@ that stops in the middle of an epoch resumes with the same images and the same c
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import gcd
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -78,11 +80,51 @@ class EpochSampler(DistributedSampler[int]):
         start, self.start = self.start * self.batch_size, 0
         # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
+        yield from self._share(generator)[start:].tolist()
+        self.epoch += 1
+
+    def _share(self, generator: torch.Generator) -> Tensor:
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
         # as DistributedSampler does: all processes get equally many images
         padded = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
-        yield from padded[self.rank :: self.num_replicas][start:].tolist()
-        self.epoch += 1
+        return padded[self.rank :: self.num_replicas]
+
+
+class ShardSampler(EpochSampler):
+    """An order of images in shards in which each process reads few shards at a time.
+
+    The shards come in random order; the images of ``window`` shards are shuffled together. The
+    epoch is cut into as many stretches as the run began with processes; a step of all processes
+    takes equally many images from each stretch. So a process reads one stretch. If the run resumes
+    with another number of processes and as many images a step in all, each step still has the same
+    images: an epoch visits each of them once.
+
+    Args:
+        shards: int64 (N,), the shard of each image.
+        window: number of shards.
+        stretches: processes with which the run began.
+        **options: see :class:`EpochSampler`.
+    """
+
+    def __init__(self, shards: Tensor, *, window: int, stretches: int, **options: Any) -> None:
+        super().__init__(len(shards), **options)
+        self.shards, self.window = torch.unique(shards, return_inverse=True)[1], window
+        # other processes and images a step without a checkpoint of ours: any number that divides
+        self.stretches = gcd(stretches, self.batch_size * self.num_replicas)
+
+    def __len__(self) -> int:
+        return len(self.shards) // (self.batch_size * self.num_replicas) * self.batch_size
+
+    def _share(self, generator: torch.Generator) -> Tensor:
+        place = torch.randperm(int(self.shards.max()) + 1, generator=generator)[self.shards]
+        # whole part: the window; fraction: the place in it
+        mixed = torch.rand(len(place), generator=generator, dtype=torch.double)
+        order = torch.argsort(place // self.window + mixed)
+        whole = self.batch_size * self.num_replicas
+        steps = len(order) // whole
+        stretches = order[: steps * whole].view(self.stretches, steps, -1)
+        batches = stretches.transpose(0, 1).reshape(steps, self.num_replicas, self.batch_size)
+        return batches[:, self.rank].flatten()
 
 
 class PoissonSampler(EpochSampler):

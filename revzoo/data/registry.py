@@ -14,6 +14,7 @@ from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
 from revzoo.data.shapes import Shapes
+from revzoo.data.sharded import Shards
 from revzoo.data.table import Table
 from revzoo.data.volumes import Volumes
 
@@ -25,6 +26,7 @@ DATA: dict[str, type[ImageData]] = {
     "revzoo.data.ImageFolder": ImageFolder,
     "revzoo.data.Masks": Masks,
     "revzoo.data.Shapes": Shapes,
+    "revzoo.data.Shards": Shards,
     "revzoo.data.Table": Table,
     "revzoo.data.Volumes": Volumes,
 }

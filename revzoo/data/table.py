@@ -112,11 +112,11 @@ class Table(ImageFolder):
         return [f"{self.table.name}: {said}", *super().notes]
 
     def has(self, split: Split) -> bool:
-        return split in self._listing().splits
+        return split in self.listing().splits
 
     def digest(self) -> str:
         """A hash of the table's rows to train and to validate with."""
-        listing, start = self._listing(), os.path.normpath(self.root.absolute())
+        listing, start = self.listing(), os.path.normpath(self.root.absolute())
         digest = hashlib.sha256()
         for split in ("train", "val"):
             if files := listing.splits.get(split):

@@ -308,7 +308,7 @@ class VolumeImages(ImageSet):
             raise DataError("the volumes differ in size: set data.eval_batch_size=1")
         return torch.stack(volumes), torch.stack(masks)
 
-    def begin_epoch(self, seed: int) -> None:
+    def begin_epoch(self, seed: int, epoch: int) -> None:
         self._epoch_seed.fill_(seed)
 
     def normalisation(self) -> Normalisation:
@@ -406,26 +406,26 @@ class Volumes(ImageData):
 
     @property
     def shape(self) -> dict[str, Any]:
-        cases = next(iter(self._listing().values()))
+        cases = next(iter(self.listing().values()))
         found = {"num_classes": len(self._classes()), "in_chans": len(cases[0].images)}
         return {**found, "sizes": self.patch}
 
     def has(self, split: Split) -> bool:
-        return split in self._listing()
+        return split in self.listing()
 
     def prepare_data(self) -> None:
         """Read and check all volumes, so that errors come before anything else is built."""
         if find_spec("monai") is None:
             raise DataError(package_needed("sliding windows over volumes need", "monai"))
-        self._listing()
+        self.listing()
 
     def read(self, split: Split) -> VolumeImages | None:
-        if split not in self._listing():
+        if split not in self.listing():
             if split == "train":
                 place = self.root if self.table is None else self.table.table
                 raise DataError(f"no training volumes in {place}: {_LAYOUT}")
             return None
-        cases = self._listing()[split]
+        cases = self.listing()[split]
         # those of a checkpoint win: evaluation must prepare volumes as training did
         state = {"patch": self.patch, "window": self.window, **self._restored}
         patch, window = checked_preparation(state["patch"], state["window"])
@@ -439,7 +439,7 @@ class Volumes(ImageData):
             training=split == "train",
         )
 
-    def _listing(self) -> dict[Split, list[Case]]:
+    def listing(self) -> dict[Split, list[Case]]:
         if self._found is None:
             found = self._of_table() if self.table is not None else cases_in(self.root or Path())
             cases = [case for part in found.values() for case in part]
@@ -469,7 +469,7 @@ class Volumes(ImageData):
 
     def _classes(self) -> list[str]:
         if self._names is None:
-            cases = [case for part in self._listing().values() for case in part]
+            cases = [case for part in self.listing().values() for case in part]
             most = max(int(measure(case).labels.max(initial=1)) for case in cases)
             # an evaluated split may lack the last classes of training
             known = self._restored.get("classes", ())
@@ -480,7 +480,7 @@ class Volumes(ImageData):
         """A hash of the files to train and to validate with, and of their groups."""
         digest = hashlib.sha256()
         for split in ("train", "val"):
-            for case in self._listing().get(split, ()):
+            for case in self.listing().get(split, ()):
                 sizes = [(p.name, p.stat().st_size) for p in (*case.images, case.mask)]
                 digest.update(repr((split, sizes)).encode())
         return digest.hexdigest()

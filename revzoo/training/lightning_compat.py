@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import distributed
@@ -86,11 +86,6 @@ def count_epochs(trainer: pl.Trainer) -> None:
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Whether the trainer runs ``fit``, its validations included."""
     return trainer.state.fn == TrainerFn.FITTING
-
-
-def can_reshard(trainer: pl.Trainer) -> bool:
-    """Whether another number of processes may resume the run: its strategy divides the weights."""
-    return isinstance(trainer.strategy, ModelParallelStrategy)
 
 
 def allow_unused_parameters(trainer: pl.Trainer) -> None:

@@ -35,7 +35,6 @@ from revzoo.training.lightning_compat import (
     batches_of_epoch,
     batches_of_run,
     callbacks_of,
-    can_reshard,
     count_epochs,
     data_of,
     epoch_is_open,
@@ -333,7 +332,7 @@ class RunState(pl.Callback):
             set_growth(pl_module, growth[trainer.global_rank % len(growth)])
         if trainer.is_global_zero:  # the saved states are sums over all processes
             set_states(self._metrics(), state["metrics"])
-        random_states = state["random"]  # fewer or more than processes, with trainer=fsdp2
+        random_states = state["random"]  # perhaps fewer or more than processes
         set_generator_states(random_states[trainer.global_rank % len(random_states)])
         if self._stretched_from is not None:
             self._stretch(trainer, self._stretched_from)
@@ -360,7 +359,7 @@ class RunState(pl.Callback):
         """The planned steps of the checkpoint if this run has more of them; None otherwise."""
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
         images, wanted = self._step_images(), saved.get("step_images")
-        if before != now and (images is None or not can_reshard(self._trainer)):
+        if before != now and (images is None or wanted is None):
             raise CheckpointError(
                 f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
                 f"use {before}, because each process resumes with its images and random numbers"

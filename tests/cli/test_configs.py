@@ -18,12 +18,17 @@ OPTIONS = sorted(f"{p.parent.name}={p.stem}" for p in CONFIGS.glob("*/*.yaml"))
 NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
+    "data=masks": ("data.root=images",),
+    "data=litdata": ("data.root=shards",),
+    "data=webdataset": ("data.root=shards",),
     "data=table": ("data.table=labels.csv",),
     "data=volumes": ("data.root=volumes",),
-    "experiment=imagenet": ("data.root=images",),
+    **{
+        f"experiment=imagenet{name}": ("data.root=images",)
+        for name in ("", "_short", "_long", "_a3", "_revcol", "_revvit")
+    },
     "experiment=finetune_backbone": ("data.root=images",),
     "memory=budget": ("memory.bytes=4GiB",),
-    "experiment=imagenet_short": ("data.root=images",),
     "experiment=finetune": ("+model.checkpoint_path=revnet38.safetensors",),
 }
 

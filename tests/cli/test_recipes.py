@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -187,15 +188,49 @@ def test_imagenet_is_cropped_as_in_the_literature(compose: Any, tmp_path: Path) 
 NARROW = ("+model.stem_width=8", "+model.widths=[8,8,8,8]", "+model.units=[2,1,1,1]")
 
 
-@pytest.mark.parametrize("name", ["imagenet", "imagenet_short"])
-def test_imagenet_recipes_run_on_their_layout(name: str, compose: Any, tmp_path: Path) -> None:
-    data = (f"data.root={tiny_imagenet(tmp_path / 'images')}", "data.image_size=64")
-    loading = ("data.batch_size=4", "data.num_workers=0")
-    figures = train(
-        compose(f"experiment={name}", *data, *loading, *NARROW, *SMALL), run_dir=tmp_path
-    )
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the smoke commands of ImageNet's recipes read, with fewer photos."""
+    root = tmp_path_factory.mktemp("photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        import_module("bench_decoding").write_photos(root, 6)
+    return root
+
+
+@pytest.mark.parametrize("name", ["imagenet", "imagenet_short", "imagenet_a3"])
+def test_imagenet_recipes_run_on_generated_photos(
+    name: str, compose: Any, photos: Path, tmp_path: Path
+) -> None:
+    data = (f"data.root={photos}", "data.batch_size=4", "data.num_workers=0")
+    figures = train(compose(f"experiment={name}", *data, *NARROW, *SMALL), run_dir=tmp_path)
     assert 0 < figures["val/loss"] < 10
     assert "test/acc" not in figures, "there is no test/"
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs", "ramp"), [("imagenet_short", 16, (11, 13)), ("imagenet_long", 88, (65, 76))]
+)
+def test_ffcvs_recipes_have_ffcvs_values(
+    name: str, epochs: int, ramp: tuple[int, int], compose: Any
+) -> None:
+    """rn50_configs/rn50_*_epochs.yaml, and ``get_cyclic_lr`` of train_imagenet.py."""
+    config = compose(f"experiment={name}", "data.root=DIR")
+    assert config["trainer"]["max_epochs"] == epochs
+    assert config["data"]["progressive"] == [[ramp[0], 160], [ramp[1], 192]]
+    assert (config["data"]["batch_size"], config["data"]["image_size"]) == (512, 256)
+    spec = OptimSpec.of(config["optim"])
+    assert (spec.weight_decay, spec.label_smoothing) == (1e-4, 0.1)
+    optimizer = build_optimizer(torch.nn.Linear(1, 1), spec)
+    assert [optimizer.param_groups[0][key] for key in ("momentum", "nesterov")] == [0.9, False]
+    schedule = build_schedule(optimizer, spec, total_steps=100 * epochs)
+    rates = []
+    for _ in range(100 * epochs - 1):
+        rates += schedule.get_last_lr()[:1]
+        optimizer.step()
+        schedule.step()
+    published = np.interp(np.arange(len(rates)), [0, 200, 100 * epochs], [1.7e-4, 1.7, 0])
+    assert np.abs(rates - published).max() < 0.01
 
 
 @pytest.mark.parametrize("name", ["cifar_revnet", "cifar_irevnet", "cifar_short", "cifar_long"])
@@ -210,14 +245,13 @@ def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
     ("name", "overrides"), [case for case in stated_commands() if "debug=smoke" in case.values[1]]
 )
 def test_the_smoke_command_runs(
-    name: str, overrides: list[str], compose: Any, tmp_path: Path
+    name: str, overrides: list[str], compose: Any, photos: Path, tmp_path: Path
 ) -> None:
+    overrides = [option.replace("data.root=DIR", f"data.root={photos}") for option in overrides]
     figures = train(compose(*overrides, "trainer=cpu"), run_dir=tmp_path)
-    for split in (
-        "train",
-        "test",
-    ):  # large after three steps, more so in evaluation than in training
-        assert 0 < figures[f"{split}/loss"] < math.inf
+    # large after three steps, more so in evaluation than in training
+    assert 0 < figures["train/loss"] < math.inf
+    assert 0 < figures.get("test/loss", figures["val/loss"]) < math.inf
 
 
 def rows() -> list[Any]:

@@ -19,7 +19,7 @@ def _needed(path: Path) -> dict[str, str]:
     """Arguments without a default."""
     given = {"imagefolder": {"root": "nowhere"}, "table": {"table": "labels.csv"}}
     given["masks"] = given["imagefolder"]
-    given["volumes"] = {"root": "nowhere"}
+    given["volumes"] = given["litdata"] = given["webdataset"] = {"root": "nowhere"}
     return given.get(path.stem, {})
 
 
@@ -43,8 +43,9 @@ def _public(data: ImageData) -> dict[str, Any]:
 
 
 def test_every_set_has_a_configuration() -> None:
-    names = ["blobs3d", "cifar10", "cifar100", "digits", "imagefolder", "masks", "shapes", "table"]
-    assert [path.stem for path in _CONFIGS] == [*names, "volumes"]
+    names = ["blobs3d", "cifar10", "cifar100", "digits", "imagefolder", "litdata", "masks"]
+    names += ["shapes", "table", "volumes", "webdataset"]
+    assert [path.stem for path in _CONFIGS] == names
 
 
 @pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ from PIL import Image
 from small_images import image_folder
 
 from revzoo.data import DataError, ImageFolder
-from revzoo.data.file_images import FileImages
+from revzoo.data.file_images import FileImages, side_in
 from revzoo.data.images import TensorImages
 
 MakeFolder = Callable[..., Path]
@@ -450,3 +450,81 @@ def test_images_of_different_depths_are_refused(tmp_path: Path) -> None:
     np.save(root / "train" / "light" / "1.npy", np.zeros((4, 8, 8), np.uint8))
     with pytest.raises(DataError, match=r"light/1\.npy has 8 bits per channel, others 16"):
         _ready(root, in_chans=4)
+
+
+GROWING = {"image_size": 48, "progressive": [[1, 32], [3, 96]]}
+
+
+@pytest.mark.parametrize("augment", [{}, {"crop_padding": 0}])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_images_grow_with_the_epochs(
+    make_folder: MakeFolder, workers: int, augment: dict[str, int]
+) -> None:
+    root = make_folder({"train": _TWO})
+    data = _ready(root, **GROWING, num_workers=workers, augment=augment)
+    loader = data.train_dataloader()
+    sides = [{images.shape[-1] for images, _ in loader} for _ in range(5)]
+    assert sides == [{32}, {32}, {64}, {96}, {96}]
+    assert {images.shape[-1] for images, _ in data.val_dataloader()} == {48}
+
+
+def test_sizes_between_two_points_are_ffcvs() -> None:
+    """``get_resolution`` of rn50_88_epochs.yaml, with an epoch on each side of the step."""
+    sides = [side_in(epoch, [(65, 160), (76, 192)]) for epoch in (0, 65, 70, 71, 76, 87)]
+    assert sides == [160, 160, 160, 192, 192, 192]
+
+
+class Sides(pl.LightningModule):
+    """Records the epoch, the batch and the side of each training step; saves itself after 22."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+        self.path, self.weight = path, torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, index, batch[0].shape[-1]))
+        return self.weight * batch[0].mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 22:
+            self.trainer.save_checkpoint(self.path)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        """Lightning warns without one."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    root, path = make_folder({"train": _TWO}), tmp_path / "middle.ckpt"
+
+    def seen(start: Path | None = None) -> list[tuple[int, int, int]]:
+        module = Sides(path)
+        options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = pl.Trainer(max_epochs=5, accelerator="cpu", **options)
+        data = ImageFolder(root, batch_size=4, num_workers=0, **GROWING)
+        trainer.fit(module, datamodule=data, ckpt_path=start)
+        return module.seen
+
+    whole = seen()
+    assert whole[21:23] == [(2, 3, 64), (2, 4, 64)]
+    assert seen(path) == whole[22:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"progressive": [[1, 32]]}, "without data.image_size"),
+        ({"progressive": [[1, 40]], "image_size": 48}, "multiples of 32"),
+        ({"progressive": [[3, 32], [1, 64]], "image_size": 48}, "rising order"),
+        ({"progressive": [32, 64], "image_size": 48}, r"expected pairs \[epoch, side\]"),
+        ({"progressive": [], "image_size": 48}, "expected pairs"),
+    ],
+)
+def test_wrong_progressive_sizes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageFolder("images", **options)

@@ -45,7 +45,7 @@ def test_files_are_augmented_by_epoch_and_image(tmp_path: Path) -> None:
     images = FileImages(files, classes=["a"], channels=3, size=16, augment=Augment(), training=True)
 
     def drawn(seed: int) -> list[torch.Tensor]:
-        images.begin_epoch(seed)
+        images.begin_epoch(seed, 0)
         return [images[0][0], images[1][0]]
 
     one, again, other = drawn(1), drawn(1), drawn(2)

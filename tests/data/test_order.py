@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from revzoo.data.order import EpochSampler, PoissonSampler, hash_seed, seeded
+from revzoo.data.order import EpochSampler, PoissonSampler, ShardSampler, hash_seed, seeded
 
 
 def order(epoch: int, seed: int = 0) -> list[int]:
@@ -55,3 +55,44 @@ def test_the_start_of_a_pass_counts_batches(kind: type[EpochSampler]) -> None:
     skipped = 2 if kind is PoissonSampler else 8  # its items are batches
     assert list(rest) == list(whole)[skipped:]
     assert rest.start == 0
+
+
+def _shares(processes: int, *, batch_size: int, **options: int) -> torch.Tensor:
+    """The images of an epoch by step and process, int64 (steps, processes, batch_size)."""
+    shards = torch.arange(1000) // 10
+    shares = [
+        list(ShardSampler(shards, processes=processes, rank=r, batch_size=batch_size, **options))
+        for r in range(processes)
+    ]
+    return torch.tensor(shares).view(processes, -1, batch_size).transpose(0, 1)
+
+
+def test_shards_are_shuffled_in_windows() -> None:
+    options = {"batch_size": 10, "window": 5, "stretches": 1}
+    order = _shares(1, **options, seed=0).flatten()
+    assert sorted(order.tolist()) == [*range(1000)]
+    for window in order.view(-1, 50):
+        shards = window // 10
+        assert len(torch.unique(shards)) == 5
+        assert len(torch.unique(shards[:10])) > 1
+    assert not torch.equal(order, _shares(1, **options, seed=1).flatten())
+
+
+def test_a_step_has_the_same_images_with_any_number_of_processes() -> None:
+    shares = {
+        n: _shares(n, batch_size=24 // n, window=5, stretches=4, seed=0) for n in (1, 2, 4, 8)
+    }
+    for n, share in shares.items():
+        assert share.shape == (41, n, 24 // n)
+        assert torch.equal(share.reshape(41, 24), shares[1].reshape(41, 24))
+    assert len(torch.unique(shares[1])) == 41 * 24  # each once, 16 are left out
+    # as many processes as stretches: each reads a quarter of the shards, and parts of two windows
+    for rank in range(4):
+        assert len(torch.unique(shares[4][:, rank] // 10)) <= 25 + 2 * 5
+
+
+def test_a_pass_over_shards_starts_at_any_batch() -> None:
+    sampler = ShardSampler(torch.arange(20) // 4, batch_size=4, window=2, stretches=1, seed=0)
+    whole = list(sampler)
+    sampler.epoch, sampler.start = 0, 3
+    assert list(sampler) == whole[12:]

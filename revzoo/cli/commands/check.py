@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
     with status_of("loading torch"):  # only now: it takes seconds
         from revzoo.data.folders import check_folder
+        from revzoo.data.sharded import INDEX, check_shards
         from revzoo.data.volumes import check_volumes
 
     with status_of(f"reading the volumes of {folder}"):
@@ -41,8 +42,9 @@ def run(args: argparse.Namespace) -> None:
     if volumes is not None:
         _report_volumes(*volumes)
         return
+    check_images = check_shards if (folder / INDEX).is_file() else check_folder
     with status_of(f"reading the images of {folder}"):
-        report = check_folder(folder, workers=args.workers)
+        report = check_images(folder, workers=args.workers)
     for reason, paths in report.bad.items():
         # a path a line: they are copied
         shown = paths[:SHOWN] if sys.stdout.isatty() else paths

@@ -18,7 +18,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -55,7 +55,8 @@ LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 PATHS = ("data.root", "data.table")  # the data may move
 # settings of the machine, which leave the run as it is, up to rounding
-MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device")
+PROCESSES = ("trainer.devices", "trainer.num_nodes", "data.batch_size")  # their product stays
+MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device", *PROCESSES)
 LENGTH = ("trainer.max_epochs", "trainer.max_steps")  # it may grow
 CHANGEABLE = (
     *("memory", "memory.bytes", "memory.fraction", "precision"),
@@ -63,8 +64,6 @@ CHANGEABLE = (
     *MACHINE,
     *LENGTH,
 )
-# with trainer=fsdp2, if the images per step of all processes together stay
-PROCESSES = ("trainer.devices", "trainer.num_nodes", "data.batch_size")
 
 _held: set[IO[str]] = set()  # files whose locks this process holds
 
@@ -417,8 +416,7 @@ def resumed_config(
     # before the configuration, which may use names that a plugin registers
     check_imports(run_dir)
     config = recorded_config(run_dir)
-    sharded = config["trainer"].get("strategy") == "fsdp2"
-    check_changes(overrides, run_dir, also=PROCESSES if sharded else ())
+    check_changes(overrides, run_dir)
     others, paths = take_paths(overrides)
     composed = compose(others).config if others else {}
     # a file that someone may have edited
@@ -451,7 +449,7 @@ def _changes(
     if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
         kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
         changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
-    for name in given.intersection((*MACHINE, *LENGTH, *PROCESSES)):
+    for name in given.intersection((*MACHINE, *LENGTH)):
         key, _, option = name.partition(".")
         before, after = config[key].get(option), composed[key][option]
         if name in LENGTH and (after or -1) < (before or -1):
@@ -460,19 +458,20 @@ def _changes(
     return {**changed, "data": moved(changed.get("data", config["data"]), paths)}
 
 
-def check_changes(overrides: Sequence[str], run_dir: Path, *, also: Collection[str] = ()) -> None:
-    """Refuse overrides that would change the results of a resumed run, except ``also``.
+def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
+    """Refuse overrides that would change the results of a resumed run.
 
     The message has the command of a new run with them.
     """
     for override in overrides:
-        if override.partition("=")[0] not in (*CHANGEABLE, *also):
+        if override.partition("=")[0] not in CHANGEABLE:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
                 "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR and "
                 "data.table=FILE, where the data are now, trainer.accelerator=cpu, gpu or auto, "
-                "where it runs now, trainer.cuda_graph, data.on_device, and, to train longer, "
+                "where it runs now, trainer.cuda_graph, data.on_device, trainer.devices, "
+                "trainer.num_nodes and data.batch_size, whose product stays, and, to train longer, "
                 "trainer.max_epochs=N or trainer.max_steps=N. Start a new run for the rest (with "
                 "its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"

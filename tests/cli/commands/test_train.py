@@ -286,6 +286,7 @@ def test_a_refused_run_writes_no_summary(
     last = tmp_path / "checkpoints" / "last.ckpt"
     state = torch.load(last, weights_only=True)
     state["callbacks"]["RunState"]["random"] *= 2
+    state["callbacks"]["RunState"]["step_images"] = None
     torch.save(state, last)
     saved = Saved(last, state["global_step"], state["Digits"])
     with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):

@@ -259,9 +259,10 @@ def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+def test_another_number_of_processes_is_refused_with_other_data(tmp_path: Path) -> None:
     fit(tmp_path, **SHORT)
     change_saved(tmp_path, lambda state: state.update(random=state["random"] * 2))
+    change_saved(tmp_path, lambda state: state.update(step_images=None))
     with pytest.raises(CheckpointError, match=r"num_nodes = 2, this run has 1: use 2, because"):
         fit(tmp_path, resume=True, **SHORT)
 

@@ -1,0 +1,331 @@
+"""Images in shards: litdata's chunks or webdataset's tar files, in a folder or in object storage.
+
+A file system opens each image by itself; millions of small files are slow there, and in object
+storage each is a request. A shard holds thousands of images and is read as one file.
+
+Why not the libraries' own data sets: both are streams with an order and a position of their own.
+litdata resumes with as many processes and workers as before, and its reader keeps one chunk open,
+so each image of a shuffled batch would map a chunk again. webdataset 1.0 has neither random access
+nor a position. Here an index (``images.json``, written by ``revzoo pack-data``) has the place of
+each image, ``order.py`` the order, and litdata's clients download whole shards. The shards are
+those of the libraries, and other programs read them with these.
+
+Known limits: a shard is downloaded when its first image is needed, not before; the index takes
+about 25 bytes an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+from filelock import FileLock
+
+from revzoo._checks import check_count, package_needed
+from revzoo._files import replacing
+from revzoo.data.decode import open_image
+from revzoo.data.errors import DataError
+from revzoo.data.folders import Files, FolderReport, Tree, unreadable
+from revzoo.data.imagefolder import ImageFolder, ReadingOptions
+from revzoo.data.module import Split
+from revzoo.weights.files import cache_folder
+
+INDEX = "images.json"
+_GIB = 2**30
+_TRIES = 5  # of a request; with litdata's 1,000 a wrong address would wait for hours
+_REMEDY = (
+    "check data.root, your credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY) and, for a service other than AWS, data.endpoint_url"
+)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The files of a set: a folder, or an address of which a cache holds copies.
+
+    Attributes:
+        root: a folder, or ``s3://BUCKET/FOLDER``.
+        cache: folder of the copies; None for a folder, which needs none.
+        cache_bytes: size of the cache; the shards that were opened longest ago are removed.
+        endpoint_url: of an S3 service other than AWS.
+    """
+
+    root: str
+    cache: Path | None = None
+    cache_bytes: int = 0
+    endpoint_url: str | None = None
+
+    def index(self) -> dict[str, Any]:
+        """The content of the index.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        where = f"{self.root}/{INDEX}"
+        try:
+            if self.cache is None:
+                content = Path(where).read_bytes()
+            else:
+                with self._client() as client:
+                    client.download_fileobj(where, buffer := io.BytesIO())
+                content = buffer.getvalue()
+            found: dict[str, Any] = json.loads(content)
+        except FileNotFoundError:
+            raise DataError(
+                f"there is no {where}: set data.root to the output of `revzoo pack-data`"
+            ) from None
+        except ValueError as error:
+            raise DataError(f"{where} is damaged ({error}): copy it again") from error
+        return found
+
+    def shard(self, name: str, size: int) -> Any:
+        """The bytes of a shard, uint8 (size,), mapped into memory.
+
+        Raises:
+            DataError: it is missing, or has another size.
+        """
+        while True:
+            path = self._path(name)
+            try:
+                if (found := path.stat().st_size) == size:
+                    return np.memmap(path, mode="r")  # stays readable if the file is removed
+            except FileNotFoundError:
+                if self.cache is not None:  # another process has made room for its shards
+                    continue
+                raise DataError(f"shard {path} is missing: copy it again") from None
+            if self.cache is not None:
+                path.unlink(missing_ok=True)
+            raise DataError(
+                f"shard {self.root}/{name} has {found:,} bytes, its index says {size:,}: copy it "
+                "again"
+            )
+
+    def _path(self, name: str) -> Path:
+        """Where a file is; downloaded if necessary."""
+        if self.cache is None:
+            return Path(self.root, name)
+        path = self.cache / name
+        with suppress(FileNotFoundError):
+            os.utime(path)  # used now
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):  # one process downloads it, for all
+            if not path.exists():
+                with self._client() as client, replacing(path) as copy, copy.open("wb") as to:
+                    client.download_fileobj(f"{self.root}/{name}", to)
+        self._make_room(path)
+        return path
+
+    @contextmanager
+    def _client(self) -> Iterator[Any]:
+        """A client of litdata; its errors become a DataError.
+
+        Only its ``download_fileobj``: ``download_file`` uses obstore, which refuses ``http://``.
+        """
+        try:
+            from litdata.streaming.downloader import get_downloader
+        except ImportError:
+            raise DataError(package_needed(f"data.root={self.root} needs", "litdata")) from None
+        options: dict[str, Any] = {}
+        if self.root.startswith("s3://"):
+            from botocore.config import Config
+
+            retries = Config(retries={"max_attempts": _TRIES})
+            options = {"endpoint_url": self.endpoint_url, "config": retries}
+        try:
+            yield get_downloader(self.root, str(self.cache), [], options)
+        except Exception as error:  # the clients of the services raise many types
+            fault = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(f"cannot read {self.root} ({fault:.200}): {_REMEDY}") from error
+
+    def _make_room(self, newest: Path) -> None:
+        assert self.cache is not None
+        copies = []
+        for path in self.cache.glob("*/*"):
+            with suppress(FileNotFoundError):  # another process has removed it
+                if path.suffix in (".bin", ".tar"):
+                    copies.append((path.stat().st_mtime, path.stat().st_size, path))
+        total = sum(size for _, size, _ in copies)
+        for _, size, path in sorted(copies):
+            if total > self.cache_bytes and path != newest:
+                path.unlink(missing_ok=True)
+                total -= size
+
+
+# in each process: a batch needs a window of shards
+@lru_cache(maxsize=64)
+def _opened(storage: Storage, name: str, size: int) -> Any:
+    return storage.shard(name, size)
+
+
+@dataclass(frozen=True)
+class ShardFiles(Files):
+    """One split in shards.
+
+    Attributes:
+        storage: where the shards are.
+        names: of the shards, with their sizes in bytes.
+        starts, sizes: place of each image in its shard, in bytes, int64 (N,).
+    """
+
+    storage: Storage = Storage("")
+    names: tuple[tuple[str, int], ...] = ()
+    starts: Any = None
+    sizes: Any = None
+
+    @classmethod
+    def of(cls, split: Mapping[str, Any], storage: Storage, window: int) -> ShardFiles:
+        """The files of a split in the index."""
+        names = tuple((str(shard["file"]), int(shard["bytes"])) for shard in split["shards"])
+        counts = [int(shard["images"]) for shard in split["shards"]]
+        places = [(shard, i) for shard, count in enumerate(counts) for i in range(count)]
+        return cls(
+            [f"{storage.root}/{names[shard][0]}, image {i}" for shard, i in places],
+            [int(label) for label in split["labels"]],
+            split["groups"],
+            shards=[shard for shard, _ in places],
+            window=window,
+            storage=storage,
+            names=names,
+            starts=np.array(split["starts"]),
+            sizes=np.array(split["sizes"]),
+        )
+
+    def source(self, row: int) -> io.BytesIO:
+        assert self.shards is not None
+        shard = _opened(self.storage, *self.names[self.shards[row]])
+        start = self.starts[row]
+        return io.BytesIO(shard[start : start + self.sizes[row]].tobytes())
+
+
+class Shards(ImageFolder):
+    """Images in shards that ``revzoo pack-data`` has written, for litdata or webdataset.
+
+    Args:
+        root: a folder, or an address such as ``s3://BUCKET/FOLDER``. Other addresses that litdata
+            reads (``gs://``, ``azure://``) need its packages for them.
+        endpoint_url: of an S3 service other than AWS. boto3 also reads ``AWS_ENDPOINT_URL``.
+        shard_cache_bytes: of an address: largest size of the copies in ``$REVZOO_CACHE/shards``.
+        window: number of shards whose images are shuffled together.
+        **options: see :class:`~revzoo.data.ImageFolder`; with ``cache_bytes=0`` images are always
+            read from their shards.
+
+    Raises:
+        DataError: from ``prepare_data``: the index or a shard of a folder is missing or damaged;
+            an address cannot be read.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        endpoint_url: str | None = None,
+        shard_cache_bytes: int = 64 * _GIB,
+        window: int = 8,
+        **options: Unpack[ReadingOptions],
+    ) -> None:
+        super().__init__(root, **options)
+        check_count("shard_cache_bytes", shard_cache_bytes, least=0)
+        check_count("window", window)
+        self.window = window
+        if "://" in str(root):
+            address = str(root).rstrip("/")
+            cache = cache_folder() / "shards" / hashlib.sha256(address.encode()).hexdigest()[:16]
+            self._storage = Storage(address, cache, shard_cache_bytes, endpoint_url)
+        else:
+            self._storage = Storage(str(self.root.absolute()))
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"the images of {self.window} shards shuffled together", *super().notes]
+
+    def has(self, split: Split) -> bool:
+        return split in self.listing().splits
+
+    def digest(self) -> str:
+        return self._digest
+
+    def _scan(self) -> Tree:
+        tree, self._digest = listed(self._storage, self.window)
+        return tree
+
+    @property
+    def _where(self) -> str:
+        return self._storage.root
+
+    def _no_training(self) -> DataError:
+        return DataError(f"{self._where} has no training images: pack a set that has some")
+
+    def _no_test(self) -> str:
+        return f"{self._where} has no test split: pack a set with test/"
+
+
+def listed(storage: Storage, window: int = 1) -> tuple[Tree, str]:
+    """The splits in the index, and a hash of the images to train and to validate with.
+
+    Raises:
+        DataError: the index is missing or damaged, or a shard of a folder is missing.
+    """
+    index = storage.index()
+    try:
+        names: tuple[Split, ...] = ("train", "val", "test")
+        found = {name: index["splits"][name] for name in names if name in index["splits"]}
+        splits: dict[Split, ShardFiles] = {}
+        for name, split in found.items():
+            splits[name] = files = ShardFiles.of(split, storage, window)
+            lengths = {len(files.paths), len(files.labels), len(files.starts), len(files.sizes)}
+            if len(lengths) > 1 or not {*files.labels} <= {*range(len(index["classes"]))}:
+                raise ValueError(f"the numbers of {name} do not fit together")
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f"{storage.root}/{INDEX} is not an index of images ({what}): copy it again, or pack "
+            "the images again"
+        ) from error
+    if storage.cache is None:  # before anything is built
+        for files in splits.values():
+            for shard in files.names:
+                storage.shard(*shard)
+    trained = {name: split for name, split in found.items() if name != "test"}
+    digest = hashlib.sha256(json.dumps([index["classes"], trained]).encode()).hexdigest()
+    return Tree(list(index["classes"]), {**splits}, {}, []), digest
+
+
+def check_shards(root: str | Path, *, workers: int | None = None) -> FolderReport:
+    """Decode every image of the shards in a folder.
+
+    Args:
+        root: the output of ``revzoo pack-data``.
+        workers: number of processes; None for the CPUs minus one.
+
+    Raises:
+        DataError: the index or a shard is missing or damaged.
+    """
+    storage = Storage(str(Path(root).expanduser().absolute()))
+    splits = listed(storage)[0].splits
+    paths = [path for files in splits.values() for path in files.paths]
+    images = [(split, row) for split, files in splits.items() for row in range(len(files.paths))]
+    bad = unreadable(paths, partial(_reason_of, storage), images, workers=workers)
+    return FolderReport(len(paths), bad, None, [])
+
+
+_listed = lru_cache(maxsize=1)(listed)  # once in each worker
+
+
+def _reason_of(storage: Storage, image: tuple[Split, int]) -> str:
+    split, row = image
+    files = _listed(storage)[0].splits[split]
+    try:
+        open_image(files.paths[row], None, source=files.source(row))
+    except DataError as error:
+        return error.reason
+    return ""

@@ -1,0 +1,207 @@
+"""Images in shards of litdata and webdataset, local and in object storage."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from revzoo.data import DataError, ImageFolder, Shards
+from revzoo.data import sharded as module
+from revzoo.data.folders import scan
+from revzoo.data.pack import FORMS, pack
+from revzoo.data.sharded import check_shards
+
+litdata = pytest.importorskip("litdata")
+webdataset = pytest.importorskip("webdataset")
+
+MakeFolder = Callable[..., Path]
+
+SPLITS = {"train": {"a": 12, "b": 12}, "val": {"a": 2, "b": 2}}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def packed(make_folder: MakeFolder, tmp_path: Path, form: str) -> Path:
+    """Shards of about 5 images."""
+    out = tmp_path / "shards"
+    pack(scan(make_folder(SPLITS)), out, form=form, shard_bytes=400 if form == "litdata" else 5000)
+    return out
+
+
+@pytest.fixture
+def tars(make_folder: MakeFolder, tmp_path: Path) -> Path:
+    out = tmp_path / "shards"
+    pack(scan(make_folder(SPLITS)), out, form="webdataset", shard_bytes=5000)
+    return out
+
+
+def ready(root: Path | str, **options: Any) -> Shards:
+    fixed = {"batch_size": 4, "num_workers": 0, "image_size": 8, "cache_bytes": 0}
+    data = Shards(root, **{**fixed, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def colours(loader: Any) -> list[tuple[int, ...]]:
+    """The colours of the images, which number them, and their labels."""
+    batches = [torch.cat([images[:, :, 4, 4], labels[:, None]], 1) for images, labels in loader]
+    return sorted(map(tuple, torch.cat(batches).tolist()))
+
+
+def test_the_images_are_those_of_the_folder(packed: Path, tmp_path: Path) -> None:
+    options = {"batch_size": 4, "num_workers": 0, "image_size": 8, "cache_bytes": 0}
+    folder = ImageFolder(tmp_path / "images", **options)
+    folder.setup("fit")
+    data = ready(packed)
+    assert (data.classes, data.train_count, data.val_count) == (["a", "b"], 24, 4)
+    assert colours(data.train_dataloader()) == colours(folder.train_dataloader())
+    assert colours(data.val_dataloader()) == colours(folder.val_dataloader())
+    assert len({*data.listing().splits["train"].shards}) > 3
+    assert colours(ready(packed, cache_bytes=2**20).train_dataloader()) == colours(
+        folder.train_dataloader()
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # they leave files open
+def test_the_libraries_read_the_shards(packed: Path, form: str, tmp_path: Path) -> None:
+    files = sorted((tmp_path / "images" / "train").rglob("*.png"))
+    expected = sorted((path.read_bytes(), "ab".index(path.parent.name)) for path in files)
+    if form == "litdata":
+        found = [
+            (bytes(item[0]), item[1]) for item in litdata.StreamingDataset(str(packed / "train"))
+        ]
+    else:
+        tars = sorted(map(str, (packed / "train").glob("*.tar")))
+        items = webdataset.WebDataset(tars, shardshuffle=False)
+        found = [(item["png"], int(item["cls"])) for item in items]
+    assert sorted(found) == expected
+
+
+def test_packing_is_all_or_nothing(make_folder: MakeFolder, tmp_path: Path, form: str) -> None:
+    root, out = make_folder(SPLITS), tmp_path / "shards"
+    with pytest.raises(DataError, match=r"has \d+ bytes, a shard 10: raise --shard-mb"):
+        pack(scan(root), out, form=form, shard_bytes=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+    (tmp_path / ".shards.partial").mkdir()  # of a packing that was killed
+    pack(scan(root), out, form=form, shard_bytes=10**6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+    with pytest.raises(DataError, match="shards exists: give a new folder"):
+        pack(scan(root), out, form=form, shard_bytes=10**6)
+
+
+def test_groups_and_classes_are_kept(tars: Path) -> None:
+    index = json.loads((tars / "images.json").read_text())
+    index["splits"] = {"train": {**index["splits"]["train"], "groups": [i // 6 for i in range(24)]}}
+    (tars / "images.json").write_text(json.dumps(index))
+    data = ready(tars, val_fraction=0.25)
+    assert (data.train_count, data.val_count) == (18, 6)
+    state = data.state_dict()
+    state["classes"] = ["a", "c"]
+    with pytest.raises(DataError, match="only trained on: c"):
+        data.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda root: (root / "images.json").unlink(), "there is no .*images.json: set data.root"),
+        (lambda root: (root / "images.json").write_text("{"), "images.json is damaged"),
+        (lambda root: (root / "images.json").write_text("{}"), "not an index of images .KeyError"),
+        (lambda root: (root / "train/000001.tar").unlink(), "000001.tar is missing: copy it again"),
+        (
+            lambda root: os.truncate(root / "train/000001.tar", 3000),
+            "000001.tar has 3,000 bytes, its index says .*: copy it again",
+        ),
+    ],
+)
+def test_bad_shards_are_named(damage: Any, message: str, tars: Path) -> None:
+    damage(tars)
+    with pytest.raises(DataError, match=message):
+        Shards(tars).prepare_data()
+
+
+def test_a_damaged_image_is_skipped_or_listed(tars: Path) -> None:
+    assert check_shards(tars, workers=1).bad == {}
+    files = Shards(tars).listing().splits["train"]
+    shard = tars / "train" / "000000.tar"
+    content = bytearray(shard.read_bytes())
+    start, size = files.starts[2], files.sizes[2]
+    content[start : start + size] = bytes(size)
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"cannot decode image .*000000.tar, image 2 \(Unid"):
+        colours(ready(tars).train_dataloader())
+    data = ready(tars, on_error="skip")
+    assert len(colours(data.train_dataloader())) == 23
+    assert data.skipped_files == [f"{tars}/train/000000.tar, image 2"]
+    (paths,) = check_shards(tars, workers=1).bad.values()
+    assert paths == data.skipped_files
+
+
+@pytest.fixture
+def bucket(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The endpoint of a server whose bucket "images" has the shards in the folder "set"."""
+    boto3 = pytest.importorskip("boto3")
+    server_module = pytest.importorskip("moto.server")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "cache"))
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.create_bucket(Bucket="images")
+    for path in tars.rglob("*.*"):
+        if path.is_file():
+            client.upload_file(str(path), "images", f"set/{path.relative_to(tars)}")
+    yield endpoint
+    server.stop()
+
+
+def test_object_storage(bucket: str, tars: Path, tmp_path: Path) -> None:
+    local, remote = ready(tars), ready("s3://images/set/", endpoint_url=bucket)
+    assert remote.digest() == local.digest()
+    loaders = [data.train_dataloader() for data in (local, remote)]
+    assert colours(loaders[0]) == colours(loaders[1])
+    assert colours(remote.val_dataloader()) == colours(local.val_dataloader())
+    sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
+    assert sum(sizes) == sum(path.stat().st_size for path in tars.rglob("*.tar"))
+
+
+def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
+    module._opened.cache_clear()
+    limit = 2 * max(path.stat().st_size for path in tars.rglob("*.tar"))
+    data = ready("s3://images/set", endpoint_url=bucket, shard_cache_bytes=limit, window=1)
+    assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
+    sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
+    assert limit / 2 < sum(sizes) <= limit
+
+
+@pytest.mark.parametrize(
+    ("root", "without", "fault"),
+    [
+        ("s3://other/set", "", "404"),
+        ("s3://images/other", "", "404"),
+        ("s3://images/set", "AWS_SECRET_ACCESS_KEY", "Credential"),
+    ],
+)
+def test_object_storage_that_cannot_be_read(
+    root: str, without: str, fault: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if without:
+        monkeypatch.delenv(without)
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(DataError, match=f"cannot read {root} .*{fault}") as caught:
+        Shards(root, endpoint_url=bucket).prepare_data()
+    assert "check data.root, your credentials" in str(caught.value)
+    assert "\n" not in str(caught.value)
