@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torchvision import tv_tensors
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as v2f
 
 from revzoo._checks import is_count, shortened
 from revzoo.data.augment import Augment
@@ -29,6 +31,27 @@ IGNORED = 255
 """The label of pixels that do not count."""
 
 _UNKNOWN = 254  # of a pixel value without a class
+
+
+class _Mask(tv_tensors.Mask):
+    """A mask that is resized to the pixels nearest to the new centres.
+
+    torchvision takes the upper left pixel of each new one: half a new pixel beside the image.
+    """
+
+
+@v2f.register_kernel(v2f.resize, _Mask)
+def _resize(mask: _Mask, size: list[int] | None, **_: Any) -> Tensor:
+    plain = mask.as_subclass(Tensor)
+    found = v2f.resize_image(plain[None], size, InterpolationMode.NEAREST_EXACT, antialias=False)
+    return tv_tensors.wrap(found[0], like=mask)
+
+
+@v2f.register_kernel(v2f.resized_crop, _Mask)
+def _resized_crop(
+    mask: _Mask, top: int, left: int, height: int, width: int, size: list[int], **_: Any
+) -> Tensor:
+    return v2f.resize(v2f.crop(mask, top, left, height, width), size)
 
 
 class MaskImages(FileImages):
@@ -62,7 +85,7 @@ class MaskImages(FileImages):
             fault = f"the pixel value {values[unknown][0]}, of no class"
             remedy = f"name it in data.classes, or set it to {IGNORED}, which does not count"
             raise DataError(f"{path} has {fault}: {remedy}", fault)
-        return image, tv_tensors.Mask(mask + np.uint8(1))
+        return image, _Mask(mask + np.uint8(1))
 
     def _label(self, index: int, *parts: Any) -> Tensor:
         (mask,) = parts

@@ -56,6 +56,30 @@ def _agree(images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_a_smaller_mask_lies_upon_its_image(tmp_path: Path, cache_bytes: int) -> None:
+    """torchvision's nearest pixel is the upper left one: half a pixel beside the image."""
+    rows, columns = np.mgrid[:72, :72] - 36
+    disc = (rows**2 + columns**2 < 24**2).astype(np.uint8)
+    for part, pixels in (("images", disc * 255), ("masks", disc)):
+        (tmp_path / "train" / part).mkdir(parents=True)
+        for n in range(8):
+            Image.fromarray(pixels).save(tmp_path / "train" / part / f"{n}.png")
+    options = {"classes": NAMES[:2], "image_size": 8, "augment": {"flip": False}}
+    data = _ready(tmp_path, cache_bytes=cache_bytes, val_fraction=0.25, **options)
+    images, masks = data._images("train").__getitems__(range(6))
+    place = torch.arange(8.0)
+
+    def centres(values: torch.Tensor) -> torch.Tensor:
+        inner = values.float().where(values != 255, 0) if values.dtype == torch.uint8 else values
+        return torch.stack([(inner.sum(1) * place).sum(1), (inner.sum(2) * place).sum(1)]) / (
+            inner.sum((1, 2))
+        )
+
+    shift = (centres(masks) - centres(images[:, 0] / 255)).mean(1)
+    assert shift.abs().max() < 0.2
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
 def test_masks_belong_to_their_images(root: Path, cache_bytes: int) -> None:
     data = _ready(root, cache_bytes=cache_bytes, image_size=24)
     assert (data.train_count, data.val_count, data.num_classes) == (12, 12, 3)
