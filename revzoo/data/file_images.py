@@ -226,7 +226,8 @@ class FileImages(ImageSet):
         # filled in place: stacking a list of images would take twice the memory
         sides = (self.image_size,) * 2
         images = torch.empty(len(self), self.in_chans, *sides, dtype=self.dtype)
-        labels = torch.empty(len(self), *self.label_shape, dtype=self.labels.dtype)
+        shape = self.label_shape or self.labels.shape[1:]  # of a mask, or several labels
+        labels = torch.empty(len(self), *shape, dtype=self.labels.dtype)
         kept = torch.zeros(len(self), dtype=torch.bool)
 
         def read(start: int) -> int:
