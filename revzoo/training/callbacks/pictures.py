@@ -245,12 +245,15 @@ def matrix(counts: Tensor, names: list[str]) -> Figure:
 
 
 def to_pixels(trainer: pl.Trainer, images: Tensor) -> Tensor:
-    """Undo the normalisation of images; stretch them to [0, 1] if the data module is unknown."""
-    data = data_of(trainer)
+    """Undo the normalisation of images; stretch them to [0, 1] if the data module is unknown.
+
+    Of two channels the first is shown, of more than three the first three.
+    """
+    data, shown = data_of(trainer), 3 if images.shape[1] >= 3 else 1
     if isinstance(data, ImageData):
-        return data.shown(images)
+        return data.shown(images)[:, :shown]
     low, high = images.amin(), images.amax()
-    return (images.float() - low) / (high - low).clamp_min(1e-12)
+    return ((images.float() - low) / (high - low).clamp_min(1e-12))[:, :shown]
 
 
 def class_names(trainer: pl.Trainer, count: int) -> list[str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from revzoo.data import Digits
 from revzoo.training import Classifier, ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.pictures import images_figure, matrix
+from revzoo.training.callbacks.pictures import images_figure, matrix, to_pixels
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 IREVNET = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
@@ -72,6 +72,13 @@ def test_pictures_come_every_few_epochs_and_at_the_end(digits: Any) -> None:
         assert [image.step for image in found.Images(tag)] == [3, 5]
     assert [event.step for event in found.Scalars("reconstruction/error")] == [3, 5]
     assert [event.step for event in found.Scalars("val/loss")] == [1, 3, 5]
+
+
+@pytest.mark.parametrize(("channels", "shown"), [(1, 1), (2, 1), (3, 3), (4, 3), (7, 3)])
+def test_images_of_any_channels_are_drawn(channels: int, shown: int) -> None:
+    pixels = to_pixels(pl.Trainer(logger=False), torch.randn(2, channels, 8, 8))
+    assert pixels.shape == (2, shown, 8, 8)
+    assert len(images_figure(pixels, ["a", "b"]).axes) == 2
 
 
 def test_the_sanity_check_is_not_shown(tmp_path: Path) -> None:
