@@ -210,6 +210,7 @@ class Masks(ImageFolder):
             masks = [os.path.normpath(start / row[column]) for row in rows]
             splits[split] = replace(files, masks=masks)
             self._rows.check_files([*files.paths, *masks])
+        self._rows._check_links(path for files in splits.values() for path in files.paths)
         return Tree([], splits, dict.fromkeys(splits, start), [])
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
