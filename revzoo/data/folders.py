@@ -280,13 +280,13 @@ class FolderReport:
     Attributes:
         images: number of image files.
         bad: the paths of the images that cannot be decoded, by reason.
-        layout: error in the structure of split and class folders; None for a correct one.
+        faults: errors in the structure of split and class folders, or in the rows of a table.
         left_out: what is below the root and not read, a sentence each.
     """
 
     images: int
     bad: dict[str, list[str]]
-    layout: str | None
+    faults: list[str]
     left_out: list[str]
 
 
@@ -301,7 +301,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         DataError: ``root`` is not a folder, or has no images.
     """
     root = Path(root).expanduser()
-    layout, outside = None, []
+    faults, outside = [], []
     of_mask: dict[str, str] = {}  # the image of each mask
     try:
         if is_mask_folder(root):
@@ -312,14 +312,14 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     except DataError as error:
         if not root.is_dir():
             raise
-        layout = str(error)  # report it with the bad images: one run shows everything to repair
+        faults = [str(error)]  # reported with the bad images: one run shows all to repair
     unread: Counter[str] = Counter()
     paths = list(images_below(root, unread))
     if not paths:
         raise no_images(root)
     images = [of_mask.get(path, "") for path in paths]
-    bad = unreadable(paths, _reason_of, paths, images, workers=workers)
-    return FolderReport(len(paths), bad, layout, [*outside, *left_out(root, unread)])
+    bad = unreadable(paths, reason_of, paths, images, workers=workers)
+    return FolderReport(len(paths), bad, faults, [*outside, *left_out(root, unread)])
 
 
 def unreadable(
@@ -388,7 +388,7 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def _reason_of(path: str, image: str) -> str:
+def reason_of(path: str, image: str) -> str:
     """Why an image, or the mask of an image, cannot be read; empty if it can."""
     try:
         if image:

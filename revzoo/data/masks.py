@@ -4,7 +4,6 @@ A mask is an image of class numbers. An image and its mask are cropped, flipped 
 by torchvision, which takes the nearest pixel of a mask; colours change in the image alone.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +107,10 @@ class _Rows(Table):
 
     names: ClassVar = {"label_column": "mask_column"}
 
+    @property
+    def file_columns(self) -> list[str]:
+        return [self.path_column, *self.label_columns]
+
 
 class Masks(ImageFolder):
     """Images with a mask each: a class for each pixel.
@@ -159,23 +162,25 @@ class Masks(ImageFolder):
         options.setdefault("eval_batch_size", 16)
         if options.get("augment") is None:
             options["augment"] = Augment(crop_scale=0.5)
-        self._rows = table and _Rows(
-            table,
-            root=root,
-            path_column=path_column,
-            label_column=mask_column,
-            split_column=split_column,
-            group_column=group_column,
-        )
-        super().__init__(self._rows.root if self._rows else str(root), **options)
+        self.rows: Table | None = None
+        if table:
+            self.rows = _Rows(
+                table,
+                root=root,
+                path_column=path_column,
+                label_column=mask_column,
+                split_column=split_column,
+                group_column=group_column,
+            )
+        super().__init__(self.rows.root if self.rows else str(root), **options)
         self._values = None if classes is None else values_of(classes)
 
     @property
     def notes(self) -> list[str]:
-        if not self._rows:
+        if not self.rows:
             return super().notes
-        images, masks = self._rows.path_column, self._rows.label_columns[0]
-        line = f"{self._rows.table.name}: images from column {images!r}, masks from {masks!r}"
+        images, masks = self.rows.path_column, self.rows.label_columns[0]
+        line = f"{self.rows.table.name}: images from column {images!r}, masks from {masks!r}"
         return [line, *super().notes]
 
     @property
@@ -188,7 +193,7 @@ class Masks(ImageFolder):
         return split in self.listing().splits
 
     def _scan(self) -> Tree:
-        tree = self._scan_table() if self._rows else scan_masks(self.root)
+        tree = self._scan_table() if self.rows else scan_masks(self.root)
         if self._values is None:
             masks = next(iter(tree.splits.values())).masks
             assert masks is not None
@@ -202,15 +207,15 @@ class Masks(ImageFolder):
         return Tree([*dict.fromkeys(self._values.values())], tree.splits, tree.folders, [])
 
     def _scan_table(self) -> Tree:
-        assert isinstance(self._rows, Table)
+        assert self.rows
         splits: dict[Split, Files] = {}
-        start, column = self.root.absolute(), self._rows.label_columns[0]
-        for split, rows in self._rows.rows_by_split().items():
-            files = self._rows.files_of(rows, [0] * len(rows))
-            masks = [os.path.normpath(start / row[column]) for row in rows]
+        start, column = self.root.absolute(), self.rows.label_columns[0]
+        for split, rows in self.rows.rows_by_split().items():
+            files = self.rows.files_of(rows, [0] * len(rows))
+            masks = [row[column] for row in rows]
             splits[split] = replace(files, masks=masks)
-            self._rows.check_files([*files.paths, *masks])
-        self._rows._check_links(path for files in splits.values() for path in files.paths)
+            self.rows.check_files([*files.paths, *masks])
+        self.rows._check_links(path for files in splits.values() for path in files.paths)
         return Tree([], splits, dict.fromkeys(splits, start), [])
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
@@ -225,10 +230,10 @@ class Masks(ImageFolder):
         return super()._pixel_bytes() + 1
 
     def _no_test(self) -> str:
-        return self._rows._no_test() if self._rows else super()._no_test()
+        return self.rows._no_test() if self.rows else super()._no_test()
 
     def _no_training(self) -> DataError:
-        return self._rows._no_training() if self._rows else no_masks(self.root)
+        return self.rows._no_training() if self.rows else no_masks(self.root)
 
 
 def values_of(classes: Any) -> dict[int, str]:

@@ -315,7 +315,7 @@ def check_shards(root: str | Path, *, workers: int | None = None) -> FolderRepor
     paths = [path for files in splits.values() for path in files.paths]
     images = [(split, row) for split, files in splits.items() for row in range(len(files.paths))]
     bad = unreadable(paths, partial(_reason_of, storage), images, workers=workers)
-    return FolderReport(len(paths), bad, None, [])
+    return FolderReport(len(paths), bad, [], [])
 
 
 _listed = lru_cache(maxsize=1)(listed)  # once in each worker

@@ -12,14 +12,14 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
 from revzoo._files import TABLES
 from revzoo.data.errors import DataError
-from revzoo.data.folders import NAMES, Files, Tree, split_of
+from revzoo.data.folders import NAMES, Files, FolderReport, Tree, reason_of, split_of, unreadable
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
 from revzoo.data.module import Split
 
@@ -155,15 +155,61 @@ class Table(ImageFolder):
         Raises:
             DataError: as ``prepare_data``, except for faults of the files and classes.
         """
+        rows = self._read_rows()
+        if fault := next(self._row_faults(rows), None):
+            raise DataError(fault)
+        found: dict[Split, list[dict[str, str]]] = {}
+        for row in rows:
+            found.setdefault(self._split_of(row) or "train", []).append(row)
+        return {split: found[split] for split in NAMES if split in found}
+
+    @property
+    def file_columns(self) -> list[str]:
+        """The columns with paths, of the images first."""
+        return [self.path_column]
+
+    def faults(self) -> Iterator[str]:
+        """Everything that training refuses in single rows, and values that two splits share.
+
+        Raises:
+            DataError: the table cannot be read, or lacks a column.
+        """
+        rows = self._read_rows()
+        yield from self._row_faults(rows)
+        numbers = [] if self.task == "classification" or self._lists else self.label_columns
+        for line, row in enumerate(rows, 2):
+            for name in filter(row.get, numbers):
+                try:
+                    self._number(row, name)
+                except DataError as error:
+                    yield str(error)
+            for path in filter(None, map(row.get, self.file_columns)):
+                if not Path(path).is_file():
+                    yield f"line {line} of {self.table}: there is no file {path}"
+
+    def files(self) -> dict[str, str]:
+        """The existing files of all rows, with the image of each mask; empty for an image."""
+        found: dict[str, str] = {}
+        for row in self._read_rows():
+            image, *masks = (row[name] for name in self.file_columns)
+            found |= {image: "", **dict.fromkeys(masks, image)}
+        return {path: image for path, image in found.items() if Path(path).is_file()}
+
+    def _read_rows(self) -> list[dict[str, str]]:
+        """The rows, with absolute paths."""
         rows = _read(self.table)
         self._check_columns(rows[0])
         root = self.root.absolute()
         for row in rows:  # one name for each file: ./a.png is a.png
-            if path := row[self.path_column]:
-                row[self.path_column] = os.path.normpath(root / path)
+            for name in self.file_columns:
+                if path := row[name]:
+                    row[name] = os.path.normpath(root / path)
         # the first line has the names
         self._lines = {row[self.path_column]: line for line, row in enumerate(rows, 2)}
-        return self._by_split(rows)
+        return rows
+
+    def _split_of(self, row: Mapping[str, str]) -> Split | None:
+        return split_of(row[self.split_column]) if self.split_column else "train"
 
     def _labels(self, rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[Any]]:
         """The classes, and the label of each row: a class, or a number for each column or name."""
@@ -206,46 +252,47 @@ class Table(ImageFolder):
                     f"{shortened(map(repr, row), 20)}. Set data.{self.names.get(option, option)}"
                 )
 
-    def _by_split(self, rows: list[dict[str, str]]) -> dict[Split, list[dict[str, str]]]:
+    def _row_faults(self, rows: list[dict[str, str]]) -> Iterator[str]:
+        """The faults of rows, except for those of their files and classes."""
         labels = [] if self._lists else self.label_columns
         needed = (self.path_column, *labels, self.split_column, self.group_column)
-        found: dict[Split, list[dict[str, str]]] = {}
         for line, row in enumerate(rows, 2):  # the first line has the names
-            if empty := [name for name in needed if name and not row[name]]:
-                raise DataError(
-                    f"line {line} of {self.table} has nothing in column {empty[0]!r}: fill it in, "
-                    "or remove the line"
-                )
-            split: Split | None = split_of(row[self.split_column]) if self.split_column else "train"
-            if split is None:
-                raise DataError(
-                    f"line {line} of {self.table} has {row[self.split_column or '']!r} in column "
+            for name in needed:
+                if name and not row[name]:
+                    yield (
+                        f"line {line} of {self.table} has nothing in column {name!r}: fill it in, "
+                        "or remove the line"
+                    )
+            if self.split_column and row[self.split_column] and self._split_of(row) is None:
+                yield (
+                    f"line {line} of {self.table} has {row[self.split_column]!r} in column "
                     f"{self.split_column!r}: expected one of {', '.join(NAMES)}"
                 )
-            found.setdefault(split, []).append(row)
-        self._check_disjoint(found, self.path_column, "image")
+        yield from self._shared(rows, self.path_column, "image")
         if self.group_column:
-            _in_order({row[self.group_column] for row in rows}, "groups")  # only for its error
-            self._check_disjoint(found, self.group_column, "group")
-        path, count = Counter(row[self.path_column] for row in rows).most_common(1)[0]
-        if count > 1:
-            raise DataError(
-                f"{self.table} lists {path} {count} times: expected one row for each image"
-            )
-        return {split: found[split] for split in NAMES if split in found}
+            try:
+                _in_order({row[self.group_column] for row in rows} - {""}, "groups")
+            except DataError as error:
+                yield str(error)
+            yield from self._shared(rows, self.group_column, "group")
+        for path, count in Counter(row[self.path_column] for row in rows).items():
+            if path and count > 1:
+                yield f"{self.table} lists {path} {count} times: expected one row for each image"
 
-    def _check_disjoint(
-        self, found: Mapping[Split, list[dict[str, str]]], column: str, what: str
-    ) -> None:
-        """Raise a DataError if two splits share a value of a column."""
+    def _shared(self, rows: list[dict[str, str]], column: str, what: str) -> Iterator[str]:
+        """A sentence for each value of a column that two splits share."""
         seen: dict[str, Split] = {}
-        for split, rows in found.items():
-            for name in {row[column] for row in rows}:
-                if (other := seen.setdefault(name, split)) != split:
-                    raise DataError(
-                        f"{what} {name!r} of {self.table} is in two splits, {other} and {split}: "
-                        "what a network has trained on cannot test it. Put it in one of them"
-                    )
+        told: set[str] = set()
+        for line, row in enumerate(rows, 2):
+            name, split = row[column], self._split_of(row)
+            if not name or split is None or name in told:
+                continue
+            if (other := seen.setdefault(name, split)) != split:
+                told.add(name)
+                yield (
+                    f"{what} {name!r} of {self.table} is in two splits, {other} and {split} (line "
+                    f"{line}): what a network has trained on cannot test it. Put it in one of them"
+                )
 
     def _check_classes(self, splits: Mapping[Split, Files], classes: list[str]) -> None:
         if len(classes) == 1 and self.task == "classification":
@@ -293,6 +340,27 @@ class Table(ImageFolder):
         if self.split_column is None:
             return f"{self.table} has no split column: set data.split_column"
         return f"{self.table} has no row with 'test' in column {self.split_column!r}"
+
+
+def check_table(data: ImageFolder, table: Table, *, workers: int | None = None) -> FolderReport:
+    """Check every row of a table, and decode its files.
+
+    Args:
+        data: the data module that trains on the table.
+        table: ``data``, or its part that reads the rows.
+        workers: as :func:`~revzoo.data.folders.check_folder`.
+
+    Raises:
+        DataError: the table cannot be read, or lacks a column.
+    """
+    faults, files = [*table.faults()], table.files()
+    bad = unreadable([*files], reason_of, files, files.values(), workers=workers)
+    if not faults and not bad:  # only now: a wrong row would also seem to lack a class
+        try:
+            data.prepare_data()
+        except DataError as error:
+            faults = [str(error)]
+    return FolderReport(len(files), bad, faults, [])
 
 
 def _in_order(values: set[str], what: str = "labels") -> list[str]:

@@ -123,7 +123,7 @@ def test_formats_are_read_by_whatever_suffix_they_have(
         pytest.skip("this build of Pillow lacks AVIF")
     root = make_folder({"train": _TWO}, suffix=suffix)
     assert len(scan(root).splits["train"].paths) == 5
-    assert check_folder(root, workers=1) == FolderReport(5, {}, None, [])
+    assert check_folder(root, workers=1) == FolderReport(5, {}, [], [])
 
 
 def test_the_fingerprint_is_of_names_and_sizes(make_folder: MakeFolder) -> None:
@@ -177,7 +177,7 @@ def test_a_folder_is_checked_whole(make_folder: MakeFolder) -> None:
     bad[1].unlink()
     bad[1].symlink_to(root / "gone.png")
     report = check_folder(root, workers=2)
-    assert (report.images, report.layout) == (10, None)
+    assert (report.images, report.faults) == (10, [])
     assert report.bad == {
         "UnidentifiedImageError: cannot identify image file": [str(bad[0])],
         "FileNotFoundError: [Errno 2] No such file or directory": [str(bad[1])],
@@ -188,8 +188,8 @@ def test_a_folder_without_the_layout_is_checked_too(make_folder: MakeFolder) -> 
     root = make_folder({"train": {"cat": 2}})
     report = check_folder(root, workers=1)
     assert (report.images, report.bad) == (2, {})
-    assert report.layout is not None
-    assert "only one class folder" in report.layout
+    (fault,) = report.faults
+    assert "only one class folder" in fault
     with pytest.raises(DataError, match="does not exist"):
         check_folder(root / "nowhere")
 

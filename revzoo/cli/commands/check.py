@@ -1,6 +1,11 @@
 """``revzoo check DIR``: decode every image or volume of a folder and list those that fail.
 
-    revzoo check images/train
+  revzoo check images/train
+  revzoo check labels.csv data.label_column=age task=regression
+
+Of a table (.csv, .tsv, .parquet) it also lists every row that training would refuse: missing files,
+labels and groups. It takes the options of revzoo train: the columns, task, and data=masks for a
+table of masks.
 
 Only data can be checked; check data DIR means the same. revzoo info NAME shows a model, and
 revzoo train ... --cfg job checks a configuration and prints it.
@@ -12,24 +17,41 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count, number_of
-from revzoo.cli.terminal import folded, status_of
+from revzoo._files import TABLES
+from revzoo.cli.terminal import folded, override_argument, status_of
+
+if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
+    from revzoo.data.folders import FolderReport
 
 SHOWN = 10  # paths of each reason, on a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("words", nargs="+", metavar="DIR", help="a folder of images")
+    parser.add_argument(
+        "words",
+        nargs="+",
+        type=override_argument,
+        metavar="DIR",
+        help="a folder of images; or a table, with KEY=VALUE as of revzoo train",
+    )
     parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the unreadable images by reason, and the fault of the folders."""
-    folder = _folder(args.words)
+    """Print the unreadable images by reason, and the faults of the folders or rows."""
     if args.workers is not None:
         check_count("--workers", args.workers)
+    words = [word for word in args.words if "=" not in word or Path(word).exists()]
+    folder, options = _folder(words), [word for word in args.words if word not in words]
+    if folder.suffix.lower() in TABLES and not folder.is_dir():
+        _report(_check_table(folder, options, args.workers), folder)
+        return
+    if options:
+        raise ValueError(f"{' '.join(options)}: options are for a table, got the folder {folder}")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
     with status_of("loading torch"):  # only now: it takes seconds
@@ -45,6 +67,30 @@ def run(args: argparse.Namespace) -> None:
     check_images = check_shards if (folder / INDEX).is_file() else check_folder
     with status_of(f"reading the images of {folder}"):
         report = check_images(folder, workers=args.workers)
+    _report(report, folder)
+
+
+def _check_table(table: Path, options: Sequence[str], workers: int | None) -> FolderReport:
+    from revzoo.cli.config import compose, quoted
+
+    kind = [] if any(word.startswith("data=") for word in options) else ["data=table"]
+    # what names the data comes before their options
+    words = [*kind, *options, f"data.table={quoted(table)}"]
+    config = compose(words, complete=False).config
+    with status_of("loading torch"):
+        from revzoo.cli.run.build import build_data
+        from revzoo.data.masks import Masks
+        from revzoo.data.table import Table, check_table
+
+    data = build_data(config["data"], config.get("task"))
+    rows = data.rows if isinstance(data, Masks) else data
+    if not (isinstance(data, Table | Masks) and isinstance(rows, Table)):
+        raise ValueError(f"{' '.join(options)}: expected data=table or data=masks, for {table}")
+    with status_of(f"reading the images of {table}"):
+        return check_table(data, rows, workers=workers)
+
+
+def _report(report: FolderReport, source: Path) -> None:
     for reason, paths in report.bad.items():
         # a path a line: they are copied
         shown = paths[:SHOWN] if sys.stdout.isatty() else paths
@@ -53,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
             listed += f"  and {more} more; > FILE writes all\n"
         what = f"{number_of(len(paths), 'image')}: {reason}"
         sys.stdout.write(f"{folded(what, indent=4)}\n{listed}")
-    for note in (*report.left_out, *filter(None, [report.layout])):
+    for note in (*report.left_out, *report.faults):
         sys.stdout.write(f"{folded(note, indent=2)}\n")
     if count := sum(map(len, report.bad.values())):
         # a run cannot skip all images
@@ -61,11 +107,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{count} of {report.images} images cannot be read: replace or remove them{skip}"
         )
-    if report.layout:
-        raise ValueError(
-            f"all {report.images} images can be read, but their folders are not a data set: "
-            "see above"
-        )
+    if report.faults:
+        what = "their folders are not a data set"
+        if not source.is_dir():
+            what = f"{source} has {number_of(len(report.faults), 'fault')}"
+        raise ValueError(f"all {report.images} images can be read, but {what}: see above")
     sys.stdout.write(f"all {report.images} images can be read\n")
 
 
@@ -78,12 +124,14 @@ def _report_volumes(count: int, faults: Sequence[str]) -> None:
 
 
 def _folder(words: Sequence[str]) -> Path:
-    """The folder of ``DIR`` or ``data DIR``."""
-    *before, last = words
+    """The folder or table of ``DIR`` or ``data DIR``."""
+    *before, last = words or [""]
     # a missing path is named later
-    if before == ["data"] or (not before and (Path(last).is_dir() or "/" in last)):
+    named = Path(last).is_dir() or "/" in last or last.lower().endswith(TABLES)
+    if before == ["data"] or (not before and named):
         return Path(last).expanduser()
     raise ValueError(
-        f"check {' '.join(words)}: expected revzoo check DIR, where DIR is a folder of images. To "
-        "see a model: revzoo info NAME. To check a configuration: revzoo train ... --cfg job"
+        f"check {' '.join(words)}: expected revzoo check DIR, where DIR is a folder of images, or "
+        "revzoo check FILE.csv. To see a model: revzoo info NAME. To check a configuration: revzoo "
+        "train ... --cfg job"
     )

@@ -1,5 +1,6 @@
 """``revzoo check DIR``: all bad images at once."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -147,6 +148,67 @@ def test_a_folder_without_images_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(SystemExit, match="no images in"):
         main(["check", "data", str(tmp_path / "train"), "--workers", "1"])
+
+
+def _table(root: Path, *rows: tuple[object, ...]) -> str:
+    path = root / "labels.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return str(path)
+
+
+def test_all_faults_of_a_table_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training names the first one alone."""
+    (root / "train/b/1.png").write_bytes(b"no image")
+    table = _table(
+        root,
+        ("path", "age", "patient", "part"),
+        ("train/a/0.png", "30", "p1", "train"),
+        ("train/a/1.png", "old", "p1", "test"),
+        ("train/b/0.png", "", "p2", "train"),
+        ("train/b/1.png", "40", "p3", "nowhere"),
+        ("train/b/2.png", "50", "p4", "train"),
+    )
+    columns = ["data.label_column=age", "data.group_column=patient", "data.split_column=part"]
+    with pytest.raises(SystemExit, match="1 of 4 images cannot be read"):
+        main(["check", "data", table, *columns, "task=regression", "--workers", "1"])
+    found = capsys.readouterr().out.splitlines()
+    expected = [
+        "1 image: UnidentifiedImageError",
+        f"  {root}/train/b/1.png",
+        f"line 4 of {table} has nothing in column 'age'",
+        f"line 5 of {table} has 'nowhere' in column 'part'",
+        f"group 'p1' of {table} is in two splits, train and test (line 3)",
+        f"line 3 of {table} has 'old' in column 'age': expected a number",
+        f"line 6 of {table}: there is no file {root}/train/b/2.png",
+    ]
+    assert len(found) == len(expected)
+    for line, start in zip(found, expected, strict=True):
+        assert line.startswith(start)
+
+
+def test_a_table_without_wrong_rows(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [(f"train/{name}/{n}.png", name) for name in "ab" for n in range(2)]
+    main(["check", _table(root, ("path", "label"), *rows), "--workers", "1"])
+    assert capsys.readouterr().out == "all 4 images can be read\n"
+    table = _table(root, ("path", "label"), *rows[:2])
+    with pytest.raises(SystemExit, match=r"all 2 images can be read, but .*csv has 1 fault: see"):
+        main(["check", table, "--workers", "1"])
+    assert "only one class" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="options are for a table"):
+        main(["check", str(root), "task=regression"])
+
+
+def test_masks_of_a_table_are_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A mask in colour, and a missing one."""
+    rows = [("train/a/0.png", "train/a/1.png"), ("train/b/0.png", "train/b/2.png")]
+    table = _table(root, ("path", "truth"), *rows)
+    options = ["data=masks", "data.mask_column=truth", "data.classes=[a,b]"]
+    with pytest.raises(SystemExit, match="1 of 3 images cannot be read"):
+        main(["check", table, *options, "--workers", "1"])
+    found = capsys.readouterr().out
+    assert f"  {root}/train/a/1.png\n" in found
+    assert f"line 3 of {table}: there is no file {root}/train/b/2.png\n" in found
 
 
 def test_a_folder_of_volumes_names_their_data_set(tmp_path: Path) -> None:
