@@ -197,12 +197,12 @@ class Masks(ImageFolder):
         if self._values is None:
             masks = next(iter(tree.splits.values())).masks
             assert masks is not None
-            values = sorted({*read_mask(masks[0]).flat} - {IGNORED})
+            values = sorted({*read_mask(masks[0]).flat})
             raise DataError(
                 f"data.classes is needed: the pixels of {masks[0]} have the values "
                 f"{shortened(map(str, values), 8)}. Name the classes in their order, such as "
                 "'data.classes=[background,cell]', or by their values, "
-                "'data.classes={0: background, 128: cell}'"
+                "'data.classes={0: background, 128: cell}'; 255 does not count without a name"
             )
         return Tree([*dict.fromkeys(self._values.values())], tree.splits, tree.folders, [])
 

@@ -24,6 +24,7 @@ runs on the test split.
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Literal, NoReturn, TypedDict
 
 import pytorch_lightning as pl
@@ -311,6 +312,12 @@ class ImageData(pl.LightningDataModule, ABC):
             val = source.subset(held, training=False)
             source = source.subset(rest, training=True)
         self._sets = {**self._sets, "train": source, "val": val}
+        if self.task == "segmentation" and len(seen := self._classes_seen()) < 2:
+            raise DataError(
+                f"the training masks have only {[self.classes[i] for i in seen]} of the classes; "
+                "255 does not count. If 255 is a class, name it: "
+                "'data.classes={0: background, 255: cell}' of data=masks; in other sets, write 1"
+            )
         if (targets := self.targets) and 0 in targets["std"]:
             name = self.classes[targets["std"].index(0)]
             raise DataError(
@@ -345,6 +352,11 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"{of} leaves no image of {shortened(lost)} to train with: their groups are all "
                 "held back. Change data.split_seed, or give them a split of their own"
             )
+
+    def _classes_seen(self) -> list[int]:
+        """Two classes of the training masks, or all if there are fewer."""
+        labels = self.train_labels
+        return [*islice((i for i in range(self.num_classes) if (labels == i).any()), 2)]
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans

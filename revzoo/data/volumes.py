@@ -485,6 +485,10 @@ class Volumes(ImageData):
                 digest.update(repr((split, sizes)).encode())
         return digest.hexdigest()
 
+    def _classes_seen(self) -> list[int]:
+        facts = (measure(case) for case in self.listing()["train"])
+        return sorted({int(label) for known in facts for label in known.labels})
+
     @property
     def train_labels(self) -> Tensor:
         """Not known: the masks stay on the disk.

@@ -171,6 +171,16 @@ def test_masks_of_each_kind_are_read(root: Path, kind: str) -> None:
     assert _agree(images, masks) == 1
 
 
+def test_masks_of_0_and_255_are_not_all_background(root: Path) -> None:
+    """A list of two names left every 255 out, and a network of background had an accuracy of 1."""
+    for path in root.rglob("*_mask.png"):
+        mask = np.array(Image.open(path))
+        Image.fromarray(np.where(mask == 0, 0, 255).astype(np.uint8)).save(path)
+    with pytest.raises(DataError, match=r"only \['background'\] of the classes; .* 255: cell"):
+        _ready(root, classes=["background", "cell"])
+    assert _ready(root, classes={0: "background", 255: "cell"}).num_classes == 2
+
+
 def test_a_pixel_of_255_does_not_count_unless_it_has_a_class(root: Path) -> None:
     path = root / "train" / "masks" / "0_mask.png"
     mask = np.asarray(Image.open(path)).copy()

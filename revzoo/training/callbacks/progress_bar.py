@@ -179,9 +179,11 @@ class EpochLog(Callback):
         if not trainer.is_global_zero:
             return
         parts, validated = [], self._validated_in == trainer.current_epoch
-        for name in _shown(pl_module):
+        monitored = str(getattr(pl_module, "monitor", "val/loss")).rpartition("/")[2]
+        for name in dict.fromkeys([*_shown(pl_module), monitored]):
             # callback_metrics keeps an earlier validation's figures; the line must not repeat them
-            pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * validated
+            word = "val" if f"train/{name}" in figures else f"val {name}"
+            pairs = [(name, f"train/{name}")] + [(word, f"val/{name}")] * validated
             texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
             parts.append(", ".join(texts))
         if (rate := figures.get("footprint/images_per_second")) is not None:

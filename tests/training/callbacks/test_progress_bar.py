@@ -16,6 +16,7 @@ from small_task import TinyNet, loader, trainer
 from revzoo.training import Classifier
 from revzoo.training.callbacks import progress_bar
 from revzoo.training.callbacks.progress_bar import (
+    EpochLog,
     Progress,
     batches_in_all,
     clock,
@@ -50,6 +51,18 @@ def test_a_log_file_gets_lines_and_no_bar(
     assert not any(re.match(r"epoch ./2, batch 4/4", line) for line in lines)
     assert any(re.fullmatch(r"epoch 1/2 validation, batch 1/\d", line) for line in lines), lines
     assert capsys.readouterr().out == ""
+
+
+def test_the_line_of_an_epoch_has_the_monitored_figure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had the accuracy alone, which is high for a network that finds only background."""
+    model = Classifier(TinyNet())
+    model.monitor = "val/balanced_acc"  # type: ignore[misc]
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        trainer(tmp_path, callbacks=[EpochLog()]).fit(model, loader(), loader())
+    line = r"epoch 1/\d  loss .*acc \d.\d{3}, val \d.\d{3}  val balanced_acc \d.\d{3}"
+    assert re.search(line, caplog.text), caplog.text
 
 
 def test_the_memory_of_a_plan_is_shown(
