@@ -169,11 +169,16 @@ def segment_volume(
 
 
 def segment(
-    network: DenseNetwork, image: Image.Image | Tensor, *, tta: str | None = None
+    network: DenseNetwork,
+    image: Image.Image | Tensor,
+    *,
+    size: int | None = None,
+    tta: str | None = None,
 ) -> Tensor:
     """The class of each pixel of an image, uint8 (H, W), in its own size; see :func:`opened_image`.
 
-    The image is padded to a size that the network takes, by repeating its edge.
+    The image is resized as for validation, to ``size`` pixels, but not cropped; None keeps its
+    size. It is padded to a size that the network takes, by repeating its edge.
 
     Raises:
         CheckpointError: an output is NaN or Inf.
@@ -183,6 +188,9 @@ def segment(
     if not (facts.get("mean") and facts.get("std")):
         raise ValueError("the network's normalisation is unknown: train it first")
     pixels = v2f.to_dtype(v2f.to_image(image), torch.float32, scale=True).to(device)
+    own = pixels.shape[-2:]
+    if size is not None:
+        pixels = v2f.resize(pixels, [round(size / (facts.get("crop_pct") or 1))], antialias=True)
     height, width = pixels.shape[-2:]
     # at least two positions in the coarsest map, which its norms need
     missing = [
@@ -195,7 +203,10 @@ def segment(
         found = flipped_mean(network, prepared) if tta == "flip" else network(prepared)
     if not found.isfinite().all():
         raise _not_finite()
-    return found[0, :, :height, :width].argmax(0).to(torch.uint8).cpu()
+    found = found[..., :height, :width]
+    if own != found.shape[-2:]:
+        found = functional.interpolate(found, own, mode="bilinear")
+    return found[0].argmax(0).to(torch.uint8).cpu()
 
 
 def _not_finite() -> CheckpointError:

@@ -85,3 +85,19 @@ def test_a_symmetric_image_has_a_symmetric_mask(tmp_path: Path) -> None:
     masks = {tta: segment(network, image, tta=tta) for tta in (None, "flip")}
     assert torch.equal(masks["flip"], masks["flip"].flip(1))
     assert not torch.equal(masks[None], masks[None].flip(1))
+
+
+def test_a_larger_image_has_the_mask_of_the_size_of_training(tmp_path: Path) -> None:
+    """Its pixels were another scale for the network, which found less."""
+    torch.manual_seed(0)
+    network = revzoo.create_model("iunet2d", num_classes=2, channels=[8, 16], units=[1, 1])
+    facts = {"classes": ("a", "b"), "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    network.save_pretrained(tmp_path, **facts, input_size=(3, 16, 16))
+    network = revzoo.create_model(tmp_path, pretrained=True)
+    image = Image.fromarray(torch.randint(256, (16, 16, 3), dtype=torch.uint8).numpy())
+    mask, large = segment(network, image), image.resize((64, 64), Image.Resampling.NEAREST)
+    same = {
+        size: (segment(network, large, size=size)[2::4, 2::4] == mask).float().mean()
+        for size in (16, None)
+    }
+    assert same[16] > max(0.8, same[None] + 0.1), same

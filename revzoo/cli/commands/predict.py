@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
                 got = "classifies pixels: add --masks DIR"
             raise ConfigError(f"{source} {got}")
         if args.masks is not None:
-            write = partial(write_masks, tta=args.tta)
+            write = partial(write_masks, size=args.image_size, tta=args.tta)
             if restored.network.dims == 3:
                 if args.tta:
                     raise ConfigError("--tta is for images: leave it out")
@@ -215,6 +215,7 @@ def write_masks(
     folder: Path,
     device: torch.device,
     *,
+    size: int | None,
     tta: str | None,
     on_error: Callable[[DataError], None],
 ) -> int:
@@ -238,7 +239,7 @@ def write_masks(
         except DataError as error:
             on_error(error)
             continue
-        mask = segment(network, image, tta=tta)  # type: ignore[arg-type]
+        mask = segment(network, image, size=size or restored.image_size, tta=tta)  # type: ignore[arg-type]
         Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
         written += 1
     return written
