@@ -534,6 +534,7 @@ def our_spelling(key: str, value: str, sections: Container[str]) -> str:
     text = text.replace("@", value)
     text = SPELLINGS.get(text, text)  # trainer.precision=16: precision=16 is foreign, too
     section = re.split("[.=]", text.lstrip("'+"))[0]
+    section = "callbacks" if section == "monitor" else section  # commands with one have both
     return f"; use {text}" if section in sections or " " in section else ""
 
 

@@ -53,7 +53,9 @@ class Choice:
     """Whether the step is inverted. Then it keeps something only at the end of a run, and
     ``backward`` includes the state that it inverts."""
     moves: bool = False  # whether it is inverted and only moves values, so that it begins no run
-    words: frozenset[tuple[int, int]] = frozenset()  # then: streams that it makes, bytes of words
+    rounds: bool = False
+    """Whether it is inverted, and would round its inputs to a grid if it began a run."""
+    words: frozenset[tuple[int, int]] = frozenset()  # if it moves: streams that it makes, bytes
     ends: bool = False  # for operators outside steps: whether the step before is inverted
     joins: bool = False  # whether they join the run of that step, so that its end is not kept
     holds: frozenset[int] = _NOTHING  # the streams that it keeps for the backward pass
@@ -112,6 +114,8 @@ class Chain:
             kept = last.keeps + self._bytes_of(last.holds - held)
             held |= last.holds
         alive = kept + self._bytes_of(link.inputs - held, words)
+        if choice.rounds and last is None:
+            alive += self._bytes_of(link.inputs)  # copies
         if choice.inverts and choice.moves and last is None:
             return alive, kept, State(held, None, words | choice.words)
         if choice.inverts:
@@ -354,7 +358,10 @@ def _choices(
             pairs = zip(call.outputs, call.ends, strict=True)
             words = frozenset((id(t), w.size) for t, w in pairs if w is not t)
             streams = frozenset(kept.keys() & sizes.keys())
-            found[k] = Choice(call.mode, True, call.moves, words, holds=streams, keeps=other)
+            # the first of a run has rounded them in the trace
+            rounds = call.rounds and k > 1 and calls[k // 2 - 1].inverted
+            options = {"rounds": rounds, "words": words, "holds": streams, "keeps": other}
+            found[k] = Choice(call.mode, True, call.moves, **options)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])
         else:

@@ -121,6 +121,7 @@ class Call:
     key: tuple[object, ...]  # calls with equal keys do the same
     mode: str  # the memory mode in which it runs
     moves: bool  # whether it only moves values
+    rounds: bool  # whether it rounds its inputs to a grid where it begins a run
     layout: tuple[Layout, ...]  # of each input stream
     inputs: list[Allocation]  # of the input streams; two streams may share one
     outputs: list[Allocation] = field(default_factory=list)
@@ -318,7 +319,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             alone = context or step.extras or path in dict(self.named_calls())
             kind = signature(step) if self._shortens and not alone else path
             key = mode, layout, kind
-            call = Call(path, key, mode, step.moves_values, layout, inputs)
+            call = Call(path, key, mode, step.moves_values, step.needs_words, layout, inputs)
             if self._repeats(call):
                 self.calls[-2].copies.append(self.calls[-1].name)
                 self.calls[-1].name = path

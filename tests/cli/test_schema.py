@@ -101,6 +101,8 @@ def test_loggers_and_tuners() -> None:
 def test_the_trainer() -> None:
     arguments = keywords(pl.Trainer)
     for name, default in defaults_of(schema.TRAINER).items():
+        if name == "timeout":  # of the process group
+            continue
         assert name in arguments
         assert default in (MISSING, arguments[name]), name
     assert set(schema.TRAINER.options["profiler"].choices) == set(build.PROFILERS)

@@ -40,7 +40,7 @@ from revzoo.profiling.units import bytes_from, in_one_unit, in_units
 from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import callbacks_of, is_first_process
-from revzoo.training.memory import free_bytes
+from revzoo.training.memory import free_bytes, return_freed_blocks
 from revzoo.training.optim.optimizers import build_optimizer
 
 log = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ def with_plan(
             "keep memory.bytes a third below a hard limit"
         )
     set_memory(module.model, plan)
+    if free is not None and device.type == "cpu" and {*plan.values()} != {"store"}:
+        return_freed_blocks()  # the plan counts on it: the system ends a process that takes more
     record = {"planned_for": made_for} if made_for else {}
     for bar in callbacks_of(trainer, Progress):
         bar.planned = made_for.get("peak_bytes") if made_for else None
