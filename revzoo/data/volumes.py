@@ -352,7 +352,7 @@ class Volumes(ImageData):
         >>> for folder in ("images", "labels"):
         ...     Path("scans/train", folder).mkdir(parents=True)
         ...     for i in range(10):
-        ...         np.save(f"scans/train/{folder}/{i}.npy", np.eye(20, 24)[..., None].repeat(16, 2))
+        ...         np.save(f"scans/train/{folder}/{i}.npy", np.eye(24)[..., None].repeat(16, 2))
         >>> data = Volumes("scans", patch=[16, 16, 16])
         >>> data.setup("fit")
         >>> volumes, masks = next(iter(data.train_dataloader()))
