@@ -32,21 +32,21 @@ IGNORED = 255
 _UNKNOWN = 254  # of a pixel value without a class
 
 
-class _Mask(tv_tensors.Mask):
+class _Mask(tv_tensors.Mask):  # type: ignore[misc]  # torchvision has no types
     """A mask that is resized to the pixels nearest to the new centres.
 
     torchvision takes the upper left pixel of each new one: half a new pixel beside the image.
     """
 
 
-@v2f.register_kernel(v2f.resize, _Mask)
+@v2f.register_kernel(v2f.resize, _Mask)  # type: ignore[untyped-decorator]
 def _resize(mask: _Mask, size: list[int] | None, **_: Any) -> Tensor:
     plain = mask.as_subclass(Tensor)
     found = v2f.resize_image(plain[None], size, InterpolationMode.NEAREST_EXACT, antialias=False)
     return tv_tensors.wrap(found[0], like=mask)
 
 
-@v2f.register_kernel(v2f.resized_crop, _Mask)
+@v2f.register_kernel(v2f.resized_crop, _Mask)  # type: ignore[untyped-decorator]
 def _resized_crop(
     mask: _Mask, top: int, left: int, height: int, width: int, size: list[int], **_: Any
 ) -> Tensor:

@@ -360,8 +360,8 @@ def _choices(
             streams = frozenset(kept.keys() & sizes.keys())
             # the first of a run has rounded them in the trace
             rounds = call.rounds and k > 1 and calls[k // 2 - 1].inverted
-            options = {"rounds": rounds, "words": words, "holds": streams, "keeps": other}
-            found[k] = Choice(call.mode, True, call.moves, **options)
+            flags = True, call.moves, rounds
+            found[k] = Choice(call.mode, *flags, words, holds=streams, keeps=other)
         elif call is not None:
             found[k] = Choice(call.mode, holds=frozenset(holds[k]), keeps=keeps[k])
         else:
