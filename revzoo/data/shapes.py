@@ -5,7 +5,9 @@ of a shape decides its class; colours, sizes, angles, noise and the background a
 """
 
 import math
-from typing import Unpack
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -15,35 +17,60 @@ from revzoo.data.augment import Augment
 from revzoo.data.images import TensorImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
 
-CLASSES = ["background", "circle", "square", "triangle"]
-_COUNTS: dict[Split, int] = {"train": 1000, "test": 200}
 _SEEDS: dict[Split, int] = {"train": 0, "test": 1}
 _SHARP = 4  # shapes are drawn this much larger, and their masks and images reduced
 
 
-class Shapes(ImageData):
-    """1,000 images to train and 200 to test, 3x48x48, with a class for each pixel.
+class Generated(ImageData):
+    """Images or volumes with masks, drawn when they are read; they are flipped, not cropped.
 
-    Args:
-        **loading: see ``ImageData``. By default batches of 16; images are flipped, not cropped.
+    Attributes:
+        names: of the classes.
+        counts: of the images of each split.
+        batch_sizes: of training and of evaluation, by default.
     """
 
     task = "segmentation"
+    names: ClassVar[list[str]]
+    counts: ClassVar[Mapping[Split, int]]
+    batch_sizes: ClassVar[tuple[int, int]]
 
     def __init__(self, **loading: Unpack[LoadingOptions]) -> None:
-        loading.setdefault("batch_size", 16)
-        loading.setdefault("eval_batch_size", 50)
+        loading.setdefault("batch_size", self.batch_sizes[0])
+        loading.setdefault("eval_batch_size", self.batch_sizes[1])
         if loading.get("augment") is None:
             loading["augment"] = Augment(crop_padding=0)
         super().__init__(**loading)
+
+    @staticmethod
+    @abstractmethod
+    def draw(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """An image (C, *sizes) and its mask (*sizes), both bytes."""
 
     def read(self, split: Split) -> TensorImages | None:
         if split == "val":
             return None
         random = np.random.default_rng(_SEEDS[split])
-        pairs = [_draw(random, 48) for _ in range(_COUNTS[split])]
+        pairs = [self.draw(random) for _ in range(self.counts[split])]
         images, masks = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-        return TensorImages(images.permute(0, 3, 1, 2).contiguous(), masks, classes=CLASSES)
+        return TensorImages(images, masks, classes=self.names)
+
+
+class Shapes(Generated):
+    """1,000 images to train and 200 to test, 3x48x48, with a class for each pixel.
+
+    Args:
+        **loading: see ``ImageData``. By default batches of 16.
+    """
+
+    names: ClassVar = ["background", "circle", "square", "triangle"]
+    counts: ClassVar = {"train": 1000, "test": 200}
+    batch_sizes = (16, 50)
+
+    @staticmethod
+    def draw(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        image, mask = _draw(random, 48)
+        return np.moveaxis(image, -1, 0).copy(), mask
 
 
 def _draw(random: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
