@@ -264,9 +264,13 @@ class FileImages(ImageSet):
         return self._sampled()[0]
 
     def _sampled(self) -> Batch:
+        few = self._few()
+        return few.__getitems__(range(len(few)))
+
+    def _few(self) -> Self:
+        """Up to 1,000 evenly spaced images, prepared for evaluation."""
         step = -(-len(self) // _SAMPLE)  # rounded up
-        evaluated = self.subset(torch.arange(0, len(self), step), training=False)
-        return evaluated.__getitems__(range(len(evaluated)))
+        return self.subset(torch.arange(0, len(self), step), training=False)
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
         part = copy(self)

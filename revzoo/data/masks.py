@@ -101,6 +101,15 @@ class MaskImages(FileImages):
         """Labels uint8 (n, S, S) of up to 1,000 evenly spaced images."""
         return self._sampled()[1]
 
+    def classes_seen(self) -> list[int]:
+        """Two or more classes of up to 1,000 evenly spaced masks, or all if there are fewer."""
+        few, seen = self._few(), set[int]()
+        for _, (_, mask) in few._readable(range(len(few))):
+            seen.update(torch.unique(mask).tolist())
+            if len(seen - {IGNORED}) > 1:  # mostly the first mask has them
+                break
+        return sorted(seen - {IGNORED})
+
 
 class _Rows(Table):
     """The rows of a table with the paths of masks in place of classes."""
@@ -188,6 +197,10 @@ class Masks(ImageFolder):
         """Masks uint8 (n, S, S); of a set read from files, up to 1,000 evenly spaced ones."""
         train = self._images("train")
         return train.mask_sample() if isinstance(train, MaskImages) else train.labels
+
+    def _classes_seen(self) -> list[int]:
+        train = self._images("train")
+        return train.classes_seen() if isinstance(train, MaskImages) else super()._classes_seen()
 
     def has(self, split: Split) -> bool:
         return split in self.listing().splits

@@ -398,6 +398,7 @@ class Volumes(ImageData):
         self.patch, self.window = checked_preparation(patch, window)
         self.patches, self._names = patches, None if classes is None else list(map(str, classes))
         self._found: dict[Split, list[Case]] | None = None
+        self._facts: dict[Case, Facts] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -431,7 +432,7 @@ class Volumes(ImageData):
         patch, window = checked_preparation(state["patch"], state["window"])
         return VolumeImages(
             cases,
-            [measure(case) for case in cases],
+            [self._facts_of(case) for case in cases],
             classes=self._classes(),
             patch=patch,
             patches=self.patches,
@@ -470,7 +471,7 @@ class Volumes(ImageData):
     def _classes(self) -> list[str]:
         if self._names is None:
             cases = [case for part in self.listing().values() for case in part]
-            most = max(int(measure(case).labels.max(initial=1)) for case in cases)
+            most = max(int(self._facts_of(case).labels.max(initial=1)) for case in cases)
             # an evaluated split may lack the last classes of training
             known = self._restored.get("classes", ())
             return list(known) if most < len(known) else [*map(str, range(most + 1))]
@@ -486,8 +487,13 @@ class Volumes(ImageData):
         return digest.hexdigest()
 
     def _classes_seen(self) -> list[int]:
-        facts = (measure(case) for case in self.listing()["train"])
+        facts = map(self._facts_of, self.listing()["train"])
         return sorted({int(label) for known in facts for label in known.labels})
+
+    def _facts_of(self, case: Case) -> Facts:
+        if case not in self._facts:  # each is a file of the cache
+            self._facts[case] = measure(case)
+        return self._facts[case]
 
     @property
     def train_labels(self) -> Tensor:

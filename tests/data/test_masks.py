@@ -176,8 +176,10 @@ def test_masks_of_0_and_255_are_not_all_background(root: Path) -> None:
     for path in root.rglob("*_mask.png"):
         mask = np.array(Image.open(path))
         Image.fromarray(np.where(mask == 0, 0, 255).astype(np.uint8)).save(path)
-    with pytest.raises(DataError, match=r"only \['background'\] of the classes; .* 255: cell"):
-        _ready(root, classes=["background", "cell"])
+    for cache_bytes in (2**30, 0):  # in memory, and read by workers
+        options = {"image_size": SIDE, "cache_bytes": cache_bytes}
+        with pytest.raises(DataError, match=r"only \['background'\] of the classes; .* 255: cell"):
+            _ready(root, classes=["background", "cell"], **options)
     assert _ready(root, classes={0: "background", 255: "cell"}).num_classes == 2
 
 
