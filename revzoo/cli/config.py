@@ -410,7 +410,7 @@ def _check_option(override: Override, loader: ConfigLoader) -> None:
     hint = library_hint(name) if group == "model" else ""
     if group == "data" and Path(name).is_dir():
         hint = f"; use {_folder(name)}"
-    hint = hint or our_spelling(group, name, loader.list_groups(""))
+    hint = hint or our_spelling(group, name, [*loader.list_groups(""), *RUN.options])
     hint = hint or did_you_mean(name, options, cutoff=0.6)
     # a long list would hide the hint
     listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
@@ -534,7 +534,6 @@ def our_spelling(key: str, value: str, sections: Container[str]) -> str:
     text = text.replace("@", value)
     text = SPELLINGS.get(text, text)  # trainer.precision=16: precision=16 is foreign, too
     section = re.split("[.=]", text.lstrip("'+"))[0]
-    section = "callbacks" if section == "monitor" else section  # commands with one have both
     return f"; use {text}" if section in sections or " " in section else ""
 
 

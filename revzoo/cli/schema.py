@@ -827,6 +827,7 @@ def having(path: str, part: Chosen, key: str) -> str:
     found = [value for value, known in part.sections.items() if key in known.options]
     forms = {"data": "data={}", "model": "model={}..."}
     if path == "data":
-        found = [value.rpartition(".")[2].lower().replace("shards", "litdata") for value in found]
+        names = {"revzoo.data.Shards": "litdata"}  # webdataset has the same options
+        found = [names.get(value, value.rpartition(".")[2].lower()) for value in found]
     form = forms.get(path, f"{path}.{part.by}={{}}")
     return shortened(map(form.format, found)) if found else ""

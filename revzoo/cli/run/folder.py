@@ -112,7 +112,7 @@ def check_unused(run_dir: Path) -> None:
 
 def check_repeated(run_dir: Path, overrides: Sequence[str]) -> None:
     """Check that the run in ``run_dir`` began with these overrides."""
-    before, now = recorded_words(run_dir, "overrides"), without_hydra(overrides)
+    before, now = recorded_words(run_dir, "overrides"), own_overrides(overrides)
     # further processes may read while the first one begins the run; a kill may prevent the record
     if is_first_process() and before and before != now:
         raise ConfigError(
@@ -121,7 +121,7 @@ def check_repeated(run_dir: Path, overrides: Sequence[str]) -> None:
         )
 
 
-def without_hydra(overrides: Sequence[str]) -> list[str]:
+def own_overrides(overrides: Sequence[str]) -> list[str]:
     """The overrides that a run records: not Hydra's, such as its folder."""
     return [o for o in overrides if not o.lstrip("+~").startswith("hydra.")]
 

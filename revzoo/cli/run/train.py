@@ -117,7 +117,7 @@ def begin(
         folder.check_unused(run_dir)
         try:
             with console.logged_to(run_dir / folder.LOG_FILE):
-                return train(config, run_dir=run_dir, overrides=folder.without_hydra(overrides))
+                return train(config, run_dir=run_dir, overrides=folder.own_overrides(overrides))
         except BaseException:  # SystemExit and signals, too
             if is_first_process() and not (run_dir / folder.CONFIG_FILE).exists():
                 folder.discard_folder(run_dir)
