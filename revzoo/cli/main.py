@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from revzoo._checks import did_you_mean
 from revzoo._version import __version__
-from revzoo.cli.terminal import folded, user_errors
+from revzoo.cli.terminal import folded, imported, user_errors
 
 INTERRUPTED = "revzoo: interrupted\n"
 
@@ -94,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with user_errors(), closed_output():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
-            if (modules := getattr(args, "imports", None)) is not None:
+            modules = getattr(args, "imports", None)
+            imported[:] = dict.fromkeys(modules or ())  # a notebook calls this more than once
+            if modules is not None:
                 # metadata only: the registries would import torch
                 plugins = entry_points(group="revzoo.plugins")
                 if modules or plugins:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.cli.schema import CONFIGS, DIGITS, of_plugin
-from revzoo.cli.terminal import ConfigError, imported, one_line, status_of
+from revzoo.cli.terminal import ConfigError, one_line, status_of
 
 
 def load_plugins(modules: Sequence[str], plugins: Iterable[EntryPoint]) -> None:
@@ -34,8 +34,6 @@ def load_plugins(modules: Sequence[str], plugins: Iterable[EntryPoint]) -> None:
     for module in modules:
         # `module=module`: a lambda would see the loop's last value
         _load(lambda module=module: import_module(module), f"--import {module}")
-        if module not in imported:
-            imported.append(module)
     add_config_nodes()
 
 

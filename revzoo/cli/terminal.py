@@ -29,7 +29,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 SCRIPT = "train.py"  # in a checkout; the same as ``revzoo train``
-imported: list[str] = []  # the modules of --import in this process
+imported: list[str] = []  # the modules of the command's --import
 
 
 class ConfigError(ValueError):

@@ -96,7 +96,6 @@ def test_a_terminal_shows_that_libraries_load(
 ) -> None:
     """Nothing happened for ten seconds. The line is gone before an error is printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("revzoo.cli.terminal.imported", [])
     # handlers of other tests write into their captured output, which is closed
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     (tmp_path / "config.yaml").write_text("a: 1")
@@ -119,7 +118,6 @@ def test_a_plugin_prints_on_its_own_line(
 ) -> None:
     (tmp_path / "printing_plugin.py").write_text("import sys; sys.stderr.write('hello')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("revzoo.cli.terminal.imported", [])
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main(["train", "--import", "printing_plugin", "--cfg", "job", "-p", "seed"])
     assert "loading torch and Lightning ...\r\033[Khello" in capsys.readouterr().err
