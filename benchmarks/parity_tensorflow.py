@@ -79,7 +79,7 @@ def write(folder: Path, original: Path, sizes: list[int], double: bool) -> None:
         "train": (train, tf.gradients(train.cross_ent, variables), variables),
         "manual": (train, list(by_rule), places),  # by the release's own backward rule
     }
-    rng, saver = np.random.default_rng(0), tf.train.Saver()
+    rng, saver = np.random.default_rng(0), tf.train.Saver(max_to_keep=None)
     counted = sum(v.shape.num_elements() for v in variables)
     with tf.Session() as session:
 
