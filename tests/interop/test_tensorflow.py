@@ -1,15 +1,18 @@
 """TensorFlow's checkpoints, and the release of RevNet in them.
 
-The release cannot run here, since it needs TensorFlow 1, so ``release`` states its forward pass
-again: ``resnet/models/resnet_model.py`` and ``revnet_model.py`` of renmengye/revnet-public.
+The tests do without TensorFlow, so ``release`` states the release's forward pass again:
+``resnet/models/resnet_model.py`` and ``revnet_model.py`` of renmengye/revnet-public.
+``benchmarks/parity_tensorflow.py`` runs the release itself.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import struct
 import tarfile
+import zlib
 from itertools import takewhile
 from pathlib import Path
 
@@ -112,6 +115,33 @@ def test_a_bundle_reads_as_it_was_written(index):
         assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
         assert np.array_equal(got[name], array)
     assert masked_crc32c(b"123456789") == 0xC78AB0E5  # CRC32C e3069283, masked
+
+
+# index and data of tf.train.Saver().save(session, "model.ckpt-7"), TensorFlow 2.21; zlib, base64
+OF_TENSORFLOW = (
+    "eNpjYGDjYJRi4mBkEOT2zU9JzdFPz8lPSsyJLy5JLeDgFGLQ4DDdfX2+IJugYGZeZok+iIhPytNPSi1J5BAWYhFi"
+    "4mBS4NBgMZ2sb+wrwCabnJ9Xpl/OwSgkAJRhBMkCMTNYFY+Ggen1ZaF32NhFc/LTgWaVAyU54NI2QOmebVfa2RgF"
+    "84BCEJNzgNZne91zYQACRhAxr9Q5Ac458GnhBgZGZj+G9YxwsamqnJe3MHIcZORnIAjCfzd0q5S63wYAb2EwiA==",
+    "eNpjZ4ACC4YDEEaDPZBwACIgbgDiBUB8AIgfADGDIwODABArALGBI0zrJBVPIDpkD6Ev2d/elgtCUP4j++1g7jN7"
+    "RqDaf////wcAh40fBA==",
+)
+
+
+def test_a_checkpoint_of_tensorflow_is_read(index):
+    for suffix, text in zip((".index", ".data-00000-of-00001"), OF_TENSORFLOW, strict=True):
+        index.with_suffix(suffix).write_bytes(zlib.decompress(base64.b64decode(text)))
+    expected = {
+        "Model/global_step": np.array(7, "i8"),
+        "Model/init/init_bn/beta": np.array([0.5, -2], "f2"),
+        "Model/init/init_conv/w": np.arange(12, dtype="f4").reshape(1, 2, 3, 2),
+        "Model/logit/w": np.arange(6, dtype="f8").reshape(3, 2) / 7,
+        "Model/n": np.array([1, -2], "i4"),
+    }
+    got = read_tensor_bundle(index)
+    assert list(got) == list(expected)
+    for name, array in expected.items():
+        assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(got[name], array)
 
 
 def damaged(index, at):
