@@ -3,6 +3,8 @@
     python benchmarks/parity.py --original DIR NAME      DIR: a checkout of the publisher's code
     python benchmarks/parity.py --modes NAME             memory modes against each other
 
+The release of RevNet needs TensorFlow: see ``parity_tensorflow.py``.
+
 Both networks get the same random weights, by our translation of the publisher's names, and the
 same images. Logits are compared by their largest difference, gradients by the largest difference
 relative to the largest value of the same tensor; the largest of all tensors counts. Gradients that
