@@ -74,6 +74,7 @@ def write(folder: Path, original: Path, sizes: list[int], double: bool) -> None:
     train, evaluation = build(training=True), build(training=False)
     variables = tf.trainable_variables()
     by_rule, places = zip(*train.grads_and_vars, strict=True)
+    assert sorted(v.name for v in places) == sorted(v.name for v in variables)
     passes = {
         "eval": (evaluation, tf.gradients(evaluation.cross_ent, variables), variables),
         "train": (train, tf.gradients(train.cross_ent, variables), variables),
