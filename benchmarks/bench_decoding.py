@@ -23,7 +23,8 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from revzoo.data import ImageFolder as Folder
-from revzoo.data.decode import IMAGENET_CROP_PCT, to_square
+from revzoo.data.decode import IMAGENET_CROP_PCT
+from revzoo.weights.transforms import cropped
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 
@@ -54,7 +55,7 @@ def drafted(path: str, side: int) -> Image.Image:
     """Evaluation's crop, of an image that libjpeg reduces while it decodes (Pillow's ``draft``)."""
     with Image.open(path) as image:
         image.draft("RGB", (round(side / IMAGENET_CROP_PCT),) * 2)
-        return to_square(image.convert("RGB"), side, IMAGENET_CROP_PCT)
+        return cropped(image.convert("RGB"), (side, side), IMAGENET_CROP_PCT)
 
 
 def readers(root: Path, side: int) -> dict[str, Callable[[], object]]:
@@ -87,7 +88,7 @@ def difference(root: Path, side: int) -> str:
     """How far a drafted crop is from the full one, in levels of 255."""
     paths = [path for path, _ in ImageFolder(root / "train").samples]
     pairs = [(Image.open(path).convert("RGB"), drafted(path, side)) for path in paths]
-    full = np.stack([np.asarray(to_square(a, side, IMAGENET_CROP_PCT), float) for a, _ in pairs])
+    full = [np.asarray(cropped(a, (side, side), IMAGENET_CROP_PCT), float) for a, _ in pairs]
     distance = np.abs(full - np.stack([np.asarray(b, float) for _, b in pairs]))
     return f"mean {distance.mean():.2f}, largest {distance.max():.0f}"
 

@@ -16,9 +16,11 @@ from inspect import signature
 from math import inf
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Size: TypeAlias = int | Sequence[int]
+"""Of images, in pixels: the side of a square, or ``[height, width]``; of volumes three sides."""
 # in Lightning's order; SLURM's comes last because batch scripts set it too
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 log = logging.getLogger(__name__)
@@ -126,6 +128,25 @@ def check_counts(name: str, values: Any) -> tuple[int, ...]:
     if not numbers:
         raise ValueError(f"{name}={values!r}: expected whole numbers >= 1, one for each stage")
     return numbers
+
+
+def sides_of(name: str, size: object, dims: int = 2) -> tuple[int, ...]:
+    """A :data:`Size` as ``dims`` sides; raises a ValueError unless they are integers >= 1."""
+    sides = counts_of(size, repeat=dims)
+    if len(sides) != dims:
+        several = "[height, width]" if dims == 2 else f"a list of {dims}"
+        raise ValueError(f"{name}={size!r}: expected a whole number >= 1, or {several}")
+    return sides
+
+
+def short_size(sides: Sequence[int]) -> int | list[int]:
+    """The inverse of :func:`sides_of`: ``64`` for equal sides, otherwise ``[48, 80]``."""
+    return sides[0] if len({*sides}) == 1 else [*sides]
+
+
+def size_word(sides: Sequence[int]) -> str:
+    """:func:`short_size` as a value on the command line, ``64`` or ``[48,80]``."""
+    return str(short_size(sides)).replace(" ", "")
 
 
 def check_number(

@@ -157,7 +157,12 @@ FOLDER = section(
     "A folder of images.",
     DIGITS,
     root=Option(str, MISSING, "the folder above train/CLASS/*.jpg", remedy=GIVE_ROOT),
-    image_size=Option(int | None, None, "pixels; null: of the images or the checkpoint", COUNT),
+    image_size=Option(
+        int | Sequence | None,
+        None,
+        "pixels, or [height, width]; null: of the images or the checkpoint",
+        COUNT,
+    ),
     progressive=Option(
         Sequence | None, None, "[[epoch, side], ...] of growing training images; see the guide"
     ),

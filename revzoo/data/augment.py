@@ -14,7 +14,7 @@ Policies, rotation, colour and blur are torchvision's transforms, each image by 
 Known limit: the padding is black (zero bytes), as in torchvision's recipes, not the mean colour.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,7 +46,7 @@ class Augment:
 
     Attributes:
         crop_padding: pixels of padding on each side before the random crop; 0 for no crop, None
-            for an eighth of the image's size (the papers' 4 for 32 pixels).
+            for an eighth of the shorter side (the papers' 4 for 32 pixels).
         crop_scale: for images read from files: smallest share of the area in a random resized
             crop. 0.08, from GoogLeNet (Szegedy et al. 2015, arXiv 1409.4842), suits a hundred
             epochs.
@@ -103,9 +103,9 @@ class Augment:
             return options
         return build_dataclass(cls, options or {}, where="augment")
 
-    def padding(self, image_size: int) -> int:
-        """Padding in pixels for images with sides of ``image_size`` pixels."""
-        return image_size // 8 if self.crop_padding is None else self.crop_padding
+    def padding(self, sizes: Sequence[int]) -> int:
+        """Padding in pixels for images of ``sizes`` pixels."""
+        return min(sizes) // 8 if self.crop_padding is None else self.crop_padding
 
     @property
     def mixes(self) -> bool:
@@ -135,8 +135,8 @@ class Augment:
 
         Args:
             pixel_max: largest value of the images.
-            images: pixels (B, C, S, S).
-            masks: none, or uint8 (B, 1, S, S), which rotate with the images; 0 fills their corners.
+            images: pixels (B, C, H, W).
+            masks: none, or uint8 (B, 1, H, W), which rotate with the images; 0 fills their corners.
 
         Returns:
             The images, and the masks.
@@ -154,18 +154,20 @@ class Augment:
         return [images, *masks]
 
     def erase(self, images: Tensor) -> Tensor:
-        """Erase boxes of normalised images (B, C, S, S)."""
+        """Erase boxes of normalised images (B, C, H, W)."""
         if not self.erasing:
             return images
         erasing = v2.RandomErasing(self.erasing)
         return torch.stack([erasing(image) for image in images])
 
-    def draw(self, count: int, size: int, generator: torch.Generator | None = None) -> Tensor:
+    def draw(
+        self, count: int, sizes: Sequence[int], generator: torch.Generator | None = None
+    ) -> Tensor:
         """Draw crops and flips for a batch, on the CPU.
 
         Args:
             count: images in the batch.
-            size: their side in pixels.
+            sizes: their height and width in pixels.
             generator: None for torch's global one.
 
         Returns:
@@ -173,19 +175,19 @@ class Augment:
             ``chunk`` of images.
         """
         draws = -(-count // self.chunk)  # rounded up
-        offsets = torch.randint(2 * self.padding(size) + 1, (2, draws), generator=generator)
+        offsets = torch.randint(2 * self.padding(sizes) + 1, (2, draws), generator=generator)
         flips = torch.rand(1, draws, generator=generator) < 0.5 * self.flip
         return torch.cat([offsets, flips.long()])
 
-    def changes(self, size: int) -> bool:
-        """Whether images with sides of ``size`` pixels are cropped or flipped at all."""
-        return bool(self.padding(size) or self.flip)
+    def changes(self, sizes: Sequence[int]) -> bool:
+        """Whether images of ``sizes`` pixels are cropped or flipped at all."""
+        return bool(self.padding(sizes) or self.flip)
 
     def __call__(self, images: Tensor, draws: Tensor | None = None) -> Tensor:
         """Crop and flip a batch.
 
         Args:
-            images: (B, C, S, S); or volumes (B, C, D, H, W), which are flipped along each axis.
+            images: (B, C, H, W); or volumes (B, C, D, H, W), which are flipped along each axis.
             draws: of :meth:`draw`, on the device of the images; None to draw them now.
 
         Returns:
@@ -193,19 +195,19 @@ class Augment:
         """
         if images.dim() == 5:
             return self._flipped(images)
-        count, channels, size, _ = images.shape
-        if not self.changes(size):
+        count, channels, *sizes = images.shape
+        if not self.changes(sizes):
             return images
         if draws is None:
             # drawn on the CPU: `order.seeded` seeds only its generator
-            draws = self.draw(count, size).to(images.device)
-        padding = self.padding(size)
+            draws = self.draw(count, sizes).to(images.device)
+        padding = self.padding(sizes)
         rows, columns, flips = draws[:, :, None]
-        pixels = torch.arange(size, device=images.device)
-        rows = rows + pixels
-        columns = columns + torch.where(flips.bool(), pixels.flip(0), pixels)
+        down, across = (torch.arange(n, device=images.device) for n in sizes)
+        rows = rows + down
+        columns = columns + torch.where(flips.bool(), across.flip(0), across)
         # of each pixel in its padded image, which has rows of this width
-        source = (rows * (size + 2 * padding))[:, :, None] + columns[:, None, :]
+        source = (rows * (sizes[1] + 2 * padding))[:, :, None] + columns[:, None, :]
         source = source.flatten(1).repeat_interleave(self.chunk, 0)[:count]
         padded = pad(images, (padding,) * 4).flatten(2)
         index = source[:, None].expand(-1, channels, -1)
@@ -223,7 +225,7 @@ class Augment:
         """Apply Mixup or CutMix; with both on, draw one of them. With neither, change nothing.
 
         Args:
-            images: float (B, C, S, S).
+            images: float (B, C, H, W).
             labels: int64 (B,).
             num_classes: number of classes.
 

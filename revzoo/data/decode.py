@@ -17,7 +17,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ IN_SET = "replace or remove it, or set data.on_error=skip; revzoo check DIR list
 Opened: TypeAlias = Image.Image | Tensor
 """A Pillow image of bytes, RGB or grey; or a tensor (C, H, W) of uint8 or uint16."""
 
-_Pixels = TypeVar("_Pixels", bound=Opened)
 _ARRAY, _TIFF = ".npy", (".tif", ".tiff")
 
 log = logging.getLogger(__name__)
@@ -252,17 +251,6 @@ class SkippedFiles:
         return [self._paths[row] for row in self._bad.nonzero().flatten().tolist()]
 
 
-def to_square(image: _Pixels, size: int, crop_pct: float = 1.0) -> _Pixels:
-    """Resize the shorter side to ``size / crop_pct`` pixels, and crop the centre to ``size``.
-
-    ``crop_pct`` is timm's name (R. Wightman) for the share of the shorter side that is kept.
-    """
-    shorter = round(size / crop_pct)
-    if v2f.get_size(image) == [size] * 2 == [shorter] * 2:  # nothing to do: keep every pixel
-        return image
-    return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
-
-
 def to_tensor(image: Opened) -> Tensor:
     """The pixels of an image, (C, H, W) of uint8 or uint16."""
     if isinstance(image, Tensor):
@@ -272,29 +260,15 @@ def to_tensor(image: Opened) -> Tensor:
     return pixels.permute(2, 0, 1)
 
 
-def first_image(
-    files: Files, channels: int, skipped: SkippedFiles | None = None
-) -> tuple[str, Opened]:
-    """The first readable image and its path; the set compares the others with it."""
+def first_image(files: Files, channels: int, skipped: SkippedFiles | None = None) -> Opened:
+    """The first readable image; the set compares the others with it."""
     for row, path in enumerate(files.paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            source = files.source(row)
-            return path, open_image(path, channels, source=source, remedy=IN_SET)
+            return open_image(path, channels, source=files.source(row), remedy=IN_SET)
         except DataError as error:
             if skipped is None:
                 raise
             skipped.add(row, error)
     count = len(files.paths)
     raise DataError(f"none of the {count} images can be read, such as {files.paths[0]}")
-
-
-def side_of(path: str, height: int, width: int) -> int:
-    """The side in pixels of a square image."""
-    if width != height:
-        raise DataError(
-            f"{path} has {width}x{height} pixels: expected a square; "
-            "set data.image_size to a side in pixels to resize and crop the images to it, "
-            "such as data.image_size=64"
-        )
-    return width

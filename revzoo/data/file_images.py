@@ -3,7 +3,7 @@
 Unlike in ``TensorImages``, transforms run per image, in the loader's workers: images of different
 sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He et al.
 2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip for training; for
-evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
+evaluation resize to 256/224 of the crop and cut out the centre.
 """
 
 import time
@@ -29,13 +29,13 @@ from revzoo.data.decode import (
     IN_SET,
     SkippedFiles,
     open_image,
-    to_square,
     to_tensor,
 )
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch, ImageSet, TensorImages
 from revzoo.data.order import hash_seed, seeded
+from revzoo.weights.transforms import cropped
 
 _SAMPLE = 1000  # evenly spaced images for the pixel statistics
 _BLOCK = 256  # images per task of a thread
@@ -60,13 +60,14 @@ class FileImages(ImageSet):
         files: paths and labels.
         classes: names, by label.
         channels: 3 (RGB), 1 (grey), or those of the files.
-        size: side in pixels of the images that are returned.
+        sizes: height and width in pixels of the images that are returned.
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
-        crop_pct: of evaluation, as in ``decode.to_square``.
+        crop_pct: of evaluation, as in ``transforms.cropped``.
         training: whether this set is read for training.
         resize: whether images of other sizes are resized; if False, they raise.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
-        progressive: sizes of the training images by epoch, see :func:`side_in`; None for ``size``.
+        progressive: sizes of the training images by epoch, see :func:`side_in`; None for ``sizes``.
+            A number is the shorter side; the other one keeps the aspect.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
 
@@ -78,7 +79,7 @@ class FileImages(ImageSet):
         *,
         classes: list[str],
         channels: int,
-        size: int,
+        sizes: tuple[int, ...],
         augment: Augment,
         crop_pct: float = IMAGENET_CROP_PCT,
         training: bool = False,
@@ -89,7 +90,7 @@ class FileImages(ImageSet):
     ) -> None:
         self.labels, self.classes = torch.tensor(files.labels), classes
         self.groups = None if files.groups is None else torch.tensor(files.groups)
-        self.in_chans, self.image_size, self.dtype = channels, size, dtype
+        self.in_chans, self.sizes, self.dtype = channels, sizes, dtype
         self._files, self._paths = files, files.paths
         self._rows = torch.arange(len(files.paths))
         if files.shards is not None:
@@ -97,28 +98,38 @@ class FileImages(ImageSet):
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
         self._progressive = progressive
-        # seed (-1 without begin_epoch()) and side, in shared memory: workers outlive an epoch
-        self._epoch = torch.tensor([-1, self._side(0)]).share_memory_()  # type: ignore[no-untyped-call]
-        self._crop = v2.RandomResizedCrop(size, scale=(augment.crop_scale, 1.0), antialias=True)
+        # seed (-1 without begin_epoch()) and sizes, in shared memory: workers outlive an epoch
+        self._epoch = torch.tensor([-1, *self._sizes(0)]).share_memory_()  # type: ignore[no-untyped-call]
+        aspect = sizes[1] / sizes[0]
+        self._crop = v2.RandomResizedCrop(
+            sizes,
+            scale=(augment.crop_scale, 1.0),
+            ratio=(3 / 4 * aspect, 4 / 3 * aspect),  # torchvision's, of a square
+            antialias=True,
+        )
         # Pillow images stay so: only the crop becomes a tensor
         self._augmented = v2.Compose(
             [
-                self._crop if augment.padding(size) else self._uncropped,
+                self._crop if augment.padding(sizes) else self._uncropped,
                 v2.RandomHorizontalFlip(0.5 * augment.flip),
                 *augment.transforms(dtype),
             ]
         )
 
-    def _side(self, epoch: int) -> int:
-        return side_in(epoch, self._progressive) if self._progressive else self.image_size
+    def _sizes(self, epoch: int) -> tuple[int, ...]:
+        """Of the training images in ``epoch``; sides that grow are multiples of 32."""
+        if not self._progressive:
+            return self.sizes
+        scale = side_in(epoch, self._progressive) / min(self.sizes)
+        return tuple(32 * round(n * scale / 32) for n in self.sizes)
 
-    def _evaluated(self, *parts: Any, side: int) -> Any:
+    def _evaluated(self, *parts: Any, sizes: Sequence[int]) -> Any:
         """The parts of an image for evaluation; a single one as it is, as v2 returns it."""
-        out = tuple(to_square(part, side, self._crop_pct) for part in parts)
+        out = tuple(cropped(part, sizes, self._crop_pct) for part in parts)
         return out if len(out) > 1 else out[0]
 
     def _uncropped(self, *parts: Any) -> Any:
-        return self._evaluated(*parts, side=int(self._epoch[1]))
+        return self._evaluated(*parts, sizes=self._epoch[1:].tolist())
 
     def _open(self, row: int) -> tuple[Any, ...]:
         """The parts of an image that are cropped and flipped alike, decoded."""
@@ -130,20 +141,19 @@ class FileImages(ImageSet):
         return self.labels[index]
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (C, S, S), transformed, and its label () or mask (S, S)."""
-        row, (seed, side) = int(self._rows[index]), self._epoch.tolist()
+        """One image (C, H, W), transformed, and its label () or mask (H, W)."""
+        row, (seed, *sizes) = int(self._rows[index]), self._epoch.tolist()
         parts = self._open(row)
         height, width = v2f.get_size(parts[0])
-        if not self._resize and (height, width) != (self.image_size,) * 2:
+        if not self._resize and (height, width) != self.sizes:
             raise DataError(
-                f"images differ in size: {self._paths[row]} has {width}x{height} pixels, "
-                f"{self._paths[0]} {self.image_size}x{self.image_size}: set data.image_size to "
-                "resize them all"
+                f"images differ in size: {self._paths[row]} has height {height} and width {width}, "
+                f"{self._paths[0]} has {self.sizes[0]} and {self.sizes[1]}: set data.image_size to "
+                "a number, or [height,width], to resize and crop them all"
             )
-        if self._training:
-            self._crop.size = [side, side]
+        self._crop.size = sizes
         if not self._training:
-            out = self._evaluated(*parts, side=self.image_size)
+            out = self._evaluated(*parts, sizes=self.sizes)
         elif seed < 0:  # torch's own state decides the crop
             out = self._augmented(*parts)
         else:  # by image: the number of workers must not change the crops
@@ -201,7 +211,7 @@ class FileImages(ImageSet):
 
     def _preparation(self) -> tuple[object, ...]:
         """What decides the pixels besides the files."""
-        return self.in_chans, self.image_size, self._crop_pct, str(self.dtype)
+        return self.in_chans, self.sizes, self._crop_pct, str(self.dtype)
 
     def loaded(self, entry: Path | None = None) -> TensorImages:
         """All readable images in memory, not augmented.
@@ -224,8 +234,7 @@ class FileImages(ImageSet):
         start = time.perf_counter()
         whole = self.subset(torch.arange(len(self)), training=False)
         # filled in place: stacking a list of images would take twice the memory
-        sides = (self.image_size,) * 2
-        images = torch.empty(len(self), self.in_chans, *sides, dtype=self.dtype)
+        images = torch.empty(len(self), self.in_chans, *self.sizes, dtype=self.dtype)
         shape = self.label_shape or self.labels.shape[1:]  # of a mask, or several labels
         labels = torch.empty(len(self), *shape, dtype=self.labels.dtype)
         kept = torch.zeros(len(self), dtype=torch.bool)
@@ -257,7 +266,7 @@ class FileImages(ImageSet):
         return {**found, "images": images[kept], "kept": kept}
 
     def begin_epoch(self, seed: int, epoch: int) -> None:
-        self._epoch.copy_(torch.tensor([seed, self._side(epoch)]))
+        self._epoch.copy_(torch.tensor([seed, *self._sizes(epoch)]))
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, prepared for evaluation."""

@@ -7,6 +7,7 @@ and kept in memory if, decoded and resized, it takes at most ``cache_bytes`` (60
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any, Unpack
 import torch
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import check_choice, check_count, is_count
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, side_of, to_tensor
+from revzoo._checks import Size, check_choice, check_count, is_count, sides_of
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, to_tensor
 from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages, Points
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 class ReadingOptions(LoadingOptions, total=False):
     """The options of ``ImageFolder`` besides its folder, which its subclasses pass on."""
 
-    image_size: int | None
+    image_size: Size | None
     progressive: Points | None
     in_chans: int
     cache_bytes: int
@@ -49,13 +50,13 @@ class ImageFolder(ImageData):
         root: folder with ``train/`` and, optionally, ``val/`` and ``test/``. Without ``val/`` a
             share of the training images is held back. To evaluate a checkpoint, only the evaluated
             split must exist.
-        image_size: side in pixels; images are resized (shorter side) and cropped (centre) to it.
-            None for the size in the evaluated checkpoint; in training, for the size of the images,
-            if all are square and equally large.
+        image_size: in pixels, the side of a square or ``[height, width]``; images are resized with
+            their aspect until they cover it, and cropped (centre). None for the size in the
+            evaluated checkpoint; in training, for the size of the images, if all are equally large.
         progressive: sizes of the training images by epoch, such as ``[(11, 160), (13, 192)]``:
-            160 pixels up to epoch 11 (from 0), 192 from epoch 13, between them interpolated and
-            rounded to a multiple of 32. Needs ``image_size``, of the evaluation, and reads the
-            files in each epoch. None for ``image_size``.
+            the shorter side has 160 pixels up to epoch 11 (from 0), 192 from epoch 13, between them
+            interpolated; both sides are rounded to multiples of 32. Needs ``image_size``, of the
+            evaluation, and reads the files in each epoch. None for ``image_size``.
         in_chans: 3 for RGB, 1 for grey: images of 8 bits are converted. Any other number must be
             the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
@@ -67,15 +68,15 @@ class ImageFolder(ImageData):
         max_errors: largest number of skipped images per split and training process.
         **loading: see ``ImageData``. Images read from files get a random resized crop
             (``augment.crop_scale``) instead of a padded one; ``augment.crop_padding=0`` switches it
-            off. For evaluation their shorter side is resized to 256/224 of ``image_size`` and the
-            centre cropped. A checkpoint is always evaluated with the crop of its training.
+            off. For evaluation they are resized to cover 256/224 of ``image_size`` and the centre
+            cropped. A checkpoint is always evaluated with the crop of its training.
     """
 
     def __init__(
         self,
         root: str | Path,
         *,
-        image_size: int | None = None,
+        image_size: Size | None = None,
         progressive: Points | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
@@ -85,10 +86,9 @@ class ImageFolder(ImageData):
         **loading: Unpack[LoadingOptions],
     ) -> None:
         super().__init__(**loading)
-        if image_size is not None:
-            check_count("image_size", image_size)
+        wanted = None if image_size is None else sides_of("image_size", image_size)
         if progressive is not None:
-            _check_progressive(progressive, image_size)
+            _check_progressive(progressive, wanted)
         check_count("in_chans", in_chans)
         check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
@@ -98,11 +98,11 @@ class ImageFolder(ImageData):
         self._entries: dict[str, Path | None] = {}  # of each split in the cache
         self.on_error, self.max_errors = on_error, max_errors
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
-        # the base class sets image_size and in_chans once the images are known
-        self._wanted_size, self._wanted_chans = image_size, in_chans
+        # the base class sets sizes and in_chans once the images are known
+        self._wanted_sizes, self._wanted_chans = wanted, in_chans
         self._progressive = progressive
         self._tree: Tree | None = None
-        self._found: tuple[str, list[int], torch.dtype] | None = None  # see _first
+        self._found: tuple[list[int], torch.dtype] | None = None  # see _first
 
     @property
     def notes(self) -> list[str]:
@@ -114,9 +114,9 @@ class ImageFolder(ImageData):
 
     @property
     def shape(self) -> dict[str, Any]:
-        side, _ = self.preparation()
+        sizes, _ = self.preparation()
         found = {"num_classes": len(self.listing().classes), "in_chans": self._wanted_chans}
-        return {**found, "sizes": (side, side)}
+        return {**found, "sizes": sizes}
 
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)
@@ -131,8 +131,8 @@ class ImageFolder(ImageData):
             if split == "train":
                 raise self._no_training()
             return None
-        size, crop_pct = self.preparation()
-        fits, resize = crop_pct == 1 and self._fits(size), self._target_size is not None
+        sizes, crop_pct = self.preparation()
+        fits, resize = crop_pct == 1 and self._fits(sizes), self._target_sizes is not None
         if not (fits or resize):
             raise DataError(
                 f"the images of {self._where} take more than "
@@ -143,12 +143,12 @@ class ImageFolder(ImageData):
             tree.splits[split],
             classes=tree.classes,
             channels=self._wanted_chans,
-            size=size,
+            sizes=sizes,
             augment=self.augment,
             crop_pct=crop_pct,
             training=split == "train",
             resize=resize,
-            dtype=self._first[2],
+            dtype=self._first[1],
             progressive=self._progressive,
             skipped=self._skipped.get(split),
         )
@@ -160,27 +160,28 @@ class ImageFolder(ImageData):
     def _make(self, files: Files, **options: Any) -> FileImages:
         return FileImages(files, **options)
 
-    def preparation(self) -> tuple[int, float]:
-        size = self._target_size or side_of(self._first[0], *self._first[1])
+    def preparation(self) -> tuple[tuple[int, ...], float]:
+        sizes = self._target_sizes or tuple(self._first[0])
         # a checkpoint's crop wins: evaluation must prepare images as training did
         crop_pct = self._restored.get("crop_pct")
         if crop_pct is None:
-            crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
-        return size, crop_pct
+            crop_pct = 1.0 if self._fits(sizes) else IMAGENET_CROP_PCT
+        return sizes, crop_pct
 
     @property
-    def _first(self) -> tuple[str, list[int], torch.dtype]:
-        """The path of the first readable image, its height and width, the dtype of its pixels."""
+    def _first(self) -> tuple[list[int], torch.dtype]:
+        """Height and width of the first readable image, and the dtype of its pixels."""
         split, files = next(iter(self.listing().splits.items()))
         if self._found is None:
             skipped = self._skipped.get(split)
-            path, image = first_image(files, self._wanted_chans, skipped)
-            self._found = path, v2f.get_size(image), to_tensor(image).dtype
+            image = first_image(files, self._wanted_chans, skipped)
+            self._found = v2f.get_size(image), to_tensor(image).dtype
         return self._found
 
     @property
-    def _target_size(self) -> int | None:
-        return self._wanted_size or self._restored.get("image_size")
+    def _target_sizes(self) -> tuple[int, ...] | None:
+        trained = self._restored.get("image_size")
+        return self._wanted_sizes or (sides_of("image_size", trained) if trained else None)
 
     def listing(self) -> Tree:
         """The images of all splits, without reading them."""
@@ -214,16 +215,16 @@ class ImageFolder(ImageData):
         """The unreadable images so far, in this process and its workers."""
         return [path for skipped in self._skipped.values() for path in skipped.files()]
 
-    def _fits(self, size: int) -> bool:
+    def _fits(self, sizes: Sequence[int]) -> bool:
         if self._progressive:  # a set in memory has one size
             return False
         # all splits, loaded or not: one stage must not change the preparation of others
         images = sum(len(files.paths) for files in self.listing().splits.values())
-        return images * self._pixel_bytes() * size * size <= self.cache_bytes
+        return images * self._pixel_bytes() * math.prod(sizes) <= self.cache_bytes
 
     def _pixel_bytes(self) -> int:
         """What a pixel with its channels takes in memory."""
-        return self._wanted_chans * self._first[2].itemsize
+        return self._wanted_chans * self._first[1].itemsize
 
     def digest(self) -> str:
         return fingerprint(self.listing())
@@ -235,10 +236,10 @@ class ImageFolder(ImageData):
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"
 
 
-def _check_progressive(points: Points, image_size: int | None) -> None:
-    if image_size is None:
+def _check_progressive(points: Points, sizes: tuple[int, ...] | None) -> None:
+    if sizes is None:
         raise ValueError(
-            f"data.progressive={points} without data.image_size: set the side of the images for "
+            f"data.progressive={points} without data.image_size: set the size of the images for "
             "evaluation, such as data.image_size=224"
         )
     pairs = all(isinstance(point, Sequence) and len(point) == 2 for point in points)

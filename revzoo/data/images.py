@@ -3,7 +3,7 @@
 A ``DataLoader`` reads torch's ``TensorDataset`` image by image and collates. Its fetcher prefers
 ``__getitems__``, which returns the whole batch here; ``as_is`` is the collate function.
 
-Shapes: N images in all, B in a batch, C channels, S pixels a side.
+Shapes: N images in all, B in a batch, C channels, H and W pixels.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from revzoo.data.normalise import Normalisation
 
 Batch = tuple[Tensor, Tensor]
-"""Images uint8 or uint16 (B, C, S, S), and labels int64 (B,) or masks uint8 (B, S, S), in which 255
+"""Images uint8 or uint16 (B, C, H, W), and labels int64 (B,) or masks uint8 (B, H, W), in which 255
 does not count; or float32 (B, K): each of K labels (0 or 1), or K targets of a regression. Volumes
 have three sizes, (B, C, D, H, W), and may be float32."""
 
@@ -33,7 +33,7 @@ class ImageSet(Dataset[Batch]):
     """A set of images: :class:`TensorImages`, or ``FileImages`` in ``file_images.py``.
 
     Attributes:
-        labels: int64 (N,), or masks uint8 (N, S, S) with a class for each pixel, or float32 (N, K).
+        labels: int64 (N,), or masks uint8 (N, H, W) with a class for each pixel, or float32 (N, K).
         classes: names, by label.
         groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
             if each image is its own.
@@ -41,7 +41,7 @@ class ImageSet(Dataset[Batch]):
             account. None if each image is a file.
         window: number of shards whose images are shuffled together.
         in_chans: C.
-        image_size: S, in pixels.
+        sizes: H and W, or the sides of the patch of a volume.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
         in_memory: True if reading a batch is one indexing operation. Other sets augment training
             images themselves, when they read them.
@@ -53,17 +53,12 @@ class ImageSet(Dataset[Batch]):
     shards: Tensor | None = None
     window: int = 1
     in_chans: int
-    image_size: int
+    sizes: tuple[int, ...]
     dtype: torch.dtype = torch.uint8
     in_memory: bool
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sides of an image, or of the patch of a volume."""
-        return (self.image_size,) * 2
 
     def normalisation(self) -> Normalisation:
         """The mean and the deviation of the pixels."""
@@ -75,7 +70,7 @@ class ImageSet(Dataset[Batch]):
         return self.labels if self.labels.dim() == 1 else torch.zeros(len(self), dtype=torch.long)
 
     def __getitem__(self, index: int) -> Batch:
-        """One image (C, S, S) and its label ()."""
+        """One image (C, H, W) and its label ()."""
         raise NotImplementedError
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
@@ -86,7 +81,7 @@ class ImageSet(Dataset[Batch]):
         """Seed the augmentation of an epoch, if the set augments its images itself."""
 
     def sample(self) -> Tensor:
-        """Images (n, C, S, S), not augmented, to measure pixel statistics on."""
+        """Images (n, C, H, W), not augmented, to measure pixel statistics on."""
         raise NotImplementedError
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
@@ -98,7 +93,7 @@ class TensorImages(ImageSet):
     """Images held in memory; the data module augments whole batches.
 
     Args:
-        images: uint8 or uint16 (N, C, S, S), or volumes (N, C, D, H, W).
+        images: uint8 or uint16 (N, C, H, W), or volumes (N, C, D, H, W).
         labels: int64 (N,), or masks uint8 of the images' sizes.
         classes: names, by label.
     """
@@ -111,12 +106,8 @@ class TensorImages(ImageSet):
         assert len(images) == len(labels)
         self._images, self._rows = images, torch.arange(len(images))
         self.labels, self.classes = labels, classes
-        self.in_chans, self.image_size = images.shape[1], images.shape[-1]
+        self.in_chans, self.sizes = images.shape[1], tuple(images.shape[2:])
         self.dtype = images.dtype
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(self._images.shape[2:])
 
     def __getitem__(self, index: int) -> Batch:
         return self._images[self._rows[index]], self.labels[index]

@@ -71,7 +71,7 @@ class MaskImages(FileImages):
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        return (self.image_size,) * 2
+        return self.sizes
 
     def _open(self, row: int) -> tuple[Any, ...]:
         """The image, and its mask with labels one higher: 0, of the padding, does not count."""
@@ -98,7 +98,7 @@ class MaskImages(FileImages):
         return *super()._preparation(), self._table.tobytes()
 
     def mask_sample(self) -> Tensor:
-        """Labels uint8 (n, S, S) of up to 1,000 evenly spaced images."""
+        """Labels uint8 (n, H, W) of up to 1,000 evenly spaced images."""
         return self._sampled()[1]
 
     def classes_seen(self) -> list[int]:
@@ -194,7 +194,7 @@ class Masks(ImageFolder):
 
     @property
     def train_labels(self) -> Tensor:
-        """Masks uint8 (n, S, S); of a set read from files, up to 1,000 evenly spaced ones."""
+        """Masks uint8 (n, H, W); of a set read from files, up to 1,000 evenly spaced ones."""
         train = self._images("train")
         return train.mask_sample() if isinstance(train, MaskImages) else train.labels
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from revzoo._checks import check_choice, check_count, check_number, shortened
+from revzoo._checks import check_choice, check_count, check_number, short_size, shortened
 from revzoo.data.augment import WITHOUT_MASKS, Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
@@ -100,9 +100,8 @@ class ImageData(pl.LightningDataModule, ABC):
 
     Attributes:
         classes: class names by label, after ``setup("fit")``.
-        num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
-            pixels.
-        sizes: likewise: the sides of an image, or of a volume's patch.
+        num_classes, in_chans, sizes: also after ``setup("fit")``; sizes are height and width in
+            pixels, or the three sides of a volume's patch.
         identity: number of images to train with, to validate with, and their :meth:`digest`; also
             after ``setup("fit")``.
         poisson: whether training batches are drawn independently, for private training; set it
@@ -121,7 +120,6 @@ class ImageData(pl.LightningDataModule, ABC):
 
     classes: list[str]
     in_chans: int
-    image_size: int
     sizes: tuple[int, ...]
     normalisation: Normalisation
     _measured: Normalisation
@@ -158,7 +156,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self._place = ""  # the line about the place of the images
         self._epoch_draws: tuple[Any, Tensor] | None = None  # of which epoch, and its draws
         self._sets: dict[Split, ImageSet] = {}
-        self._read_with: tuple[int | None, float] | None = None  # the preparation of these sets
+        self._read_with: tuple[Any, float] | None = None  # the preparation of these sets
         self._stage: str | None = None  # of the last setup
         # The state of a run. Evaluation after training needs it, so it lasts until the next
         # training begins.
@@ -183,11 +181,11 @@ class ImageData(pl.LightningDataModule, ABC):
         labels = (self._images(split).labels.numpy().tobytes() for split in ("train", "val"))
         return hashlib.sha256(b"".join(labels)).hexdigest()
 
-    def preparation(self) -> tuple[int | None, float]:
-        """The arguments of ``decode.to_square``, which brings images to one size.
+    def preparation(self) -> tuple[tuple[int, ...] | None, float]:
+        """The arguments of ``transforms.cropped``, which brings images to one size.
 
         Returns:
-            Side in pixels (None: the images keep their size), and ``crop_pct``.
+            Sizes in pixels (None: the images keep theirs), and ``crop_pct``.
         """
         return None, 1.0
 
@@ -359,8 +357,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return [*islice((i for i in range(self.num_classes) if (labels == i).any()), 2)]
 
     def _describe(self, images: ImageSet) -> None:
-        self.classes, self.in_chans = images.classes, images.in_chans
-        self.image_size, self.sizes = images.image_size, images.sizes
+        self.classes, self.in_chans, self.sizes = images.classes, images.in_chans, images.sizes
         if images.dtype == torch.uint16:
             self.pixel_max = 2**16 - 1
 
@@ -435,7 +432,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
-        """Pixels (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
+        """Pixels (B, C, H, W) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
         # images from files are cropped and flipped when they are read
         if training and (train is None or train.in_memory):
@@ -444,7 +441,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return self.augment.erase(images) if training else images
 
     def shown(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, S, S) as pixels in [0, 1], for pictures."""
+        """Normalised images (B, C, H, W) as pixels in [0, 1], for pictures."""
         return (self.normalisation.inverse(images) / self.pixel_max).clamp(0, 1)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -475,7 +472,7 @@ class ImageData(pl.LightningDataModule, ABC):
             if draws is None:
                 images = self.transform(images, training=True)
             else:  # again, so that the numbers of Mixup and CutMix follow them as elsewhere
-                self.augment.draw(len(images), self.image_size)
+                self.augment.draw(len(images), self.sizes)
             return self.augment.mix(images, labels, num_classes=self.num_classes)
 
     def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
@@ -485,7 +482,7 @@ class ImageData(pl.LightningDataModule, ABC):
             return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
         if self._images("train").in_memory:
             if draws is None:
-                draws = self.augment.draw(len(images), self.image_size).to(images.device)
+                draws = self.augment.draw(len(images), self.sizes).to(images.device)
             # one more than the class: 0 is the padding, and wraps 255
             masks = self.augment((masks + 1).unsqueeze(1), draws)
             images = self.augment(images, draws)
@@ -500,13 +497,13 @@ class ImageData(pl.LightningDataModule, ABC):
         resident = isinstance(self._sets.get("train"), DeviceImages)
         own = own or bool(self.augment.single or self.augment.erasing)  # these draw as they run
         own = own or len(self.sizes) > 2  # so do volumes
-        if not resident or self.poisson or own or not self.augment.changes(self.image_size):
+        if not resident or self.poisson or own or not self.augment.changes(self.sizes):
             return None
         seed, batches = self._order_seed or 0, int(trainer.num_training_batches)
         epoch = (seed, trainer.current_epoch, batches, len(images), images.device)
         if self._epoch_draws is None or self._epoch_draws[0] != epoch:
             seeds = [batch_seed(seed, trainer, batch) for batch in range(batches)]
-            draws = draws_of_epoch(self.augment, len(images), self.image_size, seeds)
+            draws = draws_of_epoch(self.augment, len(images), self.sizes, seeds)
             self._epoch_draws = epoch, draws.to(images.device)
         return self._epoch_draws[1][batches_of_epoch(trainer)]
 
@@ -543,7 +540,7 @@ class ImageData(pl.LightningDataModule, ABC):
             **({"targets": targets} if (targets := self.targets) else {}),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
-            "image_size": self.image_size,
+            "image_size": short_size(self.sizes),
             "in_chans": self.in_chans,
             "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,

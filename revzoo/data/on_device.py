@@ -84,17 +84,19 @@ def placed(
     return there, f"{total} of images are on {device}"
 
 
-def draws_of_epoch(augment: Augment, count: int, size: int, seeds: Sequence[int]) -> Tensor:
+def draws_of_epoch(
+    augment: Augment, count: int, sizes: Sequence[int], seeds: Sequence[int]
+) -> Tensor:
     """The crops and flips of an epoch, ``(batches, 3, draws)``; see ``Augment.draw``.
 
     Args:
         augment: whose draws.
         count: images in a batch.
-        size: side of the images in pixels.
+        sizes: height and width of the images in pixels.
         seeds: of the batches.
     """
     generator = torch.Generator()
-    return torch.stack([augment.draw(count, size, generator.manual_seed(s)) for s in seeds])
+    return torch.stack([augment.draw(count, sizes, generator.manual_seed(s)) for s in seeds])
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -70,7 +70,7 @@ def register_transform(name: str, build: Callable[[], Callable[..., Any]]) -> No
     Args:
         name: a new name.
         build: a class or function without arguments, which returns the transform. It takes and
-            returns an image: bytes (C, S, S), or a Pillow image if the set is read from its files;
+            returns an image: bytes (C, H, W), or a Pillow image if the set is read from its files;
             floats in [0, 1] for images of 16 bits. With masks it also takes and returns a
             ``tv_tensors.Mask`` of labels one higher, in which 0 does not count. Transforms of
             ``torchvision.transforms.v2`` take all of these. Draw from torch's random numbers: they

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from revzoo._checks import is_count, is_number, shortened
+from revzoo._checks import counts_of, is_count, is_number, shortened
 from revzoo.data.errors import DataError
 
 _COUNTS = {"train": "to train", "val": "to validate"}
@@ -43,13 +43,13 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
         )
 
     names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    pixel_max, side, crop = (state.get(n) for n in ("pixel_max", "image_size", "crop_pct"))
+    pixel_max, size, crop = (state.get(n) for n in ("pixel_max", "image_size", "crop_pct"))
     valid = {
         "classes": names and 0 < len(classes) == (num_classes or len(classes)),
         "pixel_max": "pixel_max" not in state or (is_number(pixel_max) and 0 < pixel_max < inf),
         "normalisation": numbers(scales, channels),
         "in_chans": stored is None or (is_count(stored) and stored == channels),
-        "image_size": side is None or is_count(side),
+        "image_size": size is None or bool(counts_of(size, repeat=1)),
         "targets": "targets" not in state or (names and numbers(state["targets"], len(classes))),
         "crop_pct": crop is None or (is_number(crop) and 0 < crop <= 1),
     }

@@ -248,7 +248,7 @@ class VolumeImages(ImageSet):
         training: bool = False,
     ) -> None:
         self._cases, self._facts, self._rows = cases, facts, torch.arange(len(cases))
-        self.classes, self.in_chans, self.image_size = classes, len(cases[0].images), max(patch)
+        self.classes, self.in_chans, self.sizes = classes, len(cases[0].images), patch
         self._patch, self._patches, self._window = patch, patches, window
         self._training = training
         self.labels = torch.zeros(len(cases), dtype=torch.long)  # the masks stay on the disk
@@ -257,10 +257,6 @@ class VolumeImages(ImageSet):
             self.groups = torch.tensor([groups[case.group] for case in cases])
         # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self._patch
 
     @property
     def strata(self) -> Tensor:

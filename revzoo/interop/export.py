@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from revzoo._checks import is_count, package_needed
+from revzoo._checks import Size, is_count, package_needed
 from revzoo._files import replacing
 from revzoo.core.modes import set_memory
 from revzoo.layers.orthogonal import OrthogonalMix
@@ -44,7 +44,7 @@ TOLERANCE = 1e-4  # of the largest logit; another order of float32 sums costs 1e
 _FILE_FIELDS = ("sha256", "file")
 
 Predictor = Callable[[Tensor], Tensor]
-"""Images (B, C, S, S) to logits (B, num_classes)."""
+"""Images (B, C, H, W) to logits (B, num_classes)."""
 
 
 class ExportError(ValueError):
@@ -57,20 +57,20 @@ class Export:
 
     Attributes:
         network: made by ``create_model``.
-        image_size: side of the images in pixels; None for the architecture's default.
+        image_size: side of the images in pixels, or (height, width); None for the architecture's.
         batch: images per call; None for any number.
         opset: ONNX operator set; None for the exporter's default.
         facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`, such as ``classes``.
     """
 
     network: ImageNetwork
-    image_size: int | None = None
+    image_size: Size | None = None
     batch: int | None = None
     opset: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def images(self, batch: int) -> Tensor:
-        """Random images ``(batch, C, S, S)``; a batch size always gives the same images."""
+        """Random images ``(batch, C, H, W)``; a batch size always gives the same images."""
         generator = torch.Generator().manual_seed(batch)
         return torch.randn(self.network.batch_shape(batch, self.image_size), generator=generator)
 

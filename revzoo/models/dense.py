@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_count
+from revzoo._checks import check_count, size_word
 from revzoo.core.invertible import State, Step, as_state
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, feature_infos
@@ -94,13 +94,13 @@ class DenseNetwork(ImageNetwork):
         fits = all(n > 0 and not n % m for n, m in zip(sizes, multiples, strict=True))
         if fits and math.prod(coarsest) > 1:
             return
-        least = max(multiples)
-        near = max(2 * least, round(sizes[0] / least) * least)
+        near = [max(2 * m, round(n / m) * m) for n, m in zip(sizes, multiples, strict=True)]
+        remedy = f" (of data=masks: data.image_size={size_word(near)})" if len(sizes) == 2 else ""
         raise ImageSizeError(
             f"images of {' x '.join(map(str, sizes))}: expected positive multiples of "
             f"{' x '.join(map(str, multiples))}, and more than one position in the coarsest map",
-            "; pad or crop the images",
-            side=near,
+            f"; pad or crop the images{remedy}",
+            sizes=near,
         )
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice, check_count, check_probability, is_count
+from revzoo._checks import check_choice, check_count, check_probability, is_count, size_word
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -88,11 +88,11 @@ class ImageSizeError(ValueError):
     Args:
         reason: what was got and what is expected.
         remedy: the end of the message; commands replace it, since their options have other names.
-        side: the nearest side in pixels that the network takes.
+        sizes: the nearest sides in pixels that the network takes.
     """
 
-    def __init__(self, reason: str, remedy: str, *, side: int) -> None:
-        self.reason, self.side = reason, side
+    def __init__(self, reason: str, remedy: str, *, sizes: Sequence[int]) -> None:
+        self.reason, self.sizes = reason, sizes
         super().__init__(reason + remedy)
 
 
@@ -475,12 +475,13 @@ class ConvolutionalClassifier(ImageNetwork):
     def check_size(self, height: int, width: int) -> None:
         multiple = self.variant.size_multiple
         if height < 1 or width < 1 or height % multiple or width % multiple:
-            near = max(multiple, round(height / multiple) * multiple)
+            near = [max(multiple, round(n / multiple) * multiple) for n in (height, width)]
+            remedy = f"data.image_size={size_word(near)}"
             raise ImageSizeError(
                 f"images of {height} x {width} pixels: expected height and width to be positive "
                 f"multiples of {multiple}, since this model {self.size_reason}",
-                f"; resize or pad the images (a folder of images: data.image_size={near})",
-                side=near,
+                f"; resize or pad the images (a folder of images: {remedy})",
+                sizes=near,
             )
 
 

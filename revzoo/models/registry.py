@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import nn
 
-from revzoo._checks import check_choice, check_new_name, did_you_mean, keyword_names
+from revzoo._checks import Size, check_choice, check_new_name, did_you_mean, keyword_names
 from revzoo._libraries import check_library_name, matching_names, unknown_model
 from revzoo.core.modes import set_memory
 from revzoo.layers.make_reversible import (
@@ -257,7 +257,7 @@ def create_model(
     allow_nonfinite: bool = False,
     reversible_bits: int | Literal["auto"] | None = None,
     reversible_runs: str | Sequence[str] | None = None,
-    reversible_size: int | None = None,
+    reversible_size: Size | None = None,
     **keywords: Any,
 ) -> ImageNetwork | FeatureNet:
     """Create a model in training mode, randomly initialised or with trained weights.
@@ -288,7 +288,7 @@ def create_model(
         reversible_runs: ``"paying"`` for the runs that save memory, so the others stay plain;
             ``"checkpoint"`` recomputes the others; ``"all"`` converts all. None for the runs of a
             saved model, or those that pay. A saved model lists its runs here.
-        reversible_size: side in pixels of the images for which runs must pay; None for the model's
+        reversible_size: size in pixels of the images for which runs must pay; None for the model's
             ``image_size``.
         keywords: arguments of the network's class, or fields of its row:
 
@@ -457,15 +457,14 @@ def _convert(model: ImageNetwork, named: NamedModel, keywords: Mapping[str, Any]
         )
 
 
-def _make_reversible(model: ImageNetwork, bits: Any, runs: str, size: int | None) -> None:
+def _make_reversible(model: ImageNetwork, bits: Any, runs: str, size: Size | None) -> None:
     """Make ``runs`` of the blocks reversible; those must pay for images of ``size`` pixels."""
     check_choice("reversible_runs", runs, RUNS)
     if runs == "all":
         make_reversible(model, bits)
         return
-    side = model.image_size if size is None else size
-    model.check_size(side, side)
-    shape = (2, model.in_chans, side, side)
+    shape = model.batch_shape(2, size)
+    model.check_size(*shape[2:])
     make_reversible(model, bits, input_shape=shape, checkpoint=runs == "checkpoint")
 
 
@@ -485,7 +484,7 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
     if bits is not None and reversible_blocks(model):
         set_bits(model, bits)
     elif bits is not None:
-        _make_reversible(model, bits, "paying", model.facts.get("input_size", (None,))[-1])
+        _make_reversible(model, bits, "paying", model.trained_size)
     elif reversible_blocks(model):  # None is right for a plain network, too
         make_reversible(model, None)
 

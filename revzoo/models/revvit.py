@@ -206,13 +206,13 @@ class TokenNetwork(ImageNetwork):
 
     def check_size(self, height: int, width: int) -> None:
         if (height, width) != (size := self.image_size, size):  # each patch has a learned position
+            other = f"create it with img_size={height} (model.img_size={height})"
             raise ImageSizeError(
                 f"images of {height} x {width} pixels: expected {size} x {size}, for which this "
                 "model was created",
-                f"; resize them (a folder of images: data.image_size={size}), or create it with "
-                f"img_size={height} (model.img_size={height})"
-                + (" (images must be square)" if height != width else ""),
-                side=size,
+                f"; resize them (a folder of images: data.image_size={size}), or "
+                + (other if height == width else "take another model: this one takes squares only"),
+                sizes=(size, size),
             )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import Size, short_size, sides_of
 from revzoo._files import json_bytes, write_together
 from revzoo.core.invertible import evaluation_mode, steps_in
 from revzoo.core.modes import memory
@@ -94,22 +95,24 @@ class SavableNetwork(nn.Module):
 
     @property
     @abstractmethod
-    def image_size(self) -> int:
-        """Side in pixels of the images in the architecture's publication."""
+    def image_size(self) -> Size:
+        """Size in pixels of the images in the architecture's publication: the side of a square."""
 
-    def batch_shape(self, batch: int, side: int | None = None) -> tuple[int, ...]:
-        """The shape of ``batch`` images whose sides are ``side``, or :attr:`image_size`."""
-        return (batch, self.in_chans, *[side or self.image_size] * self.dims)
+    def batch_shape(self, batch: int, size: Size | None = None) -> tuple[int, ...]:
+        """The shape of ``batch`` images of ``size`` pixels, or of :attr:`image_size`."""
+        sides = sides_of("size", self.image_size if size is None else size, self.dims)
+        return (batch, self.in_chans, *sides)
 
-    def transforms(self, size: int | None = None) -> v2.Compose:
+    def transforms(self, size: Size | None = None) -> v2.Compose:
         """The transform from an image to an input, as in the evaluation of the weights.
 
         Args:
-            size: side of the result in pixels; None for the size in the weights.
+            size: of the result in pixels, the side of a square or (height, width); None for the
+                size in the weights.
 
         Returns:
             A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
-            floats in [0, 1], to float32 (..., C, size, size).
+            floats in [0, 1], to float32 (..., C, height, width).
 
         Raises:
             ValueError: the ``mean`` and ``std`` of the weights are unknown.
@@ -134,13 +137,17 @@ class SavableNetwork(nn.Module):
                 f"this network takes {self.in_chans} channels, its weights were trained on "
                 f"{len(facts['mean'])}: normalise the images yourself"
             )
-        side = size or facts.get("input_size", (self.image_size,))[-1]
         return eval_transforms(
-            input_size=(self.in_chans, side, side),
+            input_size=self.batch_shape(1, size or self.trained_size)[1:],
             mean=facts["mean"],
             std=facts["std"],
             crop_pct=facts.get("crop_pct"),
         )
+
+    @property
+    def trained_size(self) -> Size | None:
+        """Size in pixels of the images of the weights; None if it is unknown."""
+        return short_size(sizes) if (sizes := self.facts.get("input_size", ())[1:]) else None
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -197,7 +204,7 @@ def pack(
         "name": architecture,
         "options": options,
         "num_classes": network.num_classes,
-        "input_size": (network.in_chans, network.image_size, network.image_size),
+        "input_size": network.batch_shape(1)[1:],
         **_known(network, given=facts),
         **facts,
     }
@@ -231,9 +238,8 @@ def _check_description(network: SavableNetwork, spec: Spec) -> None:
         ) from None
     like = next(network.parameters())
     created.to(like.device, like.dtype).load_state_dict(state)
-    side = network.facts.get("input_size", (None,))[-1]
     generator = torch.Generator().manual_seed(0)
-    image = torch.randn(network.batch_shape(1, side), generator=generator).to(like)
+    image = torch.randn(network.batch_shape(1, network.trained_size), generator=generator).to(like)
     both = zip(_outputs(network, image), _outputs(created, image), strict=True)
     off = [float((a - b).abs().max() / a.abs().max().clamp(1e-6)) for a, b in both]
     if not all(error <= TOLERANCE for error in off):  # also for NaN

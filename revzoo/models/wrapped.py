@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_count
+from revzoo._checks import Size, check_count, short_size, sides_of, size_word
 from revzoo._libraries import LIBRARIES, check_library_name
 from revzoo.core.invertible import NotInvertibleError, label_steps, steps_in
 from revzoo.core.modes import mode_of, set_memory
@@ -79,29 +79,29 @@ class WrappedNetwork(ImageNetwork):
         return tuple(self._heads)
 
     @property
-    def image_size(self) -> int:
-        """Side in pixels of the only images that the network takes; 224 if it takes any."""
+    def image_size(self) -> Size:
+        """Size in pixels of the only images that the network takes; 224 if it takes any."""
         return self._fixed_size or 224
 
     @property
-    def _fixed_size(self) -> int | None:
-        """Side in pixels of the only images that the network takes; None if it takes any."""
+    def _fixed_size(self) -> Size | None:
+        """Size in pixels of the only images that the network takes; None if it takes any."""
         size = getattr(self.net, "image_size", None)  # torchvision's ViT, and own modules
         embed = getattr(self.net, "patch_embed", None)  # timm's
         if size is None and getattr(embed, "strict_img_size", False):
             size = getattr(embed, "img_size", None)
-        return size[0] if isinstance(size, (tuple, list)) else size
+        return None if size is None else short_size(sides_of("image_size", size))
 
     def check_size(self, height: int, width: int) -> None:
         """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
-        fixed = self._fixed_size
-        if fixed is None or (height, width) == (fixed, fixed):
+        fixed = sides_of("image_size", self._fixed_size or (height, width))
+        if (height, width) == fixed:
             return
         raise ImageSizeError(
-            f"images of {height} x {width} pixels: expected {fixed} x {fixed}",
+            f"images of {height} x {width} pixels: expected {fixed[0]} x {fixed[1]}",
             f"; {self._other_size(height, width)}"
-            f"resize the images (a folder of images: data.image_size={fixed})",
-            side=fixed,
+            f"resize the images (a folder of images: data.image_size={size_word(fixed)})",
+            sizes=fixed,
         )
 
     def _other_size(self, height: int, width: int) -> str:
@@ -435,8 +435,8 @@ class LibraryNetwork(WrappedNetwork):
         return self._name
 
     @property
-    def image_size(self) -> int:
-        """Side in pixels that the weights need, or that the library used in training."""
+    def image_size(self) -> Size:
+        """Size in pixels that the weights need, or that the library used in training."""
         config = getattr(self.net, "pretrained_cfg", {})  # timm's; torchvision trains with 224
         return self._fixed_size or int(config.get("input_size", (224,))[-1])
 

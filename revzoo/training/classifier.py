@@ -562,13 +562,12 @@ def saved_data(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
     """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
-    size = data_state.get("image_size") or network.image_size
     task, targets = data_state.get("task", Classifier.task), data_state.get("targets") or {}
     return {
         "classes": tuple(data_state["classes"]),
         **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
         "crop_pct": data_state.get("crop_pct"),
-        "input_size": (network.in_chans, size, size),
+        "input_size": network.batch_shape(1, data_state.get("image_size"))[1:],
         **({} if task == Classifier.task else {"task": task}),
         **{f"target_{name}": tuple(values) for name, values in targets.items()},
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import check_count
+from revzoo._checks import Size, check_count, sides_of
 from revzoo.core.invertible import evaluation_mode
 from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
@@ -24,6 +24,7 @@ from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
 from revzoo.training.tta import flipped_mean
 from revzoo.training.windows import by_windows
+from revzoo.weights.transforms import covering
 
 Input: TypeAlias = str | Path | Image.Image | Tensor
 """A file, a Pillow image, or a tensor (C, H, W) of bytes or of floats in [0, 1]."""
@@ -42,7 +43,7 @@ def predict(
     images: Input,
     model: str | Path | ImageNetwork,
     *,
-    size: int | None = ...,
+    size: Size | None = ...,
     top: int | None = ...,
 ) -> Probabilities: ...
 
@@ -52,7 +53,7 @@ def predict(
     images: list[Input] | tuple[Input, ...],
     model: str | Path | ImageNetwork,
     *,
-    size: int | None = ...,
+    size: Size | None = ...,
     top: int | None = ...,
 ) -> list[Probabilities]: ...
 
@@ -61,7 +62,7 @@ def predict(
     images: Input | list[Input] | tuple[Input, ...],
     model: str | Path | ImageNetwork,
     *,
-    size: int | None = None,
+    size: Size | None = None,
     top: int | None = None,
 ) -> Probabilities | list[Probabilities]:
     """Classify an image, or a list of images.
@@ -74,7 +75,8 @@ def predict(
         model: the name of weights (``revnet38.cifar10``), a checkpoint of a run, or the folder of a
             run, for its best checkpoint; a safetensors file, a folder from ``save_pretrained``; or
             a model with weights from one of these, which keeps its device and mode.
-        size: side in pixels to which images are resized and cropped; None for the weights' size.
+        size: in pixels, the side of a square or (height, width), to which images are resized and
+            cropped; None for the weights' size.
         top: number of classes to return; None for all.
 
     Returns:
@@ -85,17 +87,18 @@ def predict(
         DataError: there is no such file, or it is not an image.
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
         ValueError: the classes and the normalisation of the model are unknown; a tensor is not
-            (C, H, W), or holds neither bytes nor floats in [0, 1]; ``size`` or ``top`` is not a
-            whole number >= 1.
+            (C, H, W), or holds neither bytes nor floats in [0, 1]; ``size`` or ``top`` is out of
+            range.
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
         >>> len(result), sum(result.values()) <= 1
         (2, True)
     """
-    for name, number in (("size", size), ("top", top)):
-        if number is not None:
-            check_count(name, number)
+    if size is not None:
+        sides_of("size", size)
+    if top is not None:
+        check_count("top", top)
     if isinstance(model, ImageNetwork):
         network = model
     elif not isinstance(model, str | Path):  # swapped arguments are the usual mistake
@@ -172,13 +175,13 @@ def segment(
     network: DenseNetwork,
     image: Image.Image | Tensor,
     *,
-    size: int | None = None,
+    size: Size | None = None,
     tta: str | None = None,
 ) -> Tensor:
     """The class of each pixel of an image, uint8 (H, W), in its own size; see :func:`opened_image`.
 
-    The image is resized as for validation, to ``size`` pixels, but not cropped; None keeps its
-    size. It is padded to a size that the network takes, by repeating its edge.
+    The image is resized as for validation, to cover ``size`` pixels, but not cropped; None keeps
+    its size. It is padded to a size that the network takes, by repeating its edge.
 
     Raises:
         CheckpointError: an output is NaN or Inf.
@@ -190,7 +193,7 @@ def segment(
     pixels = v2f.to_dtype(v2f.to_image(image), torch.float32, scale=True).to(device)
     own = pixels.shape[-2:]
     if size is not None:
-        pixels = v2f.resize(pixels, [round(size / (facts.get("crop_pct") or 1))], antialias=True)
+        pixels = covering(pixels, sides_of("size", size), facts.get("crop_pct") or 1)
     height, width = pixels.shape[-2:]
     # at least two positions in the coarsest map, which its norms need
     missing = [
@@ -229,7 +232,7 @@ def classify(
     network: ImageNetwork,
     images: Iterable[Image.Image | Tensor],
     *,
-    size: int | None = None,
+    size: Size | None = None,
     batch_size: int = 64,
     tta: str | None = None,
 ) -> Iterator[Probabilities]:

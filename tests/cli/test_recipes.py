@@ -124,7 +124,8 @@ def test_the_papers_recipes_have_the_papers_values(name: str, compose: Any) -> N
     config, facts = compose(f"experiment={name}", "data.root=DIR"), FACTS[name]
     assert config["data"]["batch_size"] == facts["batch"]
     data, trainer = build_data(config["data"]), config["trainer"]
-    assert data.augment.padding(224 if name == "imagenet" else 32) == facts["padding"]
+    side = 224 if name == "imagenet" else 32
+    assert data.augment.padding((side, side)) == facts["padding"]
     assert data.augment.flip
     assert not data.augment.mixup + data.augment.cutmix + config["optim"]["label_smoothing"]
     epoch = round(50_000 * 0.99) // 128
@@ -182,7 +183,7 @@ def test_imagenet_is_cropped_as_in_the_literature(compose: Any, tmp_path: Path) 
     assert torch.equal(val_set[0][0], reference[0][0])
     assert train_set[0][0].shape == (3, 224, 224)
     assert not torch.equal(train_set[0][0], train_set[0][0])
-    assert (data.num_classes, data.image_size, data.has("test")) == (2, 224, False)
+    assert (data.num_classes, data.sizes, data.has("test")) == (2, (224, 224), False)
 
 
 NARROW = ("+model.stem_width=8", "+model.widths=[8,8,8,8]", "+model.units=[2,1,1,1]")

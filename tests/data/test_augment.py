@@ -29,6 +29,16 @@ def test_a_crop_is_a_shift_filled_with_zeros() -> None:
     assert seen == windows
 
 
+@pytest.mark.parametrize("sizes", [(4, 7), (7, 4)])
+def test_oblong_images_are_cropped_and_flipped_alike(sizes: tuple[int, int]) -> None:
+    image = torch.arange(1, 29, dtype=torch.uint8).view(1, 1, *sizes)
+    padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
+    draws = torch.tensor([[2, 0], [1, 2], [0, 1]])  # rows, columns, flips of two images
+    found = Augment(crop_padding=1)(image.repeat(2, 1, 1, 1), draws)
+    assert torch.equal(found[:1], padded[..., 2:, 1:-1])
+    assert torch.equal(found[1:], padded[..., :-2, 2:].flip(-1))
+
+
 def test_a_flip_mirrors_left_and_right_half_of_the_time() -> None:
     torch.manual_seed(0)
     out = Augment(crop_padding=0, flip=True)(_ramps(400))
@@ -67,8 +77,8 @@ def test_nothing_to_do_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("size", "padding"), [(32, 4), (8, 1), (224, 28)])
 def test_default_padding_is_an_eighth(size: int, padding: int) -> None:
-    assert Augment().padding(size) == padding
-    assert Augment(crop_padding=3).padding(size) == 3
+    assert Augment().padding((size, 2 * size)) == padding
+    assert Augment(crop_padding=3).padding((size, size)) == 3
 
 
 def test_options_are_checked() -> None:

@@ -30,7 +30,7 @@ def test_unpacked_set_is_read_as_torchvision_reads_it(fake_cifar: Path) -> None:
     data.prepare_data()
     data.setup("fit")
     data.setup("test")
-    assert (data.num_classes, data.in_chans, data.image_size) == (10, 3, 32)
+    assert (data.num_classes, data.in_chans, data.sizes) == (10, 3, (32, 32))
     assert data.classes == [f"class {n}" for n in range(10)]
     assert len(data.train_dataloader()) == 8
     images, labels = next(iter(data.test_dataloader()))

@@ -54,7 +54,7 @@ def test_configured_values_are_the_constructors_defaults(path: Path) -> None:
     bare = type(data)(**_needed(path))
     assert _public(data) == _public(bare)
     size = 8 if path.stem == "digits" else 32
-    assert data.augment.padding(size) == bare.augment.padding(size)
+    assert data.augment.padding((size, size)) == bare.augment.padding((size, size))
     if path.stem == "imagefolder":
         assert vars(data)["cache_bytes"] == vars(bare)["cache_bytes"]
 

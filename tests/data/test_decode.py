@@ -10,9 +10,10 @@ import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from revzoo.data import Augment, DataError
-from revzoo.data.decode import open_image, suffixes, to_square
+from revzoo.data.decode import open_image, suffixes
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files
+from revzoo.weights.transforms import cropped
 
 
 def _noise(height: int, width: int) -> np.ndarray:
@@ -28,7 +29,7 @@ def loaded(paths: list[str], *, channels: int = 3, size: int) -> torch.Tensor:
     """Images in memory, uint8 (N, C, size, size)."""
     options = {"augment": Augment(), "crop_pct": 1.0, "classes": ["a"]}
     files = Files(paths, list(range(len(paths))))
-    images = FileImages(files, channels=channels, size=size, **options).loaded()  # type: ignore[arg-type]
+    images = FileImages(files, channels=channels, sizes=(size, size), **options).loaded()  # type: ignore[arg-type]
     assert images.labels.tolist() == files.labels
     return images.sample()
 
@@ -85,7 +86,7 @@ def test_shorter_side_is_resized_and_the_middle_kept() -> None:
     left_to_right = np.zeros((10, 30, 3), dtype=np.uint8)
     left_to_right[:, 10:20] = 255
     left_to_right[:2] = 0  # a fifth of the height: one row of the result
-    square = to_square(Image.fromarray(left_to_right), 5)
+    square = cropped(Image.fromarray(left_to_right), (5, 5))
     assert square.size == (5, 5)
     assert np.asarray(square)[0].max() < 128
     assert np.asarray(square)[2:, 1:4].min() == 255

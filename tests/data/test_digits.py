@@ -50,7 +50,7 @@ def test_the_stored_split_is_the_documented_draw() -> None:
 def test_ready_for_use_without_arguments() -> None:
     data = Digits()
     data.setup("fit")
-    assert (data.num_classes, data.in_chans, data.image_size) == (10, 1, 8)
+    assert (data.num_classes, data.in_chans, data.sizes) == (10, 1, (8, 8))
     assert data.classes == [str(digit) for digit in range(10)]
     assert data.batch_size == 64
     assert not data.augment.flip

@@ -23,12 +23,18 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _set(root: Path, augment: Augment | None = None, *, training: bool) -> FileImages:
+def _set(
+    root: Path,
+    augment: Augment | None = None,
+    *,
+    training: bool,
+    sizes: tuple[int, int] = (14, 14),
+) -> FileImages:
     return FileImages(
         scan(root).splits["train"],
         classes=["a", "b"],
         channels=3,
-        size=14,
+        sizes=sizes,
         augment=augment or Augment(),
         training=training,
     )
@@ -41,6 +47,21 @@ def test_evaluation_is_torchvisions_image_folder_with_its_usual_transforms(root:
     images, labels = data.__getitems__(range(12))
     assert torch.equal(images, torch.stack([image for image, _ in reference]))
     assert labels.tolist() == reference.targets
+
+
+@pytest.mark.parametrize(
+    ("sizes", "resized"),
+    [((14, 7), (16, 12)), ((7, 14), (21, 16))],  # of 40 x 30 pixels
+)
+def test_oblong_crops_are_covered_and_keep_the_aspect(
+    root: Path, sizes: tuple[int, int], resized: tuple[int, int]
+) -> None:
+    steps = [v2.Resize(resized), v2.CenterCrop(sizes), v2.PILToTensor()]
+    reference = datasets.ImageFolder(root / "train", v2.Compose(steps))
+    assert torch.equal(_set(root, training=False, sizes=sizes)[3][0], reference[3][0])
+    train = _set(root, training=True, sizes=sizes)
+    assert train[0][0].shape == (3, *sizes)
+    assert train._crop.ratio[0] * train._crop.ratio[1] == pytest.approx((sizes[1] / sizes[0]) ** 2)
 
 
 def test_training_images_are_cropped_at_random_and_evaluation_images_are_not(root: Path) -> None:

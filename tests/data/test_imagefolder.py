@@ -34,7 +34,7 @@ def _colours(loader: Any) -> set[tuple[int, ...]]:
 def test_small_sets_are_held_in_memory(make_folder: MakeFolder) -> None:
     data = _ready(make_folder({"train": _TWO, "test": _TWO}))
     assert isinstance(data.train_dataloader().dataset, TensorImages)
-    assert (data.num_classes, data.in_chans, data.image_size) == (2, 3, 8)
+    assert (data.num_classes, data.in_chans, data.sizes) == (2, 3, (8, 8))
     assert data.classes == ["cat", "dog"]
     assert len(data.train_dataloader()) == 9
     for images, labels in data.val_dataloader():
@@ -73,13 +73,23 @@ def test_grey_images_become_rgb_unless_one_channel_is_asked_for(make_folder: Mak
     assert data.in_chans == 1
 
 
-def test_image_size_resizes_oblong_images(make_folder: MakeFolder) -> None:
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+@pytest.mark.parametrize(("image_size", "sizes"), [(6, (6, 6)), ([6, 8], (6, 8)), (None, (9, 12))])
+def test_oblong_images_become_squares_or_stay_oblong(
+    make_folder: MakeFolder, image_size: Any, sizes: tuple[int, int], cache_bytes: int
+) -> None:
     root = make_folder({"train": _TWO}, size=(12, 9))
-    with pytest.raises(DataError, match=r"has 12x9 pixels: .*set data.image_size"):
-        _ready(root)
-    data = _ready(root, image_size=6)
-    assert data.image_size == 6
-    assert next(iter(data.val_dataloader()))[0].shape[1:] == (3, 6, 6)
+    if image_size is None and not cache_bytes:
+        return
+    data = _ready(root, image_size=image_size, cache_bytes=cache_bytes)
+    assert data.shape["sizes"] == data.sizes == sizes
+    for loader in (data.train_dataloader(), data.val_dataloader()):
+        assert next(iter(loader))[0].shape[1:] == (3, *sizes)
+    assert data.transform(next(iter(loader))[0], training=True).shape[1:] == (3, *sizes)
+    again = ImageFolder(root, num_workers=0)
+    again.load_state_dict(data.state_dict())
+    again.setup("validate")
+    assert again.sizes == sizes
 
 
 def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
@@ -101,9 +111,11 @@ def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
 def test_one_image_of_another_size_needs_a_decision(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO})
     Image.new("RGB", (9, 9)).save(root / "train" / "dog" / "99.png")
-    with pytest.raises(DataError, match=r"99\.png has 9x9 pixels, .* set data.image_size"):
+    with pytest.raises(
+        DataError, match=r"99\.png has height 9 .* set data.image_size"
+    ):
         _ready(root)
-    assert _ready(root, image_size=8).image_size == 8
+    assert _ready(root, image_size=8).sizes == (8, 8)
 
 
 def test_training_files_are_augmented_also_beside_a_val_folder(make_folder: MakeFolder) -> None:
@@ -191,7 +203,7 @@ def test_the_first_image_may_be_bad_where_some_are_skipped(make_folder: MakeFold
     root = make_folder({"train": _TWO})
     (root / "train" / "cat" / "00.png").write_bytes(b"no image")
     data = _ready(root, on_error="skip")
-    assert data.image_size == 8
+    assert data.sizes == (8, 8)
     assert data.train_count + len(data.val_dataloader().dataset) == 39  # type: ignore[arg-type]
 
 
@@ -273,7 +285,7 @@ def test_a_checkpoints_state_replaces_the_training_images(
     data.load_state_dict(state)
     for _ in range(2):
         data.setup(stage)
-    assert (data.classes, data.in_chans, data.image_size) == (["cat", "dog"], 3, 8)
+    assert (data.classes, data.in_chans, data.sizes) == (["cat", "dog"], 3, (8, 8))
     assert data.normalisation.state_dict() == state["normalisation"]
     loader = data.val_dataloader() if split == "val" else data.test_dataloader()
     assert len(_colours(loader)) == 40
@@ -325,7 +337,7 @@ def test_the_size_comes_from_the_checkpoint_by_default(tmp_path: Path) -> None:
         data = ImageFolder(root, image_size=given, num_workers=0)
         data.load_state_dict(state)
         assert _test_pixels(data).shape == (40, 3, expected, expected)
-        assert data.image_size == expected
+        assert data.sizes == (expected, expected)
 
 
 def test_a_checkpoint_with_other_classes_is_refused(make_folder: MakeFolder) -> None:
@@ -358,7 +370,8 @@ def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFold
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 0}, "image_size=0: expected a whole number >= 1"),
+        ({"image_size": 0}, r"image_size=0: expected a whole number >= 1, or \[height, width\]"),
+        ({"image_size": [8, 8, 8]}, r"image_size=\[8, 8, 8\]: expected a whole number"),
         ({"in_chans": 0}, "in_chans=0: expected a whole number >= 1"),
         ({"on_error": "ignore"}, "on_error=ignore: expected one of raise, skip"),
         ({"max_errors": 0}, "max_errors=0: expected a whole number"),
@@ -466,6 +479,13 @@ def test_training_images_grow_with_the_epochs(
     sides = [{images.shape[-1] for images, _ in loader} for _ in range(5)]
     assert sides == [{32}, {32}, {64}, {96}, {96}]
     assert {images.shape[-1] for images, _ in data.val_dataloader()} == {48}
+
+
+def test_growing_images_keep_the_aspect(make_folder: MakeFolder) -> None:
+    data = _ready(make_folder({"train": _TWO}), **{**GROWING, "image_size": [48, 96]})
+    loader = data.train_dataloader()
+    sizes = [next(iter(loader))[0].shape[2:] for _ in range(4)]
+    assert sizes == [(32, 64), (32, 64), (64, 128), (96, 192)]
 
 
 def test_sizes_between_two_points_are_ffcvs() -> None:

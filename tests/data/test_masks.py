@@ -96,7 +96,7 @@ def test_masks_belong_to_their_images(root: Path, cache_bytes: int) -> None:
 def test_masks_follow_their_images(root: Path, cache_bytes: int, change: dict[str, Any]) -> None:
     """Crops of files, padded crops, flips and rotations, as a training sees them."""
     plain = {"crop_padding": 0, "flip": False}
-    options = {"augment": {**plain, **change}, "cache_bytes": cache_bytes, "image_size": 24}
+    options = {"augment": {**plain, **change}, "cache_bytes": cache_bytes, "image_size": [16, 24]}
     data, seen = _ready(root, **options), []
 
     class Sees(Segmenter):

@@ -250,7 +250,7 @@ def test_steps_read_and_send_nothing(augment: dict[str, float]) -> None:
 @pytest.fixture(scope="module")
 def draws() -> Tensor:
     """Rows, columns and flips of many batches: (3, 200 * 64)."""
-    found = device_module.draws_of_epoch(Augment(crop_padding=2), 64, 8, range(200))
+    found = device_module.draws_of_epoch(Augment(crop_padding=2), 64, (8, 8), range(200))
     return found.permute(1, 0, 2).flatten(1)
 
 

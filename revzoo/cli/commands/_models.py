@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo._checks import check_count
+from revzoo._checks import Size, check_count, sides_of, size_word
 from revzoo._files import check_writable, replacing
 from revzoo._libraries import unknown_model
 from revzoo.cli.schema import model_names
@@ -29,13 +29,27 @@ SHORT = {"--batch-size": ["--batch"], "--image-size": ["--size", "--image"], "--
 
 def add_option(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """Declare an option of several commands, with its short names."""
-    parser.add_argument(name, *SHORT[name], **{"type": int, "metavar": "N", **options})
+    kind = {"type": int, "metavar": "N"}
+    if name == "--image-size":
+        kind = {"type": _size, "metavar": "N|H,W"}
+    parser.add_argument(name, *SHORT[name], **{**kind, **options})
+
+
+def _size(text: str) -> Size:
+    """``64``, or ``48,80`` for height and width."""
+    try:
+        sides = [int(side) for side in text.strip("[]").split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text}: expected 64, or 48,80 for height and width"
+        ) from None
+    return sides if len(sides) > 1 else sides[0]
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
     """Declare ``--batch-size``, ``--image-size``, ``--channels``, ``--classes`` and ``--bits``."""
     add_option(parser, "--batch-size", default=batch, help=f"images per step ({batch})")
-    add_option(parser, "--image-size", help="side of the images in pixels (the model's)")
+    add_option(parser, "--image-size", help="size of the images in pixels (the model's)")
     parser.add_argument("--channels", type=int, help="channels of the images (the model's)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
     add_bits_option(parser)
@@ -140,61 +154,66 @@ def check_picture(path: Path | None) -> None:
         )
 
 
-def check_side(model: ImageNetwork, side: int | None) -> None:
+def check_size(model: ImageNetwork, size: Size | None) -> None:
     """Check that the model takes images of ``--image-size``; None is the size that it is made for.
 
     This comes before steps that may take minutes.
     """
-    if side is None:
+    if size is None:
         return
     from revzoo.models.network import ImageSizeError
 
-    check_count("--image-size", side)
+    sides = sides_of("--image-size", size, model.dims)
+    option = f"--image-size={size_argument(sides)}"
     try:
-        model.check_size(*model.batch_shape(1, side)[2:])
+        model.check_size(*sides)
     except ImageSizeError as error:
         # its remedy names an option of training
-        text = f"--image-size={side}: {error.reason}: use --image-size {error.side}"
+        text = f"{option}: {error.reason}: use --image-size {size_argument(error.sizes)}"
         raise ValueError(text) from None
     except ValueError as error:  # of a user's network
-        raise ValueError(f"--image-size={side}: {error}") from None
-    if side != model.image_size:
-        try_image(model, side, model.in_chans, remedy=": try --image-size {size}")
+        raise ValueError(f"{option}: {error}") from None
+    if sides != model.batch_shape(1)[2:]:
+        try_image(model, sides, model.in_chans, remedy=": try --image-size {size}")
+
+
+def size_argument(sides: Sequence[int]) -> str:
+    """Sides as ``--image-size`` takes them: without brackets, which a shell would expand."""
+    return size_word(sides).strip("[]")
 
 
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, ...]:
     """The shape of a batch."""
     check_count("--batch-size", args.batch_size)
-    side = model.image_size if args.image_size is None else args.image_size
-    check_side(model, side)
-    return model.batch_shape(args.batch_size, side)
+    check_size(model, args.image_size)
+    return model.batch_shape(args.batch_size, args.image_size)
 
 
-def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -> None:
+def try_image(model: nn.Module, sizes: Sequence[int], channels: int, *, remedy: str = "") -> None:
     """Run a model on one black image, before reading images or measuring a step.
 
     Some networks of libraries take images of only one size, and do not raise until they run.
 
-    ``remedy`` ends the message; ``{size}`` in it stands for the side that the model was made for.
+    ``remedy`` ends the message; ``{size}`` in it stands for the size that the model was made for.
     """
     import torch
 
     from revzoo.core.invertible import evaluation_mode, kind_of
 
-    def run(side: int) -> None:
+    def run(sizes: Sequence[int]) -> None:
         first = next(model.parameters())
-        sides = [side] * getattr(model, "dims", 2)
-        image = torch.zeros(1, channels, *sides, dtype=first.dtype, device=first.device)
+        image = torch.zeros(1, channels, *sizes, dtype=first.dtype, device=first.device)
         # in evaluation mode, so BatchNorm's statistics stay
         with torch.no_grad(), evaluation_mode(model):
             model(image)
 
     refusals = (RuntimeError, AssertionError)  # of layers, and of timm
     try:
-        run(side)
+        run(sizes)
     except refusals as error:
-        made_for = getattr(model, "image_size", side)  # a user's model may have none
-        if made_for == side:
+        # a user's model may have none
+        made_for = sides_of("image_size", getattr(model, "image_size", sizes), len(sizes))
+        if made_for == tuple(sizes):
             raise
         try:
             run(made_for)
@@ -202,6 +221,6 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
             raise error from None
         why = f" ({one_line(error)})" if str(error) else ""
         raise ConfigError(
-            f"{kind_of(model)} fails on images of {side} x {side} pixels{why}: it is made for "
-            f"{made_for} x {made_for}{remedy.format(size=made_for)}"
+            f"{kind_of(model)} fails on images of {' x '.join(map(str, sizes))} pixels{why}: it is "
+            f"made for {' x '.join(map(str, made_for))}{remedy.format(size=size_word(made_for))}"
         ) from error

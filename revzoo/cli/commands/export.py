@@ -21,7 +21,7 @@ from revzoo.cli.commands._models import (
     add_option,
     add_saved_bits_option,
     check_name,
-    check_side,
+    check_size,
     trained,
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--output", type=Path, metavar="PATH", help=text)
     text = "images per call (default dynamic: any number)"
     add_option(parser, "--batch-size", type=_batch, help=text)
-    add_option(parser, "--image-size", help="side in pixels (default: the weights')")
+    add_option(parser, "--image-size", help="size in pixels (default: the weights')")
     parser.add_argument("--opset", type=int, help="ONNX's opset (default: the exporter's)")
     text = "limit of the difference, relative to the largest logit"
     parser.add_argument("--tolerance", type=float, help=text)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     with status_of(f"exporting {args.name}"):
         job = _job(args)
-        check_side(job.network, args.image_size)
+        check_size(job.network, args.image_size)
         largest = export(job, path, kind=kind, tolerance=tolerance)
     size = in_units(path.stat().st_size)
     line = f"{path}  {size}, difference {largest:.1e} of the largest logit (limit {tolerance:g})"
@@ -103,7 +103,7 @@ def _job(args: argparse.Namespace) -> Export:
     # with other bits, the accuracy of the entry no longer holds
     fields = _FIELDS if args.bits == SAVED else _FIELDS[:3]
     facts = {name: getattr(model.entry, name) for name in fields}
-    size = args.image_size or model.entry.input_size[-1]
+    size = args.image_size or model.trained_size
     return Export(network=model, image_size=size, facts=facts, **options)
 
 

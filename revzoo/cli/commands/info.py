@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo._checks import check_count
+from revzoo._checks import Size, check_count, short_size
 from revzoo.cli.commands._models import (
     add_bits_option,
     add_option,
     bits_of,
     check_name,
-    check_side,
+    check_size,
     trained,
 )
 from revzoo.cli.commands.list import add_weights_option, weights_table
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model (revnet38), weights, a checkpoint or a run's folder")
     add_option(parser, "--batch-size", default=8, help="images per step (default 8)")
-    add_option(parser, "--image-size", help="side of the images in pixels")
+    add_option(parser, "--image-size", help="size of the images in pixels")
     add_weights_option(parser)
     add_bits_option(parser)
 
@@ -48,15 +48,15 @@ def run(args: argparse.Namespace) -> None:
     """Print the facts of the weights, then the costs, each as soon as it is counted."""
     check_count("--batch-size", args.batch_size)
     checkpoint = None if args.name in model_names() else checkpoint_of(Path(args.name))
-    model, side = _restored(checkpoint, args) if checkpoint else _created(args)
-    size = side if args.image_size is None else args.image_size
-    check_side(model, size)
+    model, trained_size = _restored(checkpoint, args) if checkpoint else _created(args)
+    size = trained_size if args.image_size is None else args.image_size
+    check_size(model, size)
     for key, value in _costs(model, model.batch_shape(args.batch_size, size)):
         _print(key, value)
 
 
-def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
-    """Print the entry of a model's weights; return the model and the side of its images."""
+def _created(args: argparse.Namespace) -> tuple[ImageNetwork, Size | None]:
+    """Print the entry of a model's weights; return the model and the size of its images."""
     table, name = weights_table(args), args.name
     entry: WeightsEntry | None
     try:
@@ -77,11 +77,11 @@ def _created(args: argparse.Namespace) -> tuple[ImageNetwork, int]:
     if entry is None:
         _print("architecture", name)
         _print("weights", "none")
-    return model, entry.input_size[-1] if entry else model.image_size
+    return model, short_size(entry.input_size[1:]) if entry else None
 
 
-def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, int]:
-    """Print the facts of a checkpoint; return its model and the side of its images."""
+def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork, Size | None]:
+    """Print the facts of a checkpoint; return its model and the size of its images."""
     _print("checkpoint", resolve_source(checkpoint))
     restored = trained(checkpoint, SAVED if args.bits is None else args.bits)
     spec = restored.network.spec
@@ -90,7 +90,7 @@ def _restored(checkpoint: Path, args: argparse.Namespace) -> tuple[ImageNetwork,
     for key, value in facts.items():
         if value not in (None, {}):  # as in an entry
             _print(key, value)
-    return restored.network, facts["input_size"][-1]
+    return restored.network, short_size(facts["input_size"][1:])
 
 
 def _costs(model: ImageNetwork, batch: tuple[int, ...]) -> Iterator[tuple[str, str]]:

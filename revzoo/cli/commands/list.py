@@ -14,7 +14,7 @@ import fnmatch
 import sys
 from collections.abc import Iterator, Sequence
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import did_you_mean, size_word
 from revzoo._libraries import LIBRARIES, library_hint, matching_names, unknown_name
 from revzoo.cli.schema import model_names
 from revzoo.weights.entry import WeightsEntry
@@ -71,7 +71,7 @@ def _table(entries: Sequence[WeightsEntry]) -> Iterator[str]:
         (
             entry.name,
             "" if entry.parameters is None else f"{_short(entry.parameters)} M",
-            str(entry.input_size[1]),
+            size_word(entry.input_size[1:]),
             f"{entry.metrics['test/acc']:.1%}" if "test/acc" in entry.metrics else "",
             entry.license or "",
             *(_short(entry.mib[mode]) if mode in entry.mib else "" for mode in _HEADER[5:]),

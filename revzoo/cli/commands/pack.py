@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from revzoo._checks import Size
 from revzoo._files import write_together
 from revzoo.cli.commands._models import add_option, trained
 from revzoo.cli.terminal import command_line, folded_command, status_of
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", help="of the figures: set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    add_option(parser, "--image-size", help="side of the images (default: as in training)")
+    add_option(parser, "--image-size", help="size of the images (default: as in training)")
     parser.add_argument("--url", help="the address of the file, for downloads")
     text = "the weights of the name without a recipe"
     parser.add_argument("--default", action="store_true", help=text)
@@ -58,20 +59,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def publish(
-    checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None
+    checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: Size | None
 ) -> list[Path]:
     """Write ``NAME.safetensors``, then ``NAME.json``, which describes it with these facts.
 
-    ``size`` is the side of the images in pixels; None for the size in training.
+    ``size`` is that of the images in pixels; None for the size in training.
     """
     with status_of("loading torch and Lightning"):
         from revzoo.models.save import json_of, pack
 
     restored = trained(checkpoint)
     model = restored.network
-    side = size or restored.image_size or model.image_size
+    sized = model.batch_shape(1, size or restored.image_size)[1:]
     # the user's facts replace the checkpoint's
-    facts = {**restored.facts, "input_size": (model.in_chans, side, side), **facts}
+    facts = {**restored.facts, "input_size": sized, **facts}
     data, entry = pack(model, file=f"{facts['name']}.safetensors", facts=facts)
     contents = {".safetensors": data, ".json": json_of(entry)}
     files = {folder / f"{entry.name}{suffix}": content for suffix, content in contents.items()}

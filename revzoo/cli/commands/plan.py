@@ -23,10 +23,11 @@ from revzoo.cli.commands._models import (
     add_batch_options,
     check_name,
     check_picture,
-    check_side,
+    check_size,
     memory_chart,
     model_for,
     shape_for,
+    size_argument,
 )
 from revzoo.cli.terminal import folded, folded_command, show_written, status_of
 from revzoo.profiling.units import bytes_from, in_one_unit
@@ -149,6 +150,11 @@ def fit_of(args: argparse.Namespace, shape: Shape) -> Fit:
         )
     row: Any = MODELS[architecture].variant
     if args.fit == "image":
+        if len({side, *others}) > 1:
+            raise ValueError(
+                f"--image-size={size_argument(shape[2:])}: --fit image looks for the largest "
+                "square, so give one number"
+            )
 
         def of_side(value: int) -> tuple[Shape, dict[str, Any]]:
             # the shapes of some weights depend on the size
@@ -186,7 +192,7 @@ def _least(args: argparse.Namespace, shape: Shape, keywords: Mapping[str, Any]) 
         with torch.device("meta"):
             model = model_for(args, args.name, **keywords)
         # raises for sides that the model does not take
-        check_side(model, shape[2])
+        check_size(model, shape[2:])
     except ValueError:
         return None
     # clock=False: only bytes matter, so do not time steps
@@ -232,8 +238,8 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     sentence = folded(sentence, indent=2)
     if value == fit.most or not fit.option:
         return sentence
-    images, _, side, *_ = fit.variant(value)[0]
-    options = {"batch-size": images, "image-size": side}
+    images, _, *sides = fit.variant(value)[0]
+    options = {"batch-size": images, "image-size": size_argument(sides)}
     options |= {name: getattr(args, name) for name in ("channels", "classes", "bits", "memory")}
     typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
     command = f"its plan: revzoo plan {args.name} --budget {args.budget} {typed}"

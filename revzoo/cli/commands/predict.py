@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo._checks import check_count, number_of, shortened
+from revzoo._checks import Size, check_count, number_of, shortened, sides_of
 from revzoo._files import check_writable, write_atomically
-from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_side, trained
+from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_size, trained
 from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
 from revzoo.weights.source import resolve_source
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ckpt", metavar="NAME_OR_CKPT", help="also written ckpt=NAME_OR_CKPT")
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--top", type=int, default=3, help="classes per line (3)")
-    add_option(parser, "--image-size", help="side of the images in pixels")
+    add_option(parser, "--image-size", help="size of the images in pixels")
     add_option(parser, "--batch-size", default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     check_count("--top", args.top)
     check_count("--batch-size", args.batch_size)
     if args.image_size is not None:
-        check_count("--image-size", args.image_size)
+        sides_of("--image-size", args.image_size)
     # the form that revzoo eval takes
     source = args.ckpt.removeprefix("ckpt=")
     # argparse cannot tell --csv FILE IMAGES from --csv IMAGES
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
             classes = ", ".join(f"{i} {n}" for i, n in enumerate(restored.data_state["classes"]))
             rows = f"{number_of(readable, 'mask')} in {args.masks}: {classes}\n"
         else:
-            check_side(restored.network, args.image_size)
+            check_size(restored.network, args.image_size)
             options = {
                 "batch_size": args.batch_size,
                 "tta": args.tta,
@@ -169,13 +169,13 @@ def predict(
     *,
     batch_size: int = 64,
     tta: str | None = None,
-    image_size: int | None = None,
+    image_size: Size | None = None,
     device: str | torch.device = "cpu",
     on_error: Callable[[DataError], None] | None = None,
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
-    Images are prepared as for evaluation: the shorter side resized, the centre cropped. Folders are
+    Images are prepared as for evaluation: resized, the centre cropped. Folders are
     searched recursively. ``on_error`` is called for each file that cannot be decoded, which is left
     out; without it, the error is raised.
     """
@@ -215,7 +215,7 @@ def write_masks(
     folder: Path,
     device: torch.device,
     *,
-    size: int | None,
+    size: Size | None,
     tta: str | None,
     on_error: Callable[[DataError], None],
 ) -> int:
@@ -276,7 +276,7 @@ def write_volume_masks(
         cases += filter(None, found)
     _make_folder(folder, map(case_name, cases))
     network, state, written = restored.network.to(device), restored.data_state, 0
-    window = state.get("patch") or [state["image_size"]] * 3
+    window = state.get("patch") or sides_of("image_size", state["image_size"], 3)
     for channels in cases:
         try:
             if len(channels) != restored.in_chans:

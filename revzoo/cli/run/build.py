@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from torch import nn
 
-from revzoo._checks import in_section, package_needed
+from revzoo._checks import in_section, package_needed, short_size
 from revzoo.cli.config import check_mode, device_kind
 from revzoo.cli.run.folder import METRICS_FILE
 from revzoo.cli.schema import MODES, model_names
@@ -105,7 +105,7 @@ def build_module(
     """The Lightning module of a task, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     if spec.get("reversible_bits"):
-        spec["reversible_size"] = sizes[-1]
+        spec["reversible_size"] = short_size(sizes)
     channels_last = config["precision"]["channels_last"]
     module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
@@ -132,10 +132,11 @@ def build_module(
         from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
 
         remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
-        if "img_size" in config["model"]:  # not all networks of a library take it
+        # not all networks of a library take it
+        if "img_size" in config["model"] and len({*sizes}) == 1:
             remedies.append(f"model.img_size={sizes[-1]}")
         remedy = f"; try {' or '.join(remedies)}" if remedies else ""
-        try_image(network, sizes[-1], in_chans, remedy=remedy)
+        try_image(network, sizes, in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()

@@ -10,6 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from revzoo._checks import Size
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.registry import change_bits
 from revzoo.models.save import describing_save
@@ -47,8 +48,8 @@ class Restored:
         return network
 
     @property
-    def image_size(self) -> int | None:
-        """The side of the images in pixels; None if the checkpoint lacks it."""
+    def image_size(self) -> Size | None:
+        """The size of the images in pixels; None if the checkpoint lacks it."""
         return self.data_state.get("image_size")
 
     @property
@@ -121,7 +122,7 @@ def _from_weights(source: str | Path) -> Restored:
         "classes": list(facts["classes"]),
         "pixel_max": 1,  # an entry refers to pixels in [0, 1], a checkpoint perhaps to 0 to 255
         "normalisation": {"mean": list(facts["mean"]), "std": list(facts["std"])},
-        "image_size": entry.input_size[-1],
+        "image_size": model.trained_size,
         "crop_pct": entry.crop_pct,
         **({} if entry.task is None else {"task": entry.task}),
     }

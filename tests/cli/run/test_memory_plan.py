@@ -300,7 +300,7 @@ def test_a_budget_includes_the_optimisers_state(
     train(compose(*FEW, "memory=budget", "memory.bytes=12MiB"), run_dir=tmp_path)
     model, data = trained[0].model, trained[0].trainer.datamodule
     extra = sum(p.nbytes for p in model.parameters())  # the momentum
-    shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
+    shape = (data.batch_size, data.in_chans, *data.sizes)
     peak = audit(model, shape, modes=[], extra=extra).peak_bytes
     assert 0.8 * bytes_from("12MiB") < peak <= bytes_from("12MiB")
 
