@@ -129,7 +129,7 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
             ``(B, in_chans, H, W)`` to logits ``(B, num_classes)`` and ends with an ``nn.Linear``.
             It takes ``num_classes`` and ``in_chans``; the model's other keywords are its other
             parameters, which need defaults. A module for one image size only has an attribute
-            ``image_size``, in pixels.
+            ``image_size``, in pixels, or (height, width).
 
             Or a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes a
             row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.

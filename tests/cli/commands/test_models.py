@@ -36,8 +36,8 @@ def test_the_message_names_both_sizes_and_the_remedy() -> None:
         model = OfOneSize(error)
         expected = f"^OfOneSize fails on images of 9 x 9 pixels{why}: it is made for 8 x 8; try 8$"
         with pytest.raises(ConfigError, match=expected):
-            try_image(model, 9, 3, remedy="; try {size}")
-    try_image(model, 8, 3)
+            try_image(model, (9, 9), 3, remedy="; try {size}")
+    try_image(model, (8, 8), 3)
     assert model.training
     assert model.norm.num_batches_tracked == 0
 
@@ -45,7 +45,7 @@ def test_the_message_names_both_sizes_and_the_remedy() -> None:
 def test_other_errors_keep_their_message() -> None:
     for side in (8, 9):
         with pytest.raises(RuntimeError, match="no memory"):
-            try_image(OfOneSize(RuntimeError("no memory"), always=True), side, 3)
+            try_image(OfOneSize(RuntimeError("no memory"), always=True), (side, side), 3)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_commands_name_their_option(command: str) -> None:
 def test_the_trial_runs_on_the_device_of_the_model() -> None:
     with torch.device("meta"):
         model = OfOneSize(RuntimeError("bad shape"))
-    try_image(model, 8, 3)
+    try_image(model, (8, 8), 3)
