@@ -3,7 +3,7 @@
 Start reading at ``module.py``, which holds the rules for every set.
 """
 
-from revzoo.data.augment import Augment
+from revzoo.data.augment import Augment, DictTransform
 from revzoo.data.blobs3d import Blobs3d
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
@@ -24,6 +24,7 @@ __all__ = [
     "Augment",
     "Blobs3d",
     "DataError",
+    "DictTransform",
     "Digits",
     "ImageData",
     "ImageFolder",

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.transforms import v2
-from torchvision.tv_tensors import Mask
+from torchvision.transforms.v2 import functional as v2f
+from torchvision.tv_tensors import Image, Mask
 
 from revzoo._checks import build_dataclass, check_choice, check_count, check_number
 
@@ -38,6 +39,48 @@ with ``register_transform``."""
 
 WITHOUT_MASKS = frozenset(POLICIES)
 """Those that cannot change a mask together with its image."""
+
+
+class DictTransform:
+    """A transform of dictionaries, such as MONAI's, as one of images and their masks.
+
+    The dictionary holds float32 images ``(C, *sizes)``, from 0 to 1 or, of volumes in files, as
+    they were normalised; and masks ``(1, *sizes)`` of labels one higher, in which 0 does not count.
+
+    Args:
+        transform: takes and returns a dictionary. MONAI's draw from NumPy, so each call seeds them
+            by torch's random numbers (``set_random_state``).
+        keys: of the image and of its mask.
+
+    Example:
+        >>> brighter = DictTransform(lambda found: {**found, "image": found["image"] + 0.2})
+        >>> brighter(torch.zeros(3, 8, 8, dtype=torch.uint8)).max()
+        tensor(51, dtype=torch.uint8)
+    """
+
+    def __init__(
+        self,
+        transform: Callable[[dict[str, Any]], Mapping[str, Any]],
+        keys: Sequence[str] = ("image", "label"),
+    ) -> None:
+        self.transform, self.keys = transform, tuple(keys)
+
+    def __call__(self, image: Any, *masks: Tensor) -> Any:
+        pixels = v2f.to_image(image).as_subclass(Tensor)
+        # a mask in a file has no dimension of channels
+        parts = [v2f.to_dtype(pixels, torch.float32, scale=not pixels.is_floating_point())]
+        parts += [mask.as_subclass(Tensor).reshape(1, *pixels.shape[1:]) for mask in masks]
+        if (reseed := getattr(self.transform, "set_random_state", None)) is not None:
+            reseed(seed=int(torch.randint(2**31, ())))
+        found = self.transform(dict(zip(self.keys, parts, strict=False)))
+        new, *others = (found[key].as_subclass(Tensor) for key in self.keys[: len(parts)])
+        if not pixels.is_floating_point():
+            new = v2f.to_dtype(Image(new.clamp(0, 1)), pixels.dtype, scale=True).as_subclass(Tensor)
+        changed = [
+            Mask(other.reshape(mask.shape).to(mask.dtype))
+            for other, mask in zip(others, masks, strict=True)
+        ]
+        return (Image(new), *changed) if changed else Image(new)
 
 
 @dataclass(frozen=True, kw_only=True)

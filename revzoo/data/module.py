@@ -479,7 +479,10 @@ class ImageData(pl.LightningDataModule, ABC):
         """Images and masks with the same crops and flips; pixels of the padding do not count."""
         if images.dim() == 5:  # the call draws the flips; 255 wraps to 0
             both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1))
-            return self.normalisation(both[:, :-1]), both[:, -1].long() - 1
+            images, masks = both[:, :-1], both[:, -1:]
+            if self._images("train").in_memory:
+                images, masks = self.augment.each(self.pixel_max, images, masks)
+            return self.normalisation(images), masks[:, 0].long() - 1
         if self._images("train").in_memory:
             if draws is None:
                 draws = self.augment.draw(len(images), self.sizes).to(images.device)
@@ -516,8 +519,12 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"data.augment.policy and color take images of 1 or 3 channels, these have "
                 f"{images.in_chans}: leave them out"
             )
-        if len(images.sizes) > 2 and (augment.single or augment.erasing or augment.mixes):
-            raise DataError("volumes are flipped only: leave out all else of data.augment")
+        flat = augment.rotation or augment.color or augment.blur or augment.erasing or augment.mixes
+        if len(images.sizes) > 2 and (flat or fixed):
+            raise DataError(
+                "volumes are flipped, and changed by a registered data.augment.policy: leave out "
+                "all else of data.augment"
+            )
         if self.task == "segmentation" and (fixed or augment.erasing or augment.mixes):
             raise DataError(
                 "the set has masks, which do not follow data.augment.policy, erasing, mixup and "

@@ -73,7 +73,9 @@ def register_transform(name: str, build: Callable[[], Callable[..., Any]]) -> No
             returns an image: bytes (C, H, W), or a Pillow image if the set is read from its files;
             floats in [0, 1] for images of 16 bits. With masks it also takes and returns a
             ``tv_tensors.Mask`` of labels one higher, in which 0 does not count. Transforms of
-            ``torchvision.transforms.v2`` take all of these. Draw from torch's random numbers: they
+            ``torchvision.transforms.v2`` take all of these;
+            :class:`~revzoo.data.DictTransform` makes one of MONAI's. Volumes are float32
+            (C, D, H, W) with masks (D, H, W). Draw from torch's random numbers: they
             are seeded for each batch or image, so a resumed run repeats them.
 
     Raises:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch import Tensor
+from torchvision.tv_tensors import Mask
 
 from revzoo._checks import check_count, counts_of, is_number, number_of, package_needed, shortened
 from revzoo._files import replacing
@@ -231,6 +233,7 @@ class VolumeImages(ImageSet):
         patch: voxels along each axis.
         patches: of each volume in an epoch.
         window: see :class:`Volumes`.
+        transforms: of the patches and their masks, whose labels are one higher.
         training: whether patches are read.
     """
 
@@ -245,12 +248,13 @@ class VolumeImages(ImageSet):
         patch: tuple[int, ...],
         patches: int,
         window: Window,
+        transforms: Sequence[Callable[..., Any]] = (),
         training: bool = False,
     ) -> None:
         self._cases, self._facts, self._rows = cases, facts, torch.arange(len(cases))
         self.classes, self.in_chans, self.sizes = classes, len(cases[0].images), patch
         self._patch, self._patches, self._window = patch, patches, window
-        self._training = training
+        self._transforms, self._training = transforms, training
         self.labels = torch.zeros(len(cases), dtype=torch.long)  # the masks stay on the disk
         groups = {name: i for i, name in enumerate(dict.fromkeys(case.group for case in cases))}
         if len(groups) > 1:
@@ -270,16 +274,18 @@ class VolumeImages(ImageSet):
         row = int(self._rows[index % len(self._rows)])
         case, facts = self._cases[row], self._facts[row]
         images, mask = [open_volume(path) for path in case.images], open_volume(case.mask)
-        part: tuple[slice, ...] = ()
-        if self._training and (seed := int(self._epoch_seed)) < 0:  # torch's own state decides
-            part = self._drawn(facts, mask.sizes)
-        elif self._training:  # by patch: the number of workers must not change the patches
-            with seeded(hash_seed(seed, index)):
-                part = self._drawn(facts, mask.sizes)
-        scales = zip(images, facts.means, facts.deviations, strict=True)
-        channels = [prepared(v.read(part), self._window, *scale) for v, *scale in scales]
-        labels = mask.read(part).astype(np.uint8)
-        return torch.from_numpy(np.stack(channels)), torch.from_numpy(labels)
+        seed = int(self._epoch_seed) if self._training else -1
+        # by patch: the number of workers must not change it; -1: torch's own state decides
+        with seeded(hash_seed(seed, index)) if seed >= 0 else nullcontext():
+            part = self._drawn(facts, mask.sizes) if self._training else ()
+            scales = zip(images, facts.means, facts.deviations, strict=True)
+            channels = [prepared(v.read(part), self._window, *scale) for v, *scale in scales]
+            volume = torch.from_numpy(np.stack(channels))
+            labels = torch.from_numpy(mask.read(part).astype(np.uint8))
+            for change in self._transforms if self._training else ():
+                volume, found = change(volume, Mask(labels + 1))
+                labels = found.as_subclass(Tensor) - 1
+        return volume.as_subclass(Tensor), labels
 
     def _drawn(self, facts: Facts, sizes: Sequence[int]) -> tuple[slice, ...]:
         """A random patch; half of them have a foreground voxel in their middle."""
@@ -433,6 +439,7 @@ class Volumes(ImageData):
             patch=patch,
             patches=self.patches,
             window=window,
+            transforms=self.augment.single,
             training=split == "train",
         )
 

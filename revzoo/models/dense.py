@@ -55,6 +55,7 @@ class DenseNetwork(ImageNetwork):
         stem_bias: whether the first convolution adds a bias.
     """
 
+    dense = True
     default_memory: ClassVar[str] = "exact"
     head_kernel: ClassVar[int] = 1
     input_layer = "stem.steps.0.conv"
@@ -74,6 +75,7 @@ class DenseNetwork(ImageNetwork):
     ) -> None:
         super().__init__(in_chans=in_chans)
         self.variant, self.dims = variant, variant.dims
+        self.size_multiples = variant.size_multiples
         self.num_features = variant.channels[0]
         stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=stem_bias)
         self.stem = ReversibleSequence([stem], memory=self.default_memory)
@@ -89,7 +91,7 @@ class DenseNetwork(ImageNetwork):
 
     def check_size(self, *sizes: int) -> None:
         """Raise an ImageSizeError unless the network takes images of these sizes."""
-        multiples = self.variant.size_multiples
+        multiples = self.size_multiples
         coarsest = [n // m for n, m in zip(sizes, multiples, strict=True)]
         fits = all(n > 0 and not n % m for n, m in zip(sizes, multiples, strict=True))
         if fits and math.prod(coarsest) > 1:

@@ -116,8 +116,14 @@ class ImageNetwork(SavableNetwork, ABC):
     channel_dim: ClassVar[int] = 1
     """The dimension along which the streams are merged: 1 of maps, -1 of tokens."""
 
+    dense: bool = False
+    """Whether it classifies each position: logits ``(B, num_classes, *sizes)``."""
+
+    size_multiples: Sequence[int]
+    """Of a dense network: the sides of an image are multiples of these."""
+
     classifier: ClassVar[str] = "fc"
-    """Path of the last linear layer."""
+    """Path of the last linear layer, of a dense network the last convolution."""
 
     input_layer: ClassVar[str | None] = None
     """Path of the first convolution, if it can be adapted to other image channels."""

@@ -126,8 +126,9 @@ def register_model(name: str, network: Callable[..., nn.Module], variant: Any = 
     Args:
         name: letters, digits and underscores; a dot separates the tag of weights.
         network: your own class or function that returns a classifier: a module that maps images
-            ``(B, in_chans, H, W)`` to logits ``(B, num_classes)`` and ends with an ``nn.Linear``.
-            It takes ``num_classes`` and ``in_chans``; the model's other keywords are its other
+            ``(B, in_chans, H, W)`` to logits ``(B, num_classes)`` and ends with an ``nn.Linear``;
+            or images or volumes to ``(B, num_classes, *sizes)``, which ends with a convolution. It
+            takes ``num_classes`` and ``in_chans``; the model's other keywords are its other
             parameters, which need defaults. A module for one image size only has an attribute
             ``image_size``, in pixels, or (height, width).
 

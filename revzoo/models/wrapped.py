@@ -1,4 +1,4 @@
-"""Image classifiers from outside the zoo: of torchvision, of timm, and your own.
+"""Networks from outside the zoo: classifiers of torchvision, of timm, and your own networks.
 
 In the interface of the zoo's networks, training, saving, exports and audits work as for these, and
 ``reversible_bits`` makes the blocks reversible (:func:`revzoo.make_reversible`). ``net`` is the
@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from revzoo._checks import Size, check_count, short_size, sides_of, size_word
 from revzoo._libraries import LIBRARIES, check_library_name
@@ -40,7 +41,7 @@ _AUXILIARY = ("aux1", "aux2", "AuxLogits")
 
 
 class WrappedNetwork(ImageNetwork):
-    """A classifier from outside the zoo, ``(B, in_chans, H, W) -> (B, num_classes)``.
+    """A network from outside the zoo, ``(B, in_chans, H, W) -> (B, num_classes)`` unless dense.
 
     Subclasses set ``net``, then call :meth:`_find_layers`.
     """
@@ -55,17 +56,28 @@ class WrappedNetwork(ImageNetwork):
     def _find_layers(self, classes: int, channels: int, *, heads: slice, missing: str) -> None:
         """Find the layers that depend on the numbers of classes and image channels.
 
-        ``heads`` are the classifiers among the linear layers of so many outputs.
+        ``heads`` are the classifiers among the layers of so many outputs: linear ones, or, of a
+        network of the user without any, convolutions.
         """
         named = [(f"net.{name}", m) for name, m in self.net.named_modules()]
-        linear = {n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == classes}
-        self._heads = list(linear)[heads]
-        if not linear:
+        found: dict[str, Any] = {
+            n: m for n, m in named if isinstance(m, nn.Linear) and m.out_features == classes
+        }
+        convolutions = [(n, m) for n, m in named if isinstance(m, _ConvNd)]
+        if not found and isinstance(self, OwnNetwork):
+            found = {n: m for n, m in convolutions if m.out_channels == classes}
+            self.dense = bool(found)
+        self._heads = list(found)[heads]
+        if not found:
             raise ValueError(missing)
         self.classifier = self._heads[0]  # type: ignore[misc]
-        self.num_features = linear[self.classifier].in_features
+        head = found[self.classifier]
+        self.num_features = head.in_channels if self.dense else head.in_features
+        if self.dense:
+            self.dims = len(head.kernel_size)
+            self.size_multiples = [getattr(self.net, "size_multiple", 1)] * self.dims
         # modules are registered in the order of use
-        path, first = next(((n, m) for n, m in named if isinstance(m, nn.Conv2d)), ("", None))
+        path, first = convolutions[0] if convolutions else ("", None)
         # another number: the convolution does not read the image itself
         if first is not None and first.in_channels == channels:
             self.input_layer = path  # type: ignore[misc]
@@ -80,8 +92,11 @@ class WrappedNetwork(ImageNetwork):
 
     @property
     def image_size(self) -> Size:
-        """Size in pixels of the only images that the network takes; 224 if it takes any."""
-        return self._fixed_size or 224
+        """Size in pixels of the only images that the network takes.
+
+        If it takes any: 224, the side of volumes 64.
+        """
+        return self._fixed_size or (224 if self.dims < 3 else 64)
 
     @property
     def _fixed_size(self) -> Size | None:
@@ -90,26 +105,27 @@ class WrappedNetwork(ImageNetwork):
         embed = getattr(self.net, "patch_embed", None)  # timm's
         if size is None and getattr(embed, "strict_img_size", False):
             size = getattr(embed, "img_size", None)
-        return None if size is None else short_size(sides_of("image_size", size))
+        return None if size is None else short_size(sides_of("image_size", size, self.dims))
 
-    def check_size(self, height: int, width: int) -> None:
-        """Raise an ImageSizeError unless the network takes images of ``height`` x ``width``."""
-        fixed = sides_of("image_size", self._fixed_size or (height, width))
-        if (height, width) == fixed:
+    def check_size(self, *sizes: int) -> None:
+        """Raise an ImageSizeError unless the network takes images of these sizes."""
+        fixed = sides_of("image_size", self._fixed_size or sizes, self.dims)
+        if sizes == fixed:
             return
+        got, expected = (" x ".join(map(str, sides)) for sides in (sizes, fixed))
         raise ImageSizeError(
-            f"images of {height} x {width} pixels: expected {fixed[0]} x {fixed[1]}",
-            f"; {self._other_size(height, width)}"
+            f"images of {got} pixels: expected {expected}",
+            f"; {self._other_size(*sizes)}"
             f"resize the images (a folder of images: data.image_size={size_word(fixed)})",
             sizes=fixed,
         )
 
-    def _other_size(self, height: int, width: int) -> str:
+    def _other_size(self, *sizes: int) -> str:
         """A remedy, if the network can be created for other sizes; for an error message."""
         return ""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``."""
+        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``, or a map of them."""
         self._check_images(x)
         y = self.net(x)
         if not isinstance(y, Tensor):
@@ -119,7 +135,7 @@ class WrappedNetwork(ImageNetwork):
         return y
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Pooled features ``(B, num_features)``: the classifier's input."""
+        """Pooled features ``(B, num_features)``, or a map of them: the classifier's input."""
         # a hook: torchvision's networks have no method for these features
         inputs: list[Tensor] = []
         hook = self.get_classifier().register_forward_pre_hook(
@@ -136,7 +152,7 @@ class WrappedNetwork(ImageNetwork):
         return features if pre_logits else self.get_classifier()(features)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a fresh linear layer; ``global_pool`` cannot be changed."""
+        """Replace the classifier by a fresh layer; ``global_pool`` cannot be changed."""
         check_count("num_classes", num_classes, least=0)
         if global_pool is not None:
             raise ValueError(
@@ -145,10 +161,13 @@ class WrappedNetwork(ImageNetwork):
             )
         like = next(self.net.parameters())  # device and precision may have changed since creation
         for path in self._heads:
-            old = self.get_submodule(path)
+            old: Any = self.get_submodule(path)
             new: nn.Module = nn.Identity()
-            if num_classes:
-                bias = getattr(old, "bias", True) is not None
+            bias = getattr(old, "bias", True) is not None
+            if num_classes and self.dense:
+                shape = (old.kernel_size, old.stride, old.padding)
+                new = type(old)(self.num_features, num_classes, *shape, bias=bias)
+            elif num_classes:
                 new = nn.Linear(self.num_features, num_classes, bias)
             new.to(like.device, like.dtype).train(old.training)
             parent, _, name = path.rpartition(".")
@@ -243,7 +262,7 @@ class WrappedNetwork(ImageNetwork):
 
 
 class OwnNetwork(WrappedNetwork):
-    """A user's classifier, see :func:`revzoo.register_model`.
+    """A user's network, see :func:`revzoo.register_model`.
 
     Args:
         keywords: of the user's function, see :func:`keywords_of`.
@@ -253,7 +272,7 @@ class OwnNetwork(WrappedNetwork):
 
     Raises:
         TypeError: the function returned something else than a module.
-        ValueError: the module has no linear layer with ``num_classes`` outputs.
+        ValueError: the module has no linear layer or convolution with ``num_classes`` outputs.
     """
 
     def __init__(
@@ -280,7 +299,7 @@ class OwnNetwork(WrappedNetwork):
         self.net = net
         missing = (
             f"{keywords.called}(num_classes={outputs}) returned a {type(net).__name__} without an "
-            f"nn.Linear of {outputs} outputs: expected one as its classifier"
+            f"nn.Linear of {outputs} outputs: expected one as its classifier, or a convolution"
         )
         # the last: others may have as many outputs by chance
         self._find_layers(outputs, in_chans, heads=slice(-1, None), missing=missing)
@@ -440,7 +459,8 @@ class LibraryNetwork(WrappedNetwork):
         config = getattr(self.net, "pretrained_cfg", {})  # timm's; torchvision trains with 224
         return self._fixed_size or int(config.get("input_size", (224,))[-1])
 
-    def _other_size(self, height: int, width: int) -> str:
+    def _other_size(self, *sizes: int) -> str:
+        height, width = sizes
         embed = getattr(self.net, "patch_embed", None)
         size: Any = getattr(self.net, "patch_size", None) or getattr(embed, "patch_size", 1)
         patch = int(size[0] if isinstance(size, (tuple, list)) else size)

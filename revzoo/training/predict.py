@@ -18,7 +18,6 @@ from revzoo._checks import Size, check_count, sides_of
 from revzoo.core.invertible import evaluation_mode
 from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
-from revzoo.models.dense import DenseNetwork
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
@@ -154,7 +153,7 @@ def _checked(image: Tensor, channels: int) -> Tensor:
 
 
 def segment_volume(
-    network: DenseNetwork, volume: Tensor, window: Sequence[int], *, progress: bool = False
+    network: ImageNetwork, volume: Tensor, window: Sequence[int], *, progress: bool = False
 ) -> Tensor:
     """The probabilities of the classes, (K, D, H, W) on the CPU, of a prepared volume (C, D, H, W).
 
@@ -172,7 +171,7 @@ def segment_volume(
 
 
 def segment(
-    network: DenseNetwork,
+    network: ImageNetwork,
     image: Image.Image | Tensor,
     *,
     size: Size | None = None,
@@ -198,7 +197,7 @@ def segment(
     # at least two positions in the coarsest map, which its norms need
     missing = [
         max(-n % m, 2 * m - n)
-        for n, m in zip((width, height), reversed(network.variant.size_multiples), strict=True)
+        for n, m in zip((width, height), reversed(network.size_multiples), strict=True)
     ]
     prepared = v2f.normalize(pixels, list(facts["mean"]), list(facts["std"]))[None]
     prepared = functional.pad(prepared, (0, missing[0], 0, missing[1]), mode="replicate")

@@ -94,7 +94,6 @@ def run(args: argparse.Namespace) -> None:
         import torch
 
         from revzoo.data import DataError
-        from revzoo.models.dense import DenseNetwork
         from revzoo.training.lightning_compat import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
 
     with quiet():
         restored = trained(source, args.bits)
-        if (args.masks is not None) != isinstance(restored.network, DenseNetwork):
+        if (args.masks is not None) != restored.network.dense:
             got = "classifies whole images: leave --masks out"
             if args.masks is None:
                 got = "classifies pixels: add --masks DIR"
@@ -239,7 +238,7 @@ def write_masks(
         except DataError as error:
             on_error(error)
             continue
-        mask = segment(network, image, size=size or restored.image_size, tta=tta)  # type: ignore[arg-type]
+        mask = segment(network, image, size=size or restored.image_size, tta=tta)
         Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
         written += 1
     return written
@@ -289,7 +288,7 @@ def write_volume_masks(
             on_error(error)
             continue
         show = sys.stderr.isatty()
-        shares = segment_volume(network, volume, window, progress=show).numpy()  # type: ignore[arg-type]
+        shares = segment_volume(network, volume, window, progress=show).numpy()
         target = folder / case_name(channels)
         write_volume(target, shares.argmax(0).astype(np.uint8), like)
         if probabilities:  # NIfTI has channels last

@@ -26,7 +26,6 @@ from revzoo.cli.schema import MODES, model_names
 from revzoo.cli.terminal import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
-from revzoo.models.dense import DenseNetwork
 from revzoo.models.pretrained import find_model
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS, create_model, default_memory
 from revzoo.training.callbacks.registry import CALLBACKS, ChecksModel, build_callbacks
@@ -110,23 +109,22 @@ def build_module(
     module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
     network: Any = module.model
     name = config["model"]["name"]
-    if isinstance(network, DenseNetwork) and task != "segmentation":
+    if network.dense and task != "segmentation":
         raise ConfigError(
             f"model={name} gives a class for each pixel: expected data with masks, such as "
             "data=shapes"
         )
-    if task == "segmentation" and not isinstance(network, DenseNetwork):
+    if task == "segmentation" and not network.dense:
         raise ConfigError(
             f"model={name} gives a class for each image: expected data with one label an image; or "
             "take a U-Net, such as model=iunet2d"
         )
+    if (axes := len(sizes)) != network.dims:
+        raise ConfigError(
+            f"model={name} takes images of {network.dims} dimensions, the data have {axes}: take a "
+            f"U-Net of {axes}, such as model=iunet{axes}d"
+        )
     if name in model_names():
-        dims, axes = getattr(network, "dims", 2), len(sizes)
-        if dims != axes:
-            raise ConfigError(
-                f"model={name} takes images of {dims} dimensions, the data have {axes}: take a "
-                f"U-Net of {axes}, such as model=iunet{axes}d"
-            )
         network.check_size(*sizes)
     else:
         from revzoo.cli.commands._models import try_image  # ours run at all sizes that they check
