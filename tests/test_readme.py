@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import pytorch_lightning as pl
 import torchvision
 
 import revzoo
+from revzoo.data.augment import POLICIES
+from revzoo.models.registry import MODELS
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
@@ -103,9 +106,10 @@ def test_the_examples_of_a_page_run(
     monkeypatch.setattr(pl, "Trainer", lambda **options: trainer(**{**options, **reduced}))
     text = page.read_text()
     names: dict[str, Any] = {}
-    for block in BLOCK.finditer(text):
-        line = text[: block.start(1)].count("\n")  # so that a traceback shows the page's line
-        exec(compile("\n" * line + block[1], page, "exec"), names)
+    with patch.dict(MODELS), patch.dict(POLICIES):  # what a page registers disappears after it
+        for block in BLOCK.finditer(text):
+            line = text[: block.start(1)].count("\n")  # so that a traceback shows the page's line
+            exec(compile("\n" * line + block[1], page, "exec"), names)
     printed = capsys.readouterr().out
     if page in CHECKS:
         CHECKS[page](names, printed)

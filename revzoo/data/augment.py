@@ -53,6 +53,7 @@ class DictTransform:
         keys: of the image and of its mask.
 
     Example:
+        >>> from revzoo.data import DictTransform
         >>> brighter = DictTransform(lambda found: {**found, "image": found["image"] + 0.2})
         >>> brighter(torch.zeros(3, 8, 8, dtype=torch.uint8)).max()
         tensor(51, dtype=torch.uint8)

@@ -111,9 +111,7 @@ def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
 def test_one_image_of_another_size_needs_a_decision(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO})
     Image.new("RGB", (9, 9)).save(root / "train" / "dog" / "99.png")
-    with pytest.raises(
-        DataError, match=r"99\.png has height 9 .* set data.image_size"
-    ):
+    with pytest.raises(DataError, match=r"99\.png has height 9 .* set data.image_size"):
         _ready(root)
     assert _ready(root, image_size=8).sizes == (8, 8)
 

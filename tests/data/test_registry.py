@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from small_images import image_folder
@@ -17,6 +18,7 @@ from revzoo.data import (
     CIFAR100,
     DATA,
     Blobs3d,
+    DictTransform,
     Digits,
     ImageFolder,
     Masks,
@@ -103,14 +105,56 @@ def test_names_of_transforms_are_new_and_builders_callable(black):
         revzoo.register_transform("white", 255)
 
 
-def test_a_registered_transform_takes_masks(black):
-    revzoo.register_transform("turn", lambda: v2.RandomRotation((180, 180)))
+def of_torchvision():
+    return v2.RandomRotation((180, 180))
+
+
+def of_monai():
+    transforms = pytest.importorskip("monai.transforms")
+    flip = transforms.RandFlipd(["image", "label"], prob=1, spatial_axis=(-1, -2))
+    return DictTransform(transforms.Compose([flip]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "build"), [(Shapes, of_torchvision), (Shapes, of_monai), (Blobs3d, of_monai)]
+)
+def test_a_registered_transform_takes_masks(black, kind, build):
+    revzoo.register_transform("turn", build)
     options = {"crop_padding": 0, "flip": False}
-    data, plain = (Shapes(augment={**options, "policy": p}, batch_size=4) for p in ("turn", None))
+    data, plain = (kind(augment={**options, "policy": p}, batch_size=4) for p in ("turn", None))
     for each in (data, plain):
         each.setup("fit")
     images, masks = data._images("train")[:4]
+    masks[0, 0] = 255
     turned = data._augmented_masks(images, masks, None)
     kept = plain._augmented_masks(images, masks, None)
     for one, other in zip(turned, kept, strict=True):
         assert torch.equal(one.flip((-1, -2)), other)
+
+
+def test_transforms_of_dictionaries_read_files_and_repeat_their_draws(black, tmp_path: Path):
+    transforms = pytest.importorskip("monai.transforms")
+    noise = transforms.RandGaussianNoised(["image"], prob=1, std=0.5, sample_std=False)
+    revzoo.register_transform("noise", lambda: DictTransform(noise))
+    flip = transforms.RandFlipd(["image", "label"], prob=1, spatial_axis=0)
+    revzoo.register_transform("flip", lambda: DictTransform(flip))
+    for part in ("images", "labels"):
+        (tmp_path / "train" / part).mkdir(parents=True)
+        for n in range(3):
+            volume = np.arange(8**3, dtype=np.uint8).reshape(8, 8, 8) % 3
+            np.save(tmp_path / "train" / part / f"{n}.npy", volume)
+
+    def patches(policy):
+        augment = {"policy": policy, "flip": False}
+        data = Volumes(tmp_path, patch=[8, 8, 8], augment=augment, num_workers=0, val_fraction=0.4)
+        data.setup("fit")
+        (train := data._images("train")).begin_epoch(0, 0)
+        return train[0]
+
+    (volume, mask), (again, _), (plain, classes) = map(patches, ("noise", "noise", None))
+    assert torch.equal(volume, again)
+    assert 0.3 < (volume - plain).std() < 0.7
+    assert torch.equal(mask, classes)
+    volume, mask = patches("flip")
+    assert torch.equal(volume.flip(1), plain)
+    assert torch.equal(mask.flip(0), classes)
