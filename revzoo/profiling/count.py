@@ -174,10 +174,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     def register(self, tensors: Iterable[Any], kind: str) -> None:
         """Set the kind of the tensors that exist before the step, and count them."""
-        for t in tensors:
-            if isinstance(t, Tensor):
-                for part in dense_in(t):
-                    self.allocation_of(part).kind = kind
+        for t in dense_in([*tensors]):
+            self.allocation_of(t).kind = kind
 
     def allocation_of(self, t: Tensor) -> Allocation:
         """The entry of the tensor's storage."""
@@ -476,7 +474,7 @@ def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> T
             # otherwise gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an earlier step
         # with plain attributes
-        trace.register(tree_iter([vars(m) for m in model.modules()]), "buffer")
+        trace.register(map(vars, model.modules()), "buffer")
         trace.register(model.parameters(), "parameter")
         trace.register((p.grad for p in trained), "gradient")
         trace.register([images], "input")
@@ -612,8 +610,7 @@ def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[i
                 f"{name} is a {type(module).__name__} without weights: expected layers that "
                 "are initialised. Call the model once on a batch, under torch.no_grad()"
             )
-        held = (t for t in tree_iter(vars(module)) if isinstance(t, Tensor))
-        [*dense_in([*held])]  # raises
+        [*dense_in(vars(module))]  # raises
     return checked_shape(input_shape), bytes_from(extra, name="extra", least=0)
 
 
