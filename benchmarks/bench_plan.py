@@ -20,12 +20,16 @@ network in mode ``store``. "torch budget b" is ``torch._functorch.config.activat
 under ``torch.compile`` with the backend that partitions without generating code
 (``aot_eager_decomp_partition``), with ``--compiled``. Plans invert in mode ``--inverting``, also
 "balanced".
+
+``--planning SHARE`` only prints the processor's seconds of the first plan in this process, as
+``memory=auto`` makes it, for this share of the bytes that ``store`` needs.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import statistics
 import time
@@ -77,6 +81,19 @@ def planned(model: nn.Module, setting: object) -> None:
     revzoo.set_memory(model, setting)
 
 
+def planning_seconds(model: nn.Module, shape: tuple[int, ...], share: float) -> float:
+    """Seconds of the processor for a plan, and for the modes that its line in the log compares."""
+    import revzoo.cli.run.memory_plan  # noqa: F401  # what a run has imported before it plans
+
+    gc.collect()
+    gc.freeze()  # as the first run of a process does
+    start = time.thread_time()
+    planner = Planner(model, shape, clock=False)
+    planner.plan(int(share * (planner.pure("store").peak + planner.reserve)))
+    planner.pure(planner.inverting)
+    return time.thread_time() - start
+
+
 def main() -> None:
     """Measure, print a table, draw."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -90,6 +107,7 @@ def main() -> None:
     parser.add_argument("--inverting", default="invert")
     parser.add_argument("--counted", action="store_true", help="do not measure resident memory")
     parser.add_argument("--alone", type=json.loads, help="print the growth in this plan or mode")
+    parser.add_argument("--planning", type=float, metavar="SHARE")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -97,6 +115,9 @@ def main() -> None:
     model = revzoo.create_model(args.name)
     size = args.size or model.image_size
     images = torch.randn(args.batch, 3, size, size)
+    if args.planning:
+        print(f"{planning_seconds(model, tuple(images.shape), args.planning):.3f}")
+        return
     if args.alone:
         run = step_of(model, images, lambda: planned(model, args.alone))
         run()
