@@ -98,8 +98,7 @@ def dense_in(tree: Any) -> Iterator[Tensor]:
                 "tensors, torch.strided, are counted. Make it dense, as with "
                 "nn.Embedding(..., sparse=False) or to_dense()"
             )
-    elif isinstance(tree, dict):
-        yield from dense_in([*tree.values()])
-    elif isinstance(tree, (tuple, list)):
-        for part in tree:
-            yield from dense_in(part)
+    elif isinstance(tree, (dict, tuple, list)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            if isinstance(part, (Tensor, dict, tuple, list)):  # a generator for each number is slow
+                yield from dense_in(part)

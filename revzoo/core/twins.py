@@ -119,27 +119,31 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             if all(t.shape == first.shape and t.dtype == first.dtype for t in others):
                 return first
         key = None if returns_arguments(func) else _key(func, args, kwargs)
-        if key in self._known:
-            several, layouts = self._known[key]
+        if (known := self._known.get(key)) is not None:
+            several, layouts = known
             outputs = [layout and self._made(*layout) for layout in layouts]
             return tuple(outputs) if several else outputs[0]
         result = self.dispatch(func, types, args, kwargs)
-        if key is not None:
-            several = isinstance(result, tuple)
-            outputs = [*result] if several else [result]
-            inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-            if all(t is None or _own(t, inputs) for t in outputs):
-                self._known[key] = several, [t if t is None else _layout_of(t) for t in outputs]
+        several = isinstance(result, tuple)
+        outputs = [*result] if several else [result]
+        if key is not None and all(t is None or _dense(t) for t in outputs):
+            self._known[key] = several, [t if t is None else _layout_of(t) for t in outputs]
         return result
 
     def _made(self, shape: Any, stride: Any, dtype: torch.dtype, device: Any) -> FakeTensor:
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self, empty, device)
 
 
 _aten = torch.ops.aten
-_VIEWS = {_aten.alias.default, _aten.detach.default, _aten.slice.Tensor, _aten.view.default}
+_VIEWS = {
+    _aten._unsafe_view.default,  # also a view, though its schema does not say so
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.slice.Tensor,
+    _aten.view.default,
+}
 _IN_PLACE = {
     _aten.add_.Tensor,
     _aten.copy_.default,
@@ -163,30 +167,26 @@ def _plain(t: Any) -> bool:
 def _key(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Equal for calls whose outputs have equal layouts; None if values of tensors may matter."""
     try:
-        key = func, _layout_of(args), _layout_of([*kwargs.items()])
-        hash(key)
-    except TypeError:
+        return func, _layout_of(args), _layout_of([*kwargs.items()])
+    except (TypeError, RuntimeError):  # a sparse tensor has no strides
         return None
-    return key
 
 
 def _layout_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not _plain(value):
+            raise TypeError
+        return value.shape, value.stride(), value.dtype, value.fake_device
     if isinstance(value, (tuple, list)):
         return tuple(map(_layout_of, value))
-    if not isinstance(value, Tensor):
-        return type(value), value  # 1 is equal to 1.0
-    if not _plain(value) or value.layout is not torch.strided:
-        raise TypeError
-    return value.shape, value.stride(), value.dtype, value.fake_device
+    return type(value), value  # 1 is equal to 1.0
 
 
-def _own(t: Any, inputs: Sequence[Tensor]) -> bool:
-    """Whether it is a fake tensor that alone fills its storage."""
+def _dense(t: Any) -> bool:
+    """Whether it is a fake tensor that fills its storage."""
     if not _plain(t) or t.layout is not torch.strided:
         return False
-    storage = t.untyped_storage()
-    shared = any(x.untyped_storage()._cdata == storage._cdata for x in inputs)
-    return not shared and storage.nbytes() == t.nbytes
+    return t.nbytes == t.untyped_storage().nbytes()
 
 
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:

@@ -471,8 +471,8 @@ def trace_step(model: nn.Module, images: Tensor, *, shortens: bool = False) -> T
     trace = Trace(model, mode if isinstance(mode, Fakes) else None, shortens=shortens)
     with mode:
         for p in trained:
-            # otherwise gradients would count as made by the backward pass
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # of an earlier step
+            if p.grad is None:  # else it would count as made by the backward pass
+                p.grad = torch.zeros_like(p)
         # with plain attributes
         trace.register(map(vars, model.modules()), "buffer")
         trace.register(model.parameters(), "parameter")

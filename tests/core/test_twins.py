@@ -54,6 +54,13 @@ def test_a_shared_storage_stays_shared():
             assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
+def test_a_sparse_tensor_is_not_remembered():
+    with Fakes() as mode:
+        x = torch.empty(4, 6).to_sparse()
+        assert (x + x).layout is torch.sparse_coo
+        assert not any(func is aten.add.Tensor for func, *_ in mode._known)
+
+
 def test_values_of_constants_are_not_forgotten():
     with Fakes():
         unknown = torch.empty((), dtype=torch.int64)
