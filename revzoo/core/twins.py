@@ -123,7 +123,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             several, layouts = known
             outputs = [layout and self._made(*layout) for layout in layouts]
             return tuple(outputs) if several else outputs[0]
-        result = self.dispatch(func, types, args, kwargs)
+        result: Any = self.dispatch(func, types, args, kwargs)
         several = isinstance(result, tuple)
         outputs = [*result] if several else [result]
         if key is not None and all(t is None or _dense(t) for t in outputs):
@@ -131,7 +131,7 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _made(self, shape: Any, stride: Any, dtype: torch.dtype, device: Any) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return FakeTensor(self, empty, device)
 
@@ -176,7 +176,8 @@ def _layout_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         if not _plain(value):
             raise TypeError
-        return value.shape, value.stride(), value.dtype, value.fake_device
+        device = value.fake_device  # type: ignore[attr-defined]
+        return value.shape, value.stride(), value.dtype, device
     if isinstance(value, (tuple, list)):
         return tuple(map(_layout_of, value))
     return type(value), value  # 1 is equal to 1.0
