@@ -1,8 +1,8 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
 --fit searches for the largest batch, image or depth that fits. It tries several, starting from
---batch-size, --image-size or the model's depth; above 8, a batch is a multiple of 8. A run makes
-its own plan.
+--batch-size, --image-size or the model's depth. Above 8, it names the largest batch that is a
+multiple of 8, and the largest of all. A run makes its own plan.
 
     revzoo plan revnet104 --budget 4GiB --batch-size 64 --image-size 224
     revzoo plan revnet110 --budget 1GiB --fit batch
@@ -12,6 +12,7 @@ its own plan.
 from __future__ import annotations
 
 import argparse
+import bisect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -212,15 +213,16 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     sys.stderr.write(f"{folded(start, indent=2)}\n")
 
     def need(value: int) -> int | None:
-        # a batch that is a multiple of 8 suits the kernels
-        if args.fit == "batch" and value > 8 and value % 8:
-            return None
         if value not in needs:  # a call takes seconds
             with status_of(f"{args.name}, {args.fit} {fit.shown(value)}"):
                 needs[value] = _least(args, *fit.variant(value))
         return needs[value]
 
-    value = largest(need, budget, start=fit.start, power=fit.power, most=fit.most)
+    def need_of_eights(value: int) -> int | None:
+        # a batch that is a multiple of 8 suits the kernels
+        return None if args.fit == "batch" and value > 8 and value % 8 else need(value)
+
+    value = largest(need_of_eights, budget, start=fit.start, power=fit.power, most=fit.most)
     taken = {v: count for v, count in needs.items() if count is not None}
     if value is None:
         tried = "the model takes none of the values tried"
@@ -233,6 +235,9 @@ def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
         )
     shown, needed = fit.shown(value), f"{sized(taken[value])} without the optimiser's state"
     sentence = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
+    if args.fit == "batch" and value >= 8:
+        more = bisect.bisect_right(range(value + 1, value + 8), budget, key=lambda n: need(n) or 0)
+        sentence += f"; {value + more}, if it need not be a multiple of 8" * bool(more)
     if value == fit.most:
         sentence = f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
     sentence = folded(sentence, indent=2)
