@@ -4,6 +4,7 @@ Counts without running or allocating the model; --real runs the steps.
 
     revzoo audit revnet38 --batch-size 64
     revzoo audit revnet104 --batch-size 256 --memory invert --plot step.png
+    revzoo audit revvit_base --optim adamw
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from revzoo._files import check_writable
 from revzoo.cli.commands._models import (
@@ -23,6 +25,9 @@ from revzoo.cli.commands._models import (
 )
 from revzoo.cli.terminal import show_written, status_of
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -30,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_options(parser, batch=64)
     text = "only this mode (default: all modes that save memory here)"
     parser.add_argument("--memory", metavar="MODE", help=text)
+    text = "add an optimiser's state to the peak: sgd, adamw, ... (default: none)"
+    parser.add_argument("--optim", metavar="NAME", help=text)
     parser.add_argument("--real", action="store_true", help="run real steps")
     parser.add_argument("--csv", type=Path, help="write every kept tensor")
     parser.add_argument("--plot", type=Path, help="draw memory over the step, a PNG")
@@ -54,7 +61,8 @@ def run(args: argparse.Namespace) -> None:
     shape = shape_for(args, model)
     modes: list[str] | None = [] if args.memory else None
     with status_of(args.name):
-        report = audit(model, shape, modes=modes, real=args.real)
+        extra = 0 if args.optim is None else _state_bytes(model, args.optim)
+        report = audit(model, shape, modes=modes, real=args.real, extra=extra)
     sys.stdout.write(f"{report}\n")
     if args.csv:
         report.to_csv(args.csv)
@@ -63,3 +71,13 @@ def run(args: argparse.Namespace) -> None:
     if args.tensorboard:
         report.to_tensorboard(args.tensorboard)
     show_written(args.csv, args.plot, args.tensorboard)
+
+
+def _state_bytes(model: nn.Module, name: str) -> int:
+    """Bytes of an optimiser's state, with the options of a run that sets none."""
+    from revzoo.core.twins import copied
+    from revzoo.profiling.plan import state_bytes
+    from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
+
+    spec = OptimSpec(name=name, sgd_lr=0.1 if name == "muon" else None)
+    return state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), spec))

@@ -36,6 +36,14 @@ def test_audit_lists_every_mode(capsys, tmp_path):
     assert {row["mode"] for row in rows_of(tmp_path / "a.csv")} >= {"exact"}
 
 
+@pytest.mark.parametrize(("name", "values"), [("sgd", 1), ("adamw", 2), ("muon", 1)])
+def test_an_audit_can_count_the_state_of_an_optimiser(name, values, capsys):
+    main(["audit", *SMALL, "--memory", "exact", "--optim", name])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "state of" in line]
+    weights = sum(p.nbytes for p in revzoo.create_model("revnet38").parameters())
+    assert float(line.split()[0]) == pytest.approx(values * weights / 2**20, rel=0.01)
+
+
 def test_bench_chooses_modes_that_the_network_takes(capsys):
     """A reversible network of a library was benched in "invert", which it refuses."""
     options = ["--batch-size", "2", "--image-size", "32", "--rounds", "2"]
@@ -217,6 +225,7 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
             "--image-size=0: expected a whole number",
         ),
         (["audit", "revnet38", "--memory", "stor"], "unknown memory mode 'stor'"),
+        (["audit", "revnet38", "--optim", "adam"], "adam: expected one of .*'adamw'"),
         (["plan", "revnet38", "--budget", "lots"], "expected a positive number of bytes"),
         (["plan", "revnet38", "--budget", "0"], "expected a positive number of bytes"),
         (["plan", *SMALL, "--budget", "3MiB"], "less than any plan needs: at least"),
