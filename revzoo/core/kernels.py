@@ -337,14 +337,6 @@ def _triton_kernels(device: torch.device) -> Any:
     return ours
 
 
-def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """What each sample reached, and its ``down``, from what Triton's kernel returned."""
-    from revzoo.core import triton_kernels as ours
-
-    with on_device(peaks):
-        return ours.judge(peaks, down, unit, limit)
-
-
 def on_device(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A context in which Triton launches on the device of ``t``."""
     return torch.cuda.device_of(t)  # type: ignore[no-untyped-call]
@@ -358,8 +350,8 @@ def in_chunks(
     ``tensors`` have one shape, ``(B, ...)``; ``figures``, of each sample, are shaped to multiply.
 
     Returns:
-        The largest of what the pieces return; of Triton's kernels, the largest magnitudes of
-        summand and sum for each sample, ``(2, B)``.
+        The largest of what the pieces return; of Triton's kernels, what each sample reached, and
+        its ``down``, NaN beyond the range, ``(2, B)``.
     """
     if tensors[0].device.type in _with_triton:
         if (found := _by_triton(fn, tensors, figures)) is not None:

@@ -8,9 +8,9 @@ Results are equal bit for bit: each operation is exact, or rounds once. Only a s
 beyond the range differs: here just that value reads as NaN, and the whole sample from the next sum
 on.
 
-Tensors of a sum are rows ``(B, n)`` of equal strides: a program handles ``_BLOCK`` values of one
-row, whose figures (``up``, ``down``) have index ``row * step``; with one scale for all, there is
-one row. Bits are packed in the order of elements, whatever the layout in memory.
+Tensors of a sum are rows ``(B, n)`` of equal strides, with one scale each: a program handles
+``_BLOCK`` values of one row. Bits are packed in the order of elements, whatever the layout in
+memory.
 """
 
 from __future__ import annotations
@@ -44,19 +44,44 @@ def _rounded(units):
 
 
 @triton.jit
-def _note_peak(peaks, x, mask):
+def _note_peak(peak, x, mask):
     """Raise a figure to the largest magnitude in ``x``; to NaN if there is one."""
     # the bits of floats that are not negative have the order of the floats, and NaN is the largest
     bits = tl.abs(x).to(tl.int32, bitcast=True)
-    tl.atomic_max(peaks, tl.max(tl.where(mask, bits, 0), 0))
+    tl.atomic_max(peak, tl.max(tl.where(mask, bits, 0), 0), sem="relaxed")
 
 
 @triton.jit
-def _quantise(value, words, up, peaks, n, step, BLOCK: tl.constexpr):
+def _judge(figures, row, count, blocks, value, total, mask, up, down):
+    """Write what a row reached, and its ``down``, NaN beyond the range, to ``figures (3, count)``.
+
+    Until the row's last program ends, they are the peaks of value and total, and a count of
+    programs.
+    """
+    _note_peak(figures + row, value, mask)
+    _note_peak(figures + count + row, total, mask)
+    # acquires and releases: the last program sees the peaks of all
+    if tl.atomic_add(figures + 2 * count + row, 1) == blocks - 1:
+        added = tl.load(figures + row).to(tl.float32, bitcast=True)
+        after = tl.load(figures + count + row).to(tl.float32, bitcast=True)
+        inside = added * up < 1073741824.0  # 2**30 units
+        stays = inside & (after * up < 1073741824.0)
+        # after a summand beyond the range, the sum means nothing
+        larger = tl.maximum(added, after, propagate_nan=tl.PropagateNan.ALL)
+        reached = tl.where(inside, larger, added)
+        ended = tl.where(stays, down, float("nan"))
+        tl.store(figures + row, reached.to(tl.int32, bitcast=True))
+        tl.store(figures + count + row, ended.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _quantise(value, words, up, figures, n, count, BLOCK: tl.constexpr):
     row, at, mask = _places(n, BLOCK)
     v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
-    tl.store(words + at, _rounded(v * tl.load(up + row * step)), mask=mask)
-    _note_peak(peaks + row, v, mask)
+    scale = tl.load(up + row)
+    tl.store(words + at, _rounded(v * scale), mask=mask)
+    unit = tl.div_rn(1.0, scale)  # exact, for a power of two
+    _judge(figures, row, count, tl.cdiv(n, BLOCK), v, v, mask, scale, unit)
 
 
 @triton.jit
@@ -66,22 +91,22 @@ def _add_to(checksum, words, at, mask, PAIRS: tl.constexpr):
         w = tl.where(mask, words, 0).to(tl.int64)
         if PAIRS:  # every second word is the upper half of 64 bits
             w = tl.where(at % 2 == 0, w & 4294967295, w << 32)
-        tl.atomic_add(checksum, tl.sum(w, 0))
+        tl.atomic_add(checksum, tl.sum(w, 0), sem="relaxed")
 
 
 @triton.jit
-def _subtract(words, value, out, up, n, step, checksum, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+def _subtract(words, value, out, up, n, checksum, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
     row, at, mask = _places(n, BLOCK)
     v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
-    w = tl.load(words + at, mask=mask, other=0) - _rounded(v * tl.load(up + row * step))
+    w = tl.load(words + at, mask=mask, other=0) - _rounded(v * tl.load(up + row))
     tl.store(out + at, w, mask=mask)
     _add_to(checksum, w, at, mask, PAIRS)
 
 
 @triton.jit
-def _read(words, floats, down, n, step, BLOCK: tl.constexpr):
+def _read(words, floats, down, n, BLOCK: tl.constexpr):
     row, at, mask = _places(n, BLOCK)
-    w = tl.load(words + at, mask=mask, other=0).to(tl.float32) * tl.load(down + row * step)
+    w = tl.load(words + at, mask=mask, other=0).to(tl.float32) * tl.load(down + row)
     tl.store(floats + at, w.to(floats.dtype.element_ty), mask=mask)
 
 
@@ -93,9 +118,8 @@ def _add_and_read(
     total,
     up,
     down,
-    peaks,
+    figures,
     n,
-    step,
     count,
     checksum,
     PAIRS: tl.constexpr,
@@ -103,30 +127,17 @@ def _add_and_read(
 ):
     row, at, mask = _places(n, BLOCK)
     v = tl.load(value + at, mask=mask, other=0).to(tl.float32)
-    units = v * tl.load(up + row * step)
+    scale, unit = tl.load(up + row), tl.load(down + row)
+    units = v * scale
     before = tl.load(x + at, mask=mask, other=0)
     _add_to(checksum, before, at, mask, PAIRS)
     w = before + _rounded(units)
     tl.store(words + at, w, mask=mask)
-    t = w.to(tl.float32) * tl.load(down + row * step)
+    t = w.to(tl.float32) * unit
     t = tl.where(tl.abs(units) < 1073741824.0, t, float("nan")).to(total.dtype.element_ty)
     tl.store(total + at, t, mask=mask)
-    _note_peak(peaks + row, v, mask)
-    _note_peak(peaks + count + row, t.to(tl.float32), mask)
-
-
-@triton.jit
-def _judge(peaks, down, unit, limit, reached, ended, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    added = tl.load(peaks + at, mask=mask, other=0)
-    after = tl.load(peaks + count + at, mask=mask, other=0)
-    end = tl.load(unit + at, mask=mask, other=1) * limit
-    larger = tl.maximum(added, after, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(reached + at, tl.where(added < end, larger, added), mask=mask)
-    stays = (added < end) & (after < end)
-    now = tl.load(down + at, mask=mask, other=0)
-    tl.store(ended + at, tl.where(stays, now, float("nan")), mask=mask)
+    t = t.to(tl.float32)
+    _judge(figures, row, count, tl.cdiv(n, BLOCK), v, t, mask, scale, unit)
 
 
 @triton.jit
@@ -192,11 +203,14 @@ def _unpack_bits(
 
 
 def quantise(value: Tensor, words: Tensor, up: Tensor) -> Tensor:
-    """The words of ``value``. Returns the largest magnitudes of value and words, ``(2, B)``."""
+    """The words of ``value``. Returns what each sample reached, and its ``down``: ``(2, B)``.
+
+    ``down`` is NaN beyond the range.
+    """
     count, n = words.shape
-    peaks = torch.zeros(count, dtype=torch.int32, device=words.device)
-    _quantise[_grid(words)](value, words, up, peaks, n, _step(up), BLOCK=_BLOCK)
-    return peaks.view(torch.float32).repeat(2, 1)
+    figures = words.new_zeros(3, count)
+    _quantise[_grid(words)](value, words, up, figures, n, count, BLOCK=_BLOCK)
+    return figures[:2].view(torch.float32)
 
 
 def subtract(
@@ -212,14 +226,12 @@ def subtract(
     Adds the words of ``out`` to ``checksum ()``, int64; in ``pairs``, two as one of 64 bits.
     """
     n = words.shape[1]
-    _subtract[_grid(words)](
-        words, value, out, up, n, _step(up), checksum, PAIRS=pairs, BLOCK=_BLOCK
-    )
+    _subtract[_grid(words)](words, value, out, up, n, checksum, PAIRS=pairs, BLOCK=_BLOCK)
 
 
 def read(words: Tensor, floats: Tensor, down: Tensor) -> None:
     """The floats of ``words``."""
-    _read[_grid(words)](words, floats, down, words.shape[1], _step(down), BLOCK=_BLOCK)
+    _read[_grid(words)](words, floats, down, words.shape[1], BLOCK=_BLOCK)
 
 
 def add_and_read(
@@ -234,25 +246,13 @@ def add_and_read(
 ) -> Tensor:
     """``words = x + value`` and its floats ``total``; adds the words of ``x`` to ``checksum``.
 
-    Returns the largest magnitudes of value and total, ``(2, B)``.
+    Returns what each sample reached, and its ``down`` after it: ``(2, B)``.
     """
     count, n = words.shape
-    peaks = torch.zeros(2, count, dtype=torch.int32, device=words.device)
-    figures = up, down, peaks, n, _step(up), count, checksum
-    _add_and_read[_grid(words)](x, value, words, total, *figures, PAIRS=pairs, BLOCK=_BLOCK)
-    return peaks.view(torch.float32)
-
-
-def judge(peaks: Tensor, down: Tensor, unit: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """What each sample reached, and its ``down``: NaN if that is beyond ``limit`` units.
-
-    ``peaks (2, B)`` are from a sum; ``down (B,)`` was before it; ``unit (B,)`` is the grid's.
-    """
-    reached, ended = torch.empty_like(unit), torch.empty_like(unit)
-    count = len(unit)
-    blocks = (triton.cdiv(count, _BLOCK),)
-    _judge[blocks](peaks, down, unit, limit, reached, ended, count, BLOCK=_BLOCK)
-    return reached, ended
+    figures = words.new_zeros(3, count)
+    of_row = up, down, figures, n, count, checksum
+    _add_and_read[_grid(words)](x, value, words, total, *of_row, PAIRS=pairs, BLOCK=_BLOCK)
+    return figures[:2].view(torch.float32)
 
 
 def pack_bits(words: Tensor, bits: int, slot: int) -> tuple[Tensor, Tensor]:
@@ -292,7 +292,3 @@ def layout_of(words: Tensor) -> tuple[int, int] | None:
 def _grid(words: Tensor) -> tuple[int]:
     count, n = words.shape
     return (count * triton.cdiv(n, _BLOCK),)
-
-
-def _step(figures: Tensor) -> int:
-    return int(figures.numel() > 1)

@@ -63,7 +63,6 @@ from revzoo.core.kernels import (
     for_samples_of,
     free_to_read,
     in_chunks,
-    judge,
     magnitudes,
     read,
     renew,
@@ -177,8 +176,8 @@ class Fixed:
             if self.bound < scale.limit / 2 and scale.growth.seen == scale.grid:
                 return None
         count = len(scale.down)
-        if not host and peak is not None and peak.dim() == 2:  # Triton's kernel has measured
-            self.peaks, self.down = judge(peak, self.down, scale.down, scale.limit)
+        if not host and peak is not None and peak.dim() == 2:  # Triton's kernel has judged
+            self.peaks, self.down = peak
             scale.log.append(Measured(step, self.peaks, scale.sizes, scale.down))
             return None
         added, after = magnitudes(summand, count), magnitudes(total, count)
