@@ -255,6 +255,7 @@ def draws() -> Tensor:
 
 
 def test_offsets_are_uniform_for_each_image(draws: Tensor) -> None:
+    assert draws.shape == (3, 200 * 64)  # by default, no two images share a draw
     for offsets in draws[:2]:
         counts = torch.bincount(offsets, minlength=5)
         expected = len(offsets) / 5

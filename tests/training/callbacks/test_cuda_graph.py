@@ -6,6 +6,7 @@ import csv
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,6 +378,21 @@ def test_what_cannot_be_captured_runs_without(
     assert caplog.text.count("without a CUDA graph") == 1
     assert f"training runs without a CUDA graph: {reason}" in caplog.text
     assert len(CAPTURES) == (kind is Scheduled)  # which is found in the capture
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("world_size", 2, "there are several processes"),
+        ("precision_plugin", SimpleNamespace(scaler=1), "precision=fp16 reads its scale on the"),
+    ],
+)
+def test_scaled_losses_and_several_processes_run_without(
+    option: str, value: Any, reason: str
+) -> None:
+    options = {"world_size": 1, "accumulate_grad_batches": 1, option: value}
+    runner: Any = SimpleNamespace(**options)
+    assert graph_module._cannot_capture(runner, Classifier(TINY)).startswith(reason)
 
 
 def test_an_optimiser_that_reads_values(
