@@ -45,7 +45,14 @@ from revzoo.core.invertible import (
 from revzoo.core.kernels import sum_of
 from revzoo.core.saved import saving_for_replay
 from revzoo.core.sums import plus
-from revzoo.core.tensors import detached, unshared, version_of, versions_of, with_strides
+from revzoo.core.tensors import (
+    autocast_dtype,
+    detached,
+    unshared,
+    version_of,
+    versions_of,
+    with_strides,
+)
 from revzoo.core.words import (
     Fixed,
     Streams,
@@ -340,7 +347,7 @@ class AdditiveCall(Call):
                 records = gy is not None and any(wanted)
                 if undo is None:
                     undo = self.conditions.enter()
-                leaf = self._leaf(x2).requires_grad_(records and self.needs[1])
+                leaf = self._leaf(x2, step).requires_grad_(records and self.needs[1])
                 # code that we do not know records always: the same kernels as in forward
                 with torch.set_grad_enabled(records or not self.members.quiet):
                     value = step.checked_value(step.branch(leaf, **context), y2)
@@ -366,18 +373,24 @@ class AdditiveCall(Call):
                     found = self._derive((root,), (gy,), received, wanted)
                 of_others[:0] = found[1:]
                 gz = found[0]
-                gx, gy = gy, gz if gx is None else gx if gz is None else gx + gz
+                if gz is not None:  # a narrow one does not stay so: others are added to it
+                    gx = gz.to(y2.dtype) if gx is None else gx + gz
+                gx, gy = gy, gx
                 del root, leaf, received, found, gz  # before the next evaluation
         finally:
             if undo is not None:
                 leave(undo)
         return (x2, y2), [gx, gy, *of_others]
 
-    def _leaf(self, t: Tensor | Fixed) -> Tensor:
-        if isinstance(t, Fixed):
-            # code that we do not know may hold steps, which go on with the words as in forward
-            return t.read() if self.members.quiet else read_with_words(t)
-        return t.detach()
+    def _leaf(self, t: Tensor | Fixed, step: Any) -> Tensor:
+        if not isinstance(t, Fixed):
+            return t.detach()
+        # code that we do not know may hold steps, which go on with the words as in forward
+        if not self.members.quiet:
+            return read_with_words(t)
+        # a branch that casts its input gets it as cast: it need not be read and written again
+        narrows = t.dtype == torch.float32 and getattr(step.branch, "narrows", False)
+        return t.read(autocast_dtype(t.words) if narrows else None)
 
 
 class PairCall(AdditiveCall):

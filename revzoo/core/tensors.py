@@ -41,6 +41,14 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         return [version_of(t) for t in tensors]
 
 
+def autocast_dtype(t: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on the device of ``t``; None if it is off."""
+    kind = t.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def values_of(t: Tensor) -> Tensor:
     """The plain tensor with the values of ``t``: for a DTensor, the part on this device."""
     while is_traceable_wrapper_subclass(t):

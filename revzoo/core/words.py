@@ -120,10 +120,10 @@ class Fixed:
             return self.scale.shaped(dim)[1]
         return for_samples_of(self.down, dim)
 
-    def read(self) -> Tensor:
-        """The float tensor, without its words."""
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The float tensor, without its words; of ``dtype`` if given."""
         with counting_changes():
-            floats = torch.empty_like(self.words, dtype=self.dtype)
+            floats = torch.empty_like(self.words, dtype=dtype or self.dtype)
         if floats.numel():
             in_chunks(read, (self.words, floats), self.shaped_down())
         return floats

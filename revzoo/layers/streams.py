@@ -31,6 +31,7 @@ from torch import Tensor
 
 from revzoo._checks import check_choice, check_count, counts_of, is_count
 from revzoo.core.invertible import Invertible, State, bare, name_of
+from revzoo.core.tensors import autocast_dtype
 
 
 def zero_log_det(x: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class Joint(_OfOneTensor):
 
 def widened(state: State) -> State:
     """The state, with streams of autocast's dtype in float32; unchanged without autocast."""
-    narrow = _autocast_dtype(state[0])
+    narrow = autocast_dtype(state[0])
     return tuple(t.float() if t.dtype == narrow else t for t in state) if narrow else state
 
 
@@ -149,7 +150,7 @@ def narrowed(x: Tensor) -> Tensor:
     For branches that begin with a normalisation: autocast runs it in the dtype of its input, and
     float32 streams would take twice the memory and time.
     """
-    narrow = _autocast_dtype(x)
+    narrow = autocast_dtype(x)
     return x.to(narrow) if narrow and x.dtype == torch.float32 else x
 
 
@@ -157,16 +158,9 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context without autocast for ``x``, for maps of whole streams."""
     return (
         contextlib.nullcontext()
-        if _autocast_dtype(x) is None
+        if autocast_dtype(x) is None
         else torch.autocast(x.device.type, enabled=False)
     )
-
-
-def _autocast_dtype(t: Tensor) -> torch.dtype | None:
-    kind = t.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 Parts = tuple[int, int]

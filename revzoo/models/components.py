@@ -217,6 +217,8 @@ class Branch(Lean):
         norm_act: normalisation and activation.
     """
 
+    narrows = True  # its input: a replay reads the stream in autocast's type
+
     def __init__(
         self,
         in_channels: int,

@@ -289,10 +289,10 @@ def test_gradients_are_freed_while_a_function_replays(mode, monkeypatch):
         received.extend(map(weakref.ref, grads))
         return stash(call, grads)
 
-    def reads(self, t):
+    def reads(self, t, step):
         if len(self.steps) > 1:
             alive.append(sum(r() is not None for r in received))
-        return leaf(self, t)
+        return leaf(self, t, step)
 
     monkeypatch.setattr(tape, "stash_gradients", stashes)
     monkeypatch.setattr(replay.AdditiveCall, "_leaf", reads)

@@ -16,6 +16,7 @@ from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, make_r
 from revzoo.core import kernels as torchs
 from revzoo.core.kernels import magnitudes, sum_of, with_sum
 from revzoo.layers.side_bits import pack_bits, unpack_bits
+from revzoo.models.components import Branch
 
 pytest.importorskip("triton")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -32,7 +33,7 @@ def test_under_the_interpreter():
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(command, capture_output=True, text=True, env=env)
     assert run.returncode == 0, run.stdout
-    assert "102 passed" in run.stdout, run.stdout
+    assert "103 passed" in run.stdout, run.stdout
 
 
 @pytest.fixture
@@ -250,17 +251,19 @@ def branch():
 
 
 @pytest.mark.parametrize(
-    ("build", "guard", "autocast"),
+    ("build", "guard", "autocast", "more"),
     [
-        (lambda: AdditiveCoupling(branch()), False, False),
-        (lambda: AdditiveCoupling(branch()), True, False),
-        (lambda: AdditiveCoupling(branch()), True, True),
-        (lambda: ReversibleBlock(branch(), branch()), True, False),
+        (lambda: AdditiveCoupling(branch()), False, False, 2),
+        (lambda: AdditiveCoupling(branch()), True, False, 3),
+        (lambda: AdditiveCoupling(branch()), True, True, 3),
+        (lambda: ReversibleBlock(branch(), branch()), True, False, 3),
+        # its replay reads in bfloat16, without a cast; unguarded, since the interpreter cuts off
+        (lambda: AdditiveCoupling(Branch(3, out_channels=3)), False, True, 1),
     ],
-    ids=["coupling", "guarded", "guarded-bfloat16", "block-guarded"],
+    ids=["coupling", "guarded", "guarded-bfloat16", "block-guarded", "of the zoo"],
 )
 def test_a_coupling_runs_few_kernels_more_than_in_invert(
-    in_place_of_torchs, kernels, monkeypatch, build, guard, autocast
+    in_place_of_torchs, kernels, monkeypatch, build, guard, autocast, more
 ):
     """At most three, forward and replay together."""
     exact, invert = (
@@ -272,7 +275,7 @@ def test_a_coupling_runs_few_kernels_more_than_in_invert(
         "_read": 1,
         "_subtract": 1,
     }
-    assert 0 < sum(exact.values()) - sum(invert.values()) <= 3, (exact, invert)
+    assert 0 < sum(exact.values()) - sum(invert.values()) <= more, (exact, invert)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -32,7 +32,8 @@ from revzoo.core import kernels, sums
 from revzoo.core.kernels import round_to_grid
 from revzoo.core.modes import assign_memory
 from revzoo.core.sums import put_on_grid
-from revzoo.core.words import fixed_of
+from revzoo.core.words import Fixed, fixed_of
+from revzoo.models.components import Branch
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -44,6 +45,30 @@ def deep_net(half_steps=200, width=8):
         return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
     return ReversibleSequence([AdditiveCoupling(branch()) for _ in range(half_steps)])
+
+
+def test_a_replay_reads_narrow_where_the_branch_casts(monkeypatch):
+    """Gradients stay those of a float32 reading, bit for bit."""
+
+    def gradients(narrows):
+        monkeypatch.setattr(Branch, "narrows", narrows)
+        read = []
+        monkeypatch.setattr(Fixed, "read", lambda *a: read.append(real(*a)) or read[-1])
+        torch.manual_seed(0)
+        steps = [AdditiveCoupling(Branch(4, out_channels=4)) for _ in range(6)]
+        x = images().float().requires_grad_()
+        with BF16:
+            y = ReversibleSequence(steps, memory="exact")(x)
+        assert y.dtype == torch.float32
+        y.square().sum().backward()
+        found = [x.grad, *(p.grad for step in steps for p in step.parameters())]
+        return found, {t.dtype for t in read[2:]}  # the first two enter the chain
+
+    real = Fixed.read
+    (narrow, narrow_kinds), (wide, wide_kinds) = gradients(True), gradients(False)
+    assert (narrow_kinds, wide_kinds) == ({torch.bfloat16}, {torch.float32})
+    for a, b in zip(narrow, wide, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_rounding():
