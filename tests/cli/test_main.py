@@ -216,57 +216,6 @@ def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
         main(["info", "revnet38.small", "--weights", str(tmp_path)])
 
 
-LIGHT = {"torch", "pytorch_lightning", "torchvision"}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--help",),
-        ("train", "--help"),
-        ("predict", "--help"),
-        ("sweep", "--help"),
-        ("list",),
-        ("options", "optim"),
-        ("tarin",),
-        ("train", "modle=x"),
-        ("train", "optim.lrr=1"),
-        ("train", "model=revnet39", "-m"),
-        ("train", "--resume", "nowhere", "optim.lr=1"),
-        ("train", "--cfg", "job"),
-        ("eval", "ckpt=x", "splt=val"),
-        ("eval", "model=x"),
-        ("sweep", "trails=2"),
-        ("sweep", "optim.lrr=interval(0,1)"),
-        ("predict", "revnet38.cifar10", "nowhere.png"),
-        ("info", "revnet39"),
-        ("info", "revnet38.cifar"),
-        ("audit", "revnet39"),
-        ("bench", "revnet38", "revnet39"),
-        ("plan", "revnet39", "--budget", "1GiB"),
-        ("plan", "revnet38", "--budget", "1x"),
-        ("export", "revnet39"),
-        ("export", "."),
-        ("info", "."),
-    ],
-    ids=" ".join,
-)
-def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """A misspelt override imported torch and Lightning before the answer."""
-    script = (
-        "import sys; from revzoo.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        f"finally:\n    print('heavy:', *({LIGHT!r} & set(sys.modules)), file=sys.stderr)\n"
-    )
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "heavy:" in done.stderr.splitlines(), done.stderr
-    assert "Traceback" not in done.stderr
-    assert (done.returncode == 0) == (
-        "--help" in arguments or arguments[-1] in ("list", "job", "optim")
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "end"),
     [

@@ -72,21 +72,66 @@ WITHOUT_TORCH = {
     "predict revnet38.cifar10 empty": "no images in empty: the folder is empty",
     "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
     "eval ckpt=nowhere.ckpt": "no weights, file or folder 'nowhere.ckpt'",
+    "train modle=x": "did you mean 'model'",
+    "train model=revnet39 -m": "did you mean 'revnet38'",
+    "train --resume nowhere optim.lr=1": "there is no",
+    "eval ckpt=x splt=val": "did you mean 'split'",
+    "eval model=x": "expected ckpt=x",
+    "eval ckpt_path=a.ckpt": "did you mean 'ckpt'",
+    "sweep trails=2": "did you mean 'trials'",
+    "sweep optim.lrr=interval(0,1)": "did you mean 'optim.lr'",
+    "predict revnet38.cifar10 nowhere.png": "there is no image",
+    "info revnet39": "did you mean 'revnet38'",
+    "info revnet38.cifar": "did you mean 'revnet38.cifar10'",
+    "info .": "holds no run and no weights",
+    "audit revnet39": "did you mean 'revnet38'",
+    "bench revnet38 revnet39": "did you mean 'revnet38'",
+    "plan revnet39 --budget 1GiB": "did you mean 'revnet38'",
+    "plan revnet38 --budget 1x": "expected a positive number of bytes",
+    "export revnet39": "no weights, file or folder 'revnet39'",
+    "export .": "holds no run and no weights",
+    # Hydra's section
+    "train +hydra.callbacks.x._target_=evil.f": "expected one of Hydra's keys",
+    "train --config-name other +experiment@hydra.callbacks=x": "experiment=x: no such option",
+    "train --config-name other +hydra={callbacks:{x:{_target_:evil.f}}}": "one of Hydra's keys",
+    "train -m hydra.sweeper._target_=evil.f seed=0,1": "expected one of Hydra's keys",
+    # options of other programs
+    "train trainer.precision=bf16-mixed": "use precision=bf16",
+    "train +trainer.precision=16": "use precision=fp16",
+    "train precision=bf16-mixed": "use precision=bf16",
+    "train optim=sgd": "use optim=onecycle, cosine or step",
+    "train --weight-decay=0.1 seed=1": "did you mean 'optim.weight_decay'",
+    "train ckpt_path=a.ckpt": "use model.checkpoint_path=a.ckpt for its weights; train --resume",
+    "train --amp model=revnet56": "amp=true: there is no option 'amp'; use precision=bf16",
+    "train model = revnet38": "model: expected KEY=VALUE without spaces",
+    "train revnet56": "did you mean model=revnet56?",
+    "train .": "did you mean data=imagefolder data.root='.'?",
+    "train -m seed=1,2 --cfg job": "leave out -m",
+    "train +experiment=finetune": "write experiment=NAME without +",
+    "train data=..": "use data=imagefolder data.root='..'",
+    "train --scheduler step": "use optim=step",
+    # these print their answer themselves
+    "tarin": "2",
+    "options optim": "None",
+    "train --cfg job": "None",
 }
 WITHOUT_LIGHTNING = {
     "train trainer=cpu +trainer.sync_batchnorm=true": "needs GPUs, this run is on the CPU",
-    "train precision=fp16 trainer=cpu": "needs a GPU",
+    "train precision=fp16 trainer=cpu": "needs a GPU, this run is on the CPU: use precision=fp32",
     "audit torchvision:resnt50": "did you mean 'torchvision:resnet50'",
 }
 
 RUN = """
-import sys
+import contextlib, io, sys
 from revzoo.cli.main import main
 for line in sys.argv[2:]:
-    try:
-        main(line.split())
-    except SystemExit as error:
-        print(error.code)
+    code = None
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(line.split())
+        except SystemExit as error:
+            code = error.code
+    print(code)
     imported = [name for name in sys.argv[1].split(",") if name in sys.modules]
     assert not imported, f"{line} imports {imported}"
 """

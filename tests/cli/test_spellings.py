@@ -46,34 +46,6 @@ def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not() -> No
         compose(words, complete=False)
 
 
-# a command line, and a part of its answer
-ANSWERS = {
-    "train trainer.precision=bf16-mixed": "use precision=bf16",
-    "train +trainer.precision=16": "use precision=fp16",
-    "train precision=bf16-mixed": "use precision=bf16",
-    "train optim=sgd": "use optim=onecycle, cosine or step",
-    "train --lr 0.1": "did you mean 'optim.lr'",
-    "train --weight-decay=0.1 seed=1": "did you mean 'optim.weight_decay'",
-    "train ckpt_path=a.ckpt": "use model.checkpoint_path=a.ckpt for its weights; train --resume",
-    "train --amp model=revnet56": "amp=true: there is no option 'amp'; use precision=bf16",
-    "train model = revnet38": "model: expected KEY=VALUE without spaces",
-    "train revnet56": "did you mean model=revnet56?",
-    "train .": "did you mean data=imagefolder data.root='.'?",
-    "train -m seed=1,2 --cfg job": "leave out -m",
-    "train +experiment=finetune": "write experiment=NAME without +",
-    "train data=..": "use data=imagefolder data.root='..'",
-    "train --scheduler step": "use optim=step",
-    "eval ckpt_path=a.ckpt": "did you mean 'ckpt'",
-}
-
-
-@pytest.mark.parametrize("line", ANSWERS)
-def test_the_answer_has_the_option_that_works(line: str) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(line.split())
-    assert ANSWERS[line] in str(end.value)
-
-
 def test_only_options_that_the_command_has_are_suggested() -> None:
     assert our_spelling("wd", "0.1", ["optim"]) == "; use optim.weight_decay=0.1"
     assert our_spelling("wd", "0.1", ["ckpt"]) == ""

@@ -325,26 +325,6 @@ def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["modle=x"],
-        ["optim.lrr=1"],
-        ["model=revnet39", "-m"],
-        ["precision=fp16", "trainer=cpu"],
-        ["+hydra.callbacks.x._target_=evil.f"],
-        ["--config-name", "other", "+hydra={callbacks: {x: {_target_: evil.f}}}"],
-        ["--config-name", "other", "+experiment@hydra.callbacks=x"],
-        ["-m", "hydra.sweeper._target_=evil.f", "seed=0,1"],
-    ],
-)
-def test_wrong_command_lines_end_before_torch_is_imported(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["train", *arguments])
-    assert str(end.value).startswith("revzoo: ")
-    assert "\n" not in str(end.value)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
         [],
         ["data=cifar10"],
         ["-m", "seed=0,1"],
