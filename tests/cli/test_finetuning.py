@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_checks import under_published_names
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from resumed import resume
 from small_images import image_folder
@@ -103,13 +104,8 @@ def test_a_published_backbone_trains_its_classifier_first_then_all_at_falling_ra
     compose: Any, tmp_path: Path, epochs: int
 ) -> None:
     network = create_model("revbifpn_s0", num_classes=7, **SMALL_PYRAMID)
-    theirs = {ours: name for name, ours in network.published_keys()}
     start = network.state_dict()
-    renamed = {}
-    for name, tensor in start.items():
-        module, _, leaf = name.rpartition(".")
-        renamed[f"{theirs[module]}.{leaf}"] = tensor
-    torch.save({"epoch": 1, "state_dict": renamed}, tmp_path / "s0.pth.tar")
+    torch.save({"epoch": 1, "state_dict": under_published_names(network)}, tmp_path / "s0.pth.tar")
     root = image_folder(tmp_path / "images", splits=("train",), side=16)
     small_images = ("data.image_size=16", "data.batch_size=2", "data.num_workers=0")
     config = compose(

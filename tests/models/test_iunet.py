@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, twin
+from model_checks import assert_trains_as_stored
 
 import revzoo
 from revzoo.models import IUNet, IUNetVariant, create_model
@@ -101,15 +101,7 @@ def test_a_network_is_its_formula():
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_training_equals_store(name, mode):
     model, x = small(name)
-    model, x = model.double(), x.double()
-    other = twin(model, mode)
-    revzoo.set_memory(model, "store", grid="auto" if mode == "exact" else None)
-    maps = [net(x) for net in (model, other)]
-    assert torch.equal(*maps)
-    for y in maps:
-        F.cross_entropy(y, torch.zeros(len(y), *y.shape[2:], dtype=torch.long)).backward()
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (1e-9 if mode == "invert" else 0)
+    assert_trains_as_stored(model.double(), mode, x.double())
 
 
 @pytest.mark.parametrize("name", ROWS)

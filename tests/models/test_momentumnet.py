@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, twin
+from model_checks import assert_features, assert_trains_as_stored, under_published_names
 
 import revzoo
-from revzoo import NotInvertibleError, set_memory
+from revzoo import NotInvertibleError
 from revzoo.models import create_model
 
 TINY = {"widths": (4, 4, 8), "strides": (1, 1, 2), "units": (3, 2, 2)}
@@ -86,16 +86,7 @@ def test_a_network_is_its_formula(kind, large):
 
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_training_equals_store(mode):
-    model = small()
-    other = twin(model, mode)
-    set_memory(model, "store", grid="auto" if mode == "exact" else None)
-    losses = []
-    for net in (model, other):
-        losses.append(F.cross_entropy(net(images()), torch.arange(2)))
-        losses[-1].backward()
-    assert losses[0] == losses[1]
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (1e-9 if mode == "invert" else 0)
+    assert_trains_as_stored(small(), mode, images())
 
 
 def test_memory_hardly_grows_with_depth():
@@ -113,15 +104,7 @@ def test_memory_hardly_grows_with_depth():
 
 @pytest.mark.parametrize("indices", [(0,), (0, -1)])
 def test_feature_maps_are_x(indices):
-    whole = small().eval()
-    net = create_model("momentumnet18", **TINY, features_only=True, out_indices=indices).double()
-    assert net.network.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
-    maps = net.eval()(images())
-    assert [m.shape[1] for m in maps] == net.feature_info.channels()
-    expected = whole.forward_intermediates(images(), indices, intermediates_only=True)
-    assert all(map(torch.equal, maps, expected))
-    sum(m.square().sum() for m in maps).backward()
-    assert all(p.grad is not None for p in net.parameters())
+    assert_features(small().eval(), images(), indices, "momentumnet18", **TINY)
 
 
 def test_the_head():
@@ -145,11 +128,7 @@ def test_errors():
 def test_weights_of_the_release_load():
     model, other = small(branch="bottleneck"), small(branch="bottleneck")
     torch.nn.init.normal_(other.fc.weight)
-    theirs = {new: old for old, new in model.published_keys()}
-    tensors = {}
-    for key, t in other.state_dict().items():
-        module, _, leaf = key.rpartition(".")
-        tensors[f"{theirs[module]}.{leaf}"] = t
+    tensors = under_published_names(other)
     assert {
         *("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "fc.bias"),
         *("layer1.1.network.1.bn3.bias", "layer3.0.downsample.1.weight"),

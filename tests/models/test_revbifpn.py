@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, twin
+from model_checks import assert_trains_as_stored
 from torch import nn
 
 from revzoo import set_memory
@@ -133,17 +133,7 @@ def test_parameters_match_the_release(name, expected):
 @pytest.mark.parametrize("mode", ["recompute", "offload", "invert", "exact"])
 def test_training_equals_store_with_random_drops(mode):
     model = small(drop_path_rate=0.5, drop_rate=0.2)
-    other = twin(model, mode)
-    set_memory(model, "store", grid="auto" if mode == "exact" else None)
-    x, labels = images(4), torch.arange(4)
-    for net in (model, other):
-        torch.manual_seed(1)
-        for _ in range(2):
-            F.cross_entropy(net(x), labels).backward()
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (0 if mode == "exact" else 1e-11)
-    for a, e in zip(other.buffers(), model.buffers(), strict=True):
-        assert torch.equal(a, e)
+    assert_trains_as_stored(model, mode, images(4), drops=True, tolerance=1e-11)
 
 
 def test_rates_of_drops_rise_with_the_stages_and_spare_new_levels():

@@ -5,7 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, twin
+from compare import twin
+from model_checks import (
+    assert_exact_is_near_store,
+    assert_features,
+    assert_trains_as_stored,
+)
 
 import revzoo
 from revzoo import NotInvertibleError, set_memory
@@ -129,34 +134,17 @@ def test_a_network_is_its_formula(huge):
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_training_equals_store(mode, gammas):
     model = small(gammas=gammas, drop_path_rate=0.4, top_to_bottom=gammas is None)
-    other = twin(model, mode)
-    set_memory(model, "store", grid="auto" if mode == "exact" else None)
     if mode == "invert" and gammas == (-0.01, 0.01):
         # each level divides by gamma and reads levels that the column has divided already
+        set_memory(model, mode)
         with pytest.raises(revzoo.DriftError, match="exact"):
-            other(images()).sum().backward()
-        return
-    losses = []
-    for net in (model, other):
-        torch.manual_seed(1)
-        losses.append(F.cross_entropy(net(images()), torch.arange(2)))
-        losses[-1].backward()
-    assert losses[0] == losses[1]
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (1e-9 if mode == "invert" else 0)
+            model(images()).sum().backward()
+    else:
+        assert_trains_as_stored(model, mode, images(), drops=True)
 
 
 def test_exact_in_float32_is_store_on_the_grid_and_near_it():
-    model = small(gammas=(-1.0, 1.0)).float()
-    gradients, x = [], images().float()
-    for mode, grid in (("store", None), ("store", "auto"), ("exact", None)):
-        set_memory(model, mode, grid=grid)
-        model.zero_grad()
-        model(x).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    plain, on_grid, exact = gradients
-    assert all(map(torch.equal, on_grid, exact))
-    assert error(exact, plain) < 1e-4
+    assert_exact_is_near_store(small(gammas=(-1.0, 1.0)).float(), images().float(), tolerance=1e-4)
 
 
 def test_a_gamma_of_zero_acts_as_the_smallest_and_learns():
@@ -204,14 +192,7 @@ def test_a_column_keeps_one_bit_for_each_value():
 @pytest.mark.parametrize("huge", [False, True])
 def test_feature_maps_keep_the_levels_they_read(huge, columns, indices):
     row = {**TINY, "columns": columns, "top_to_bottom": huge}
-    whole = small(**row).eval()
-    net = create_model("revcol_tiny", **row, features_only=True, out_indices=indices).double()
-    assert net.network.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
-    maps = net.eval()(images())
-    expected = whole.forward_intermediates(images(), indices, intermediates_only=True)
-    assert all(map(torch.equal, maps, expected))
-    sum(m.square().sum() for m in maps).backward()
-    assert all(p.grad is not None for p in net.parameters())
+    assert_features(small(**row).eval(), images(), indices, "revcol_tiny", **row)
 
 
 @pytest.mark.parametrize("kind", ["avg", "catavgmax", ""])

@@ -3,7 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, twin
+from model_checks import (
+    assert_exact_is_near_store,
+    assert_features,
+    assert_trains_as_stored,
+    under_published_names,
+)
 
 import revzoo
 from revzoo import NotInvertibleError, set_memory
@@ -114,30 +119,11 @@ def test_a_network_is_its_formula():
 
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_training_equals_store(mode):
-    model = small(drop_path_rate=0.4, dropout=0.1)
-    other = twin(model, mode)
-    set_memory(model, "store", grid="auto" if mode == "exact" else None)
-    losses = []
-    for net in (model, other):
-        torch.manual_seed(1)
-        losses.append(F.cross_entropy(net(images()), torch.arange(2)))
-        losses[-1].backward()
-    assert losses[0] == losses[1]
-    assert losses[0] != F.cross_entropy(model(images()), torch.arange(2))  # other masks
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (1e-9 if mode == "invert" else 0)
+    assert_trains_as_stored(small(drop_path_rate=0.4, dropout=0.1), mode, images(), drops=True)
 
 
 def test_exact_in_float32_is_store_on_the_grid_and_near_it():
-    model, gradients = small().float(), []
-    for mode, grid in (("store", None), ("store", "auto"), ("exact", None)):
-        set_memory(model, mode, grid=grid)
-        model.zero_grad()
-        model(images().float()).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
-    plain, on_grid, exact = gradients
-    assert all(map(torch.equal, on_grid, exact))
-    assert error(exact, plain) < 1e-3
+    assert_exact_is_near_store(small().float(), images().float(), tolerance=1e-3)
 
 
 def test_blocks_keep_no_activations():
@@ -153,16 +139,7 @@ def test_blocks_keep_no_activations():
 
 @pytest.mark.parametrize("indices", [(0,), (1,), (0, -1)])
 def test_feature_maps_of_a_shortened_network(indices):
-    whole = small().eval()
-    net = create_model("revmvit_base", **TINY, features_only=True, out_indices=indices).double()
-    assert net.network.load_state_dict(whole.state_dict(), strict=False).missing_keys == []
-    maps = net.eval()(images())
-    for info, found in zip(net.feature_info, maps, strict=True):
-        assert found.shape == (2, info.num_chs, 32 // info.reduction, 32 // info.reduction)
-    expected = whole.forward_intermediates(images(), indices, intermediates_only=True)
-    assert all(map(torch.equal, maps, expected))
-    sum(m.square().sum() for m in maps).backward()
-    assert all(p.grad is not None for p in net.parameters())
+    assert_features(small().eval(), images(), indices, "revmvit_base", **TINY)
 
 
 def test_errors():
@@ -177,20 +154,12 @@ def test_errors():
         small(heads=3)
 
 
-def published(model):
-    """Its tensors by the release's names."""
-    theirs = {new: old for old, new in model.published_keys()}
-    tensors = {}
-    for key, t in model.state_dict().items():
-        module, _, leaf = key.rpartition(".")
-        name = theirs[key] if key in theirs else f"{theirs.get(module, module)}.{leaf}"
-        tensors[name] = t.unsqueeze(2) if ".pool_" in name else t  # a convolution of videos
-    return tensors
-
-
 def test_a_file_of_the_release_loads(tmp_path):
     model, path = small().float(), tmp_path / "REV_MVIT.pyth"
-    tensors = published(model)
+    tensors = {
+        name: t.unsqueeze(2) if ".pool_" in name else t  # a convolution of videos
+        for name, t in under_published_names(model).items()
+    }
     assert {
         *("patch_embed.proj.weight", "pos_embed", "norm.bias", "head.projection.bias"),
         *("rev_backbone.layers.0.F.attn.norm_k.bias", "rev_backbone.layers.4.G.mlp.fc2.weight"),

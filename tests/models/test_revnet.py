@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from compare import error, twin
+from compare import error
+from model_checks import assert_trains_as_stored
 from torch import nn
 from torchvision.ops import StochasticDepth
 
@@ -312,13 +313,8 @@ def test_memory_modes_have_one_state_dict_and_one_gradient(name):
 def test_memcnns_transitions_train_as_stored(branch, mode):
     torch.manual_seed(0)
     model = small("revnet38_memcnn", branch=branch, memory="store").double()
-    other = twin(model, mode)
-    set_memory(model, "store", grid="auto" if mode == "exact" else None)
     x = torch.randn(4, 3, 9, 10, dtype=torch.float64)
-    for net in (model, other):
-        torch.nn.functional.cross_entropy(net(x), torch.arange(4)).backward()
-    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
-    assert error(actual, expected) <= (0 if mode == "exact" else 1e-10)
+    assert_trains_as_stored(model, mode, x, tolerance=1e-10)
 
 
 def test_default_and_chosen_memory_modes():
