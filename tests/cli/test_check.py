@@ -93,6 +93,10 @@ def test_pretrained_weights_must_be_known(
             "set .*early_stopping.mode=min",
         ),
         (["callbacks.best_checkpoint.mode=maximum"], "mode=maximum: expected one of max, min"),
+        (
+            ["trainer.limit_val_batches=0", "callbacks.early_stopping={}"],
+            "the run does not validate",
+        ),
         (["callbacks.ema=true"], r"callbacks\.ema=true: expected options in braces and quotes"),
         (["callbacks.ema={decay: 2}"], r"callbacks\.ema\.decay=2"),
         (

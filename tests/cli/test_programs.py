@@ -94,9 +94,8 @@ def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> No
 def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
-    done = start(str(ROOT / "train.py"), *SMALL, "hydra.run.dir=run", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "already holds a run: resume it with --resume" in done.stderr
+    with pytest.raises(SystemExit, match="already holds a run: resume it with --resume"):
+        main(["train", *SMALL, f"hydra.run.dir={tmp_path / 'run'}"])
     assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1\n"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
@@ -116,18 +115,7 @@ def test_processes_started_together_need_one_folder(
         main(["train", *arguments, *SMALL])
 
 
-def test_a_run_refused_for_its_data_leaves_no_files(tmp_path: Path) -> None:
-    options = ("data=imagefolder", "data.root=nowhere", "trainer=cpu")
-    done = start(str(ROOT / "train.py"), *options, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "nowhere does not exist" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_search_and_leaves_no_files(
-    signum: int, status: int, tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_a_search_and_leaves_no_files(tmp_path: Path) -> None:
     temporary, cwd = tmp_path / "temporary", tmp_path / "cwd"
     temporary.mkdir()
     cwd.mkdir()
@@ -143,19 +131,16 @@ def test_a_signal_ends_a_search_and_leaves_no_files(
         assert process.stdout is not None
         assert any("searching for optim.lr" in line for line in process.stdout)
         time.sleep(2)  # it trains
-        process.send_signal(signum)
+        process.send_signal(signal.SIGINT)
         result, _ = process.communicate(timeout=30)
-    assert process.returncode == status, result
+    assert process.returncode == 130, result
     # Python reports, and ignores, an interrupt inside a weak reference's callback
     assert "Traceback" not in result.partition("Exception ignored")[0]
     assert list(cwd.iterdir()) == []
     assert not list(temporary.glob("revzoo-*"))
 
 
-@pytest.mark.parametrize(
-    ("signum", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
-)
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_run_and_names_the_next_command(
     signum: int, status: int, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from PIL import Image
 from resumed import resume
+from several_processes import free_ports
 
 from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
@@ -69,14 +69,6 @@ def run(folder: Path, session: str, killed_in: int, *, again: bool, changes: Any
         ]
     ).config
     train(config, run_dir=folder / ("killed" if killed_in > 0 else "whole"))
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def worker(rank: int, ports: list[int], folder: Path, scenes: list[Any]) -> None:

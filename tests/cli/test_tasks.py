@@ -215,28 +215,17 @@ def test_names_in_one_column(table: Path, compose: Any, tmp_path: Path) -> None:
     assert restore(tmp_path / "run").data_state["classes"] == sorted(LABELS)
 
 
-def test_one_option_is_the_monitor_of_both(
+def test_one_option_is_the_monitor_of_both_and_classes_may_be_ordinal(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="revzoo")
-    options = (
-        "debug=smoke",
-        "trainer=cpu",
-        "+model.units=[1,1,1]",
-        "memory=exact",
-        "monitor=val/ece",
-    )
+    options = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
+    options += ("monitor=val/ece", "callbacks.early_stopping.patience=3", "optim.loss=ordinal")
     run = tmp_path / "run"
-    train(compose(*options, "callbacks.early_stopping.patience=3"), run_dir=run)
+    assert 0 < train(compose(*options), run_dir=run)["train/loss"] < 1
     callbacks = read_checkpoint(run / "checkpoints" / "last.ckpt")["callbacks"]
     for name in ("EarlyStopping", "BestCheckpoint"):
         (key,) = [key for key in callbacks if key.startswith(name)]
         assert "val/ece" in key
         assert "min" in key
     assert any(re.match(r"val .* ece 0\.", line) for line in caplog.messages)
-
-
-def test_ordinal_classes(compose: Any, tmp_path: Path) -> None:
-    options = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
-    figures = train(compose(*options, "optim.loss=ordinal"), run_dir=tmp_path / "run")
-    assert 0 < figures["train/loss"] < 1

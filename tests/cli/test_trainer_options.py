@@ -13,7 +13,7 @@ from small_task import TinyNet, loader
 
 from revzoo.cli.config import check_machine
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.build import build_trainer, check_parts
+from revzoo.cli.run.build import build_trainer
 from revzoo.cli.run.train import train
 from revzoo.cli.terminal import ConfigError
 from revzoo.training import Classifier
@@ -148,11 +148,6 @@ def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_
         (trace,) = tmp_path.glob("fit-profile*.pt.trace.json")
         names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
         assert "revzoo.replay stages.0.steps.0.steps.0 AdditiveCoupling" in names
-
-
-def test_an_unknown_profiler_is_refused(compose: Any) -> None:
-    with pytest.raises(ValueError, match="did you mean 'simple'"):
-        check_parts(compose("trainer.profiler=simpel"))
 
 
 @pytest.mark.parametrize("limit", ["limit_train_batches", "limit_val_batches", "overfit_batches"])

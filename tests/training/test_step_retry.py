@@ -6,7 +6,6 @@ import itertools
 import logging
 import math
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
+from several_processes import free_ports
 from small_task import TINY, loader, trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -200,8 +200,8 @@ def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path
         fit(tmp_path, Unrepeatable())
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+def worker(rank: int, ports: list[int], folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     options = {"devices": 2, "use_distributed_sampler": False}
     runs: list[tuple[str, pl.Callback]] = [
@@ -210,7 +210,8 @@ def worker(rank: int, port: int, folder: Path) -> None:
         ("grown", Grow(1e4)),
         ("sharded", Change("drift", rank=1)),
     ]
-    for number, (name, callback) in enumerate(runs, start=1):
+    for port, (name, callback) in zip(ports, runs, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         memory = "exact" if name == "grown" else "invert"
         strategy = FSDP2() if name == "sharded" else "ddp"
         module, _ = fit(folder, callback, memory=memory, strategy=strategy, **options)
@@ -219,15 +220,11 @@ def worker(rank: int, port: int, folder: Path) -> None:
         grown = max((floor for _, floor, _ in growth_of(module).values()), default=0.0)
         (folder / f"{name}{rank}.txt").write_text(str(grown))
         torch.distributed.destroy_process_group()
-        os.environ["MASTER_PORT"] = str(port + number)
     os._exit(0)
 
 
 def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(worker, (port, tmp_path), nprocs=2)
+    mp.spawn(worker, (free_ports(4), tmp_path), nprocs=2)
     expected = torch.load(tmp_path / "recompute0.pt")
     grown = torch.load(tmp_path / "grown0.pt")
     assert all(float((tmp_path / f"grown{rank}.txt").read_text()) > 100 for rank in (0, 1))

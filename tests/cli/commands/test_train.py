@@ -58,16 +58,9 @@ def test_the_resolved_configuration_repeats_the_run(compose: Any, tmp_path: Path
 @pytest.mark.parametrize(
     "option",
     [
-        "memory=store",
-        "memory=recompute",
         "precision=bf16",
         "precision=fp64",
-        "optim=step",
         "optim=cosine",
-        "callbacks=none",
-        "logger=none",
-        "logger=csv",
-        "trainer.deterministic=true",
         "+trainer.fast_dev_run=true",
     ],
 )
@@ -115,28 +108,6 @@ def test_the_best_checkpoint_is_tested(
     assert any(differ)
 
 
-def test_without_a_test_split_there_is_no_test(compose: Any, tmp_path: Path) -> None:
-    root = image_folder(tmp_path / "images", splits=("train",))
-    config = compose(
-        *SMALL,
-        "data=imagefolder",
-        f"data.root={root}",
-        "data.batch_size=8",
-        "data.val_fraction=0.2",
-    )
-    figures = train(config, run_dir=tmp_path)
-    assert "val/acc" in figures
-    assert "test/acc" not in figures
-
-
-def test_a_folder_of_images_trains(compose: Any, tmp_path: Path) -> None:
-    root = image_folder(tmp_path / "images", splits=("train", "val", "test"))
-    config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
-    figures = train(config, run_dir=tmp_path)
-    assert "test/acc" in figures
-    assert "test/acc5" not in figures
-
-
 def ending(config: dict[str, Any], run_dir: Path) -> str:
     """The message of a refused run."""
     message = failing(config, run_dir)
@@ -150,11 +121,6 @@ def failing(config: dict[str, Any], run_dir: Path) -> str:
         train(config, run_dir=run_dir)
     assert str(end.value).startswith("revzoo: ")
     return str(end.value)
-
-
-def test_missing_data_ends_with_the_path(compose: Any, tmp_path: Path) -> None:
-    config = compose(*SMALL, "data=imagefolder", f"data.root={tmp_path / 'nowhere'}")
-    assert str(tmp_path / "nowhere") in ending(config, tmp_path)
 
 
 def test_batches_larger_than_the_set_leave_no_run(compose: Any, tmp_path: Path) -> None:
@@ -251,12 +217,6 @@ def test_a_run_without_validation_ends_with_commands_for_its_last_checkpoint(
     assert [last in command for command in commands] == [True, True]
 
 
-def test_early_stopping_needs_a_validation(compose: Any) -> None:
-    """It ended with a traceback after the first epoch."""
-    with pytest.raises(ValueError, match="limit_val_batches"):
-        compose("trainer.limit_val_batches=0", "callbacks.early_stopping={patience: 2}")
-
-
 # the thread of TensorBoard's writer
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
@@ -317,7 +277,8 @@ def test_full_errors_on_demand(
 
 
 def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> None:
-    figures = train(compose("debug=overfit", *SMALL[1:]), run_dir=tmp_path)
+    quick = ("callbacks=none", "trainer.limit_val_batches=0")
+    figures = train(compose("debug=overfit", *SMALL[1:], *quick), run_dir=tmp_path)
     assert figures["train/acc"] == 1.0
     assert "test/acc" not in figures
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
+from several_processes import free_ports
 from small_task import TinyNet, halves, loader, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -97,11 +97,7 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path: Path) -> None:
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_one_of_two, (port, str(tmp_path)), nprocs=2)
+    mp.spawn(_one_of_two, (*free_ports(1), str(tmp_path)), nprocs=2)
     assert not (tmp_path / "confusion1.csv").exists()
     _, counts = table(tmp_path / "confusion0.csv")
     weights, val, test = torch.load(tmp_path / "0.pt")

@@ -12,7 +12,7 @@ import torch
 from small_task import TinyNet, loader, trainer
 from torch import Tensor
 
-from revzoo.training import Classifier, build_callbacks
+from revzoo.training import Classifier
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.lightning_compat import average_of
 
@@ -81,12 +81,6 @@ def test_the_average_is_on_the_device_of_the_weights(tmp_path: Path) -> None:
     runner = trainer(tmp_path, callbacks=[AveragedWeights(), check], accelerator="gpu")
     runner.fit(Classifier(TinyNet(), optim={"lr": 0.1}), loader())
     assert check.seen == "cuda"
-
-
-def test_options_reach_the_average(tmp_path: Path) -> None:
-    (average,) = build_callbacks({"ema": {"decay": 0.5, "warmup": False}}, run_dir=tmp_path)
-    assert isinstance(average, AveragedWeights)
-    assert (average.decay, average.warmup) == (0.5, False)
 
 
 def vector(module: torch.nn.Module) -> Tensor:

@@ -14,6 +14,7 @@ from small_task import TINY, TinyNet
 from revzoo.data import Digits
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import CheckpointError, write_checkpoint
+from revzoo.training.checkpoint.restore import restore
 
 SHARED = {"name": "constant", "_target_": "hostile.act"}
 
@@ -48,6 +49,7 @@ def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
         ({"model": TINY, "_target_": "hostile.act"}, "hyperparameter _target_ is refused"),
         ({"model": TINY, "_instantiator": "hostile.act"}, "_instantiator is refused"),
         ({"model": {**TINY, "name": "hostile"}}, "model.name is refused"),
+        ({"model": {**TINY, "name": "${oc.env:HOME}"}}, "model.name is refused"),
         ({"model": {**TINY, "checkpoint_path": "hostile"}}, "model.checkpoint_path is refused"),
         ({"model": {**TINY, "pretrained": True}}, "model.pretrained is refused"),
         ({"model": {**TINY, "norm": {"_target_": "hostile.act"}}}, "model.norm is refused"),
@@ -56,15 +58,18 @@ def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
         ({"model": {**TINY, "norm": "hostile.act"}}, "cannot be created .*norm=hostile.act"),
         ({"model": {**TINY, "norm": "${hostile}"}}, "cannot be created .*norm="),
         ({"model": TINY, "optim": {"name": "hostile.act"}}, "cannot be created .*optim.name"),
+        ({"model": TINY, "optim": {"_partial_": True}}, "optim._partial_"),
         ({"model": TINY, "optim": {"schedule": SHARED}}, "optim.schedule._target_"),
+        ({"model": TINY, "optim": {"schedule": "hostile.act"}}, "schedule='hostile.act': expected"),
     ],
 )
 def test_references_are_refused_before_anything_is_imported(
     hyper: Any, message: str, hostile: Path, tmp_path: Path
 ) -> None:
     path = checkpoint(tmp_path / "a.ckpt", hyper)
-    with pytest.raises(CheckpointError, match=message):
-        Classifier.load_from_checkpoint(path)
+    for read in (Classifier.load_from_checkpoint, restore):
+        with pytest.raises(CheckpointError, match=message):
+            read(path)
     assert "hostile" not in sys.modules
     assert list(hostile.iterdir()) == []
 

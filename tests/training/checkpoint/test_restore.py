@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import copy
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,46 +46,10 @@ def test_model_classes_and_normalisation_come_back(saved: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("_target_",), "os.system"),
-        (("data",), {}),
-        (("model", "_target_"), "os.system"),
-        (("model", "units"), {"_target_": "os.system"}),
-        (("model", "units"), [[{"_target_": "os.system"}]]),
-        (("model", "name"), "${oc.env:HOME}"),
-        (("model", "name"), "antigravity.Model"),
-        (("model", "name"), "no_such_model"),
-        (("model", "callback"), 1),
-        (("model", "__class__"), 1),
-        (("optim", "_partial_"), True),
-        (("optim", "name"), "torch.optim.SGD"),
-        (("optim", "schedule", "_target_"), "os.system"),
-        (("optim", "schedule", "name"), "${optim.name}"),
-        (("optim", "schedule"), "os.system"),
-    ],
-)
-def test_anything_but_plain_options_is_refused(path: Any, value: Any, saved: Any) -> None:
-    state = copy.deepcopy(read_checkpoint(saved[0]))
-    section = state["hyper_parameters"]
-    for key in path[:-1]:
-        section = section[key]
-    section[path[-1]] = value
-    bad = saved[0].with_name("bad.ckpt")
-    write_checkpoint(state, bad)
-    before = set(sys.modules)
-    with pytest.raises(CheckpointError):
-        restore(bad)
-    assert set(sys.modules) == before
-
-
-@pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda s: s.pop("hyper_parameters"), "no hyperparameters"),
         (lambda s: s.pop("Digits"), "does not have the classes"),
-        (lambda s: s["state_dict"].clear(), "do not fit the model"),
-        (lambda s: s["hyper_parameters"]["model"].update(units=[2, 1, 1]), "do not fit the model"),
     ],
 )
 def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: Any) -> None:
