@@ -84,6 +84,9 @@ def test_train_and_eval_are_those_of_the_forward(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around_backward", [True, False])
 def test_autocast_is_that_of_the_forward(mode, around_backward):
+    """Asked at https://github.com/silvandeleemput/memcnn/issues/57 and
+    https://github.com/karttikeya/minREV/issues/5."""
+
     def look(_):
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
@@ -115,6 +118,7 @@ def test_autocast_training_repeats_store(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_callers_random_numbers_are_those_of_store(mode):
+    """Asked at https://github.com/lucidrains/reformer-pytorch/pull/13."""
     draws = []
     for m in (mode, "store"):
         net = twin(conv_net(dropout=0.5), m)

@@ -128,6 +128,8 @@ def unused_parameters(rank):
 
 
 def test_ddp_with_unused_parameters():
+    """Asked at https://github.com/lucidrains/performer-pytorch/issues/14 and
+    https://github.com/RobinBruegger/RevTorch/issues/10."""
     net = linear_net(seed=0)
     set_memory(net, "store")
     x = torch.ones(2, 8, dtype=torch.float64)

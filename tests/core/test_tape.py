@@ -92,6 +92,7 @@ def test_statistics_are_bit_equal_where_the_inputs_are(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_branch_runs_once_forward_and_once_in_the_backward(mode):
+    """Asked at https://github.com/silvandeleemput/memcnn/issues/77."""
     net, branches = counting_net()
     set_memory(net, mode)
     net(vectors()).sum().backward()
@@ -150,6 +151,7 @@ def test_backward_twice_through_a_retained_graph(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_several_losses_and_overlapping_graphs(mode):
+    """Asked at https://github.com/silvandeleemput/memcnn/issues/36."""
     grads = []
     for m in (mode, "store"):
         net, x, z = twin(conv_net(), m), images(), images(seed=5)
@@ -182,6 +184,7 @@ def test_gradcheck_and_gradgradcheck(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_a_subset_and_of_one_output(mode):
+    """Asked at https://github.com/pytorch/pytorch/issues/51743."""
     net = linear_net()
     results = []
     for m in (mode, "store"):
@@ -570,7 +573,10 @@ def test_hooks_fire_once_with_equal_gradients():
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_graph_and_tape_die_without_the_garbage_collector(mode, passes):
-    """With the graph kept, with a pass that used it up, and with none."""
+    """With the graph kept, with a pass that used it up, and with none.
+
+    Asked at https://github.com/RobinBruegger/RevTorch/issues/1.
+    """
     net = linear_net()
     set_memory(net, mode, grid=20 if mode == "exact" else None)
     loss = net(vectors()).square().sum()  # gathers the members

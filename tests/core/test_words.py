@@ -130,6 +130,7 @@ def test_without_rounding_gradients_are_not_bit_equal():
 
 
 def test_squeezes_and_single_tensors_are_exact():
+    """Asked at https://github.com/silvandeleemput/memcnn/issues/2."""
     torch.manual_seed(0)
     blocks = [ReversibleBlock(conv_branch(c), conv_branch(c)) for c in (2, 8)]
     net = ReversibleSequence([blocks[0], Squeeze(2), blocks[1]], memory="exact").eval()
@@ -154,6 +155,7 @@ def test_the_grid_is_a_parameter():
 
 
 def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
+    """Asked at https://github.com/tbung/pytorch-revnet/issues/11."""
     net = ReversibleSequence([AdditiveCoupling(nn.Softplus()) for _ in range(6)])
     x = torch.full((2, 4), 100.0, requires_grad=True)
     set_memory(net, "exact", grid=22)  # exact below 256

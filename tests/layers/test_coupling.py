@@ -72,6 +72,9 @@ def test_another_combination_has_no_inherited_log_det(base):
 
 
 def test_affine_scale_is_bounded_for_any_branch():
+    """Asked at https://github.com/vislearn/FrEIA/issues/38 and
+    https://github.com/vislearn/FrEIA/issues/76."""
+
     class Huge(nn.Module):
         def forward(self, x):
             return torch.cat((torch.full_like(x, -1e6), torch.zeros_like(x)), dim=1)

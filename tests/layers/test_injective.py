@@ -14,6 +14,7 @@ def tokens(*shape, seed=0):
 
 @pytest.mark.parametrize("matrix", ["orthogonal", "plu"])
 def test_it_is_torchs_linear_map_with_a_left_inverse(matrix):
+    """Asked at https://github.com/silvandeleemput/memcnn/issues/63."""
     torch.manual_seed(0)
     layer = InjectiveLinear(3, 5, matrix=matrix, streams=1).double()
     with torch.no_grad():

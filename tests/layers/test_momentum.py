@@ -60,6 +60,7 @@ def test_exact_undoes_to_the_last_bit(dtype):
 
 
 def test_the_inverse():
+    """Asked at https://github.com/michaelsdr/momentumnet/issues/19."""
     model = net().eval()
     x, v = state()
     with torch.no_grad():

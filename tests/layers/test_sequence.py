@@ -575,6 +575,7 @@ def test_a_sequence_of_one_stream_takes_and_gives_a_bare_tensor():
 
 
 def test_tokens_are_split_along_another_dimension():
+    """Asked at https://github.com/HomebrewML/revlib/issues/2."""
     torch.manual_seed(0)
     net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))], dim=-1)
     x = torch.randn(2, 7, 8)

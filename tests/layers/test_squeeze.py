@@ -38,6 +38,7 @@ def test_round_trip_is_exact(order, factor):
 
 @pytest.mark.parametrize("mode", ["offload", "recompute", "invert"])
 def test_inside_a_sequence(mode):
+    """Asked at https://github.com/RobinBruegger/RevTorch/issues/12."""
     torch.manual_seed(0)
     blocks = [ReversibleBlock(conv_branch(c), conv_branch(c)) for c in (2, 8, 8)]
     steps = [blocks[0], Squeeze(2), blocks[1], Squeeze(2, order="irevnet")]

@@ -156,9 +156,14 @@ def test_an_inverse_with_dropout_is_refused_in_training_mode():
 
 @pytest.mark.parametrize("channels", [31, 32])
 def test_a_representation_of_another_width_is_refused(channels):
+    """Asked at https://github.com/jhjacobsen/pytorch-i-revnet/issues/4,
+    https://github.com/jhjacobsen/pytorch-i-revnet/issues/9 and
+    https://github.com/jhjacobsen/pytorch-i-revnet/issues/17."""
     model = create_model("irevnet13").eval()
     with pytest.raises(ValueError, match=rf"\(2, {channels}, 4, 4\): .* with 128 channels"):
         model.inverse(torch.randn(2, channels, 4, 4))
+    with pytest.raises(ValueError, match=r"shape \(2, 10\).*encode.*lost the rest"):
+        model.inverse(model(torch.randn(2, 3, 8, 8)))
 
 
 @pytest.mark.parametrize("z", [None, torch.zeros(2, 128, 4, 4, dtype=torch.int64)])

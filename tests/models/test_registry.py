@@ -17,6 +17,7 @@ CIFAR = ["resnet110", "resnet164", "resnet32", "revnet110", "revnet164", "revnet
 
 
 def test_names_are_sorted_and_hold_the_papers_cifar_networks():
+    """Asked at https://github.com/open-mmlab/mmpretrain/issues/1073."""
     names = list_models()
     assert names == sorted(names)
     assert set(CIFAR) <= set(names)

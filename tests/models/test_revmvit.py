@@ -127,6 +127,8 @@ def test_exact_in_float32_is_store_on_the_grid_and_near_it():
 
 
 def test_blocks_keep_no_activations():
+    """Asked at https://github.com/karttikeya/minREV/issues/7."""
+
     def kept(mode, depth):
         model = create_model("revmvit_base", **{**TINY, "units": (1, depth)}, memory=mode)
         return revzoo.audit(model, (2, 3, 32, 32), modes=[]).kept_bytes

@@ -241,7 +241,10 @@ def test_inverse(kind):
 @every_kind
 @pytest.mark.parametrize("keep", [False, True])
 def test_an_input_that_is_used_again(keep, kind):
-    """``x + f(x)``: MemCNN reads freed memory there."""
+    """``x + f(x)``: MemCNN reads freed memory there.
+
+    Asked at https://github.com/silvandeleemput/memcnn/issues/29.
+    """
     found = []
     for disable in (False, True):
         module = coupling(kind)

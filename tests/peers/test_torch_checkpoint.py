@@ -328,7 +328,10 @@ def test_backward_twice_through_one_graph():
 
 @pytest.mark.parametrize("needs", [True, False])
 def test_inputs_with_and_without_gradient(needs):
-    """test_checkpointing_without_reentrant_input_requires_grad_True and _False."""
+    """test_checkpointing_without_reentrant_input_requires_grad_True and _False.
+
+    Asked at https://github.com/pytorch/pytorch/issues/7617.
+    """
     net = mlp(nn.ReLU())
     runs = []
     for checkpointed in (True, False):
@@ -746,7 +749,10 @@ def test_chosen_operators_are_not_computed_again():
 
 
 def test_statistics_count_a_batch_once():
-    """Torch counts it twice."""
+    """Torch counts it twice.
+
+    Asked at https://github.com/pytorch/pytorch/issues/96136.
+    """
     runs = []
     for checkpointed in (True, False):
         net = mlp(nn.BatchNorm1d(8), nn.ReLU())
