@@ -138,8 +138,7 @@ def test_a_number(table: Path, compose: Any, tmp_path: Path, capsys: Any) -> Non
     assert float(again.module.target_mean) == pytest.approx(4.5, abs=0.5)
 
 
-@pytest.mark.parametrize("mode", ["store", "exact"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "mode"), [("multilabel", "exact"), ("regression", "store")])
 def test_a_resumed_run_equals_one_that_was_not_stopped(
     task: str, mode: str, table: Path, compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

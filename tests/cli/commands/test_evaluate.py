@@ -221,21 +221,16 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "ckpt is needed"),
-        (["ckpt=nowhere.ckpt"], "no weights, file or folder 'nowhere.ckpt'"),
-        (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
-        (["splitt=val"], "did you mean 'split'"),
         (["optim=adam"], "optim=adam: expected one of the keys of an evaluation, ckpt, "),
         (["memory=store"], "the memory mode does not matter"),
         (["ckpt.ckpt"], "no weights, file or folder 'ckpt.ckpt'"),
         (["a.ckpt", "b.ckpt"], "b.ckpt: expected KEY=VALUE"),
-        (["model=revnet38.cifar10"], "expected ckpt=revnet38.cifar10"),
     ],
 )
 def test_wrong_arguments_are_refused(overrides: list[str], message: str, run: Any) -> None:
-    given = overrides if any("ckpt" in o for o in overrides) or not overrides else None
-    arguments = given if given is not None else [f"ckpt={run[0]}", *overrides]
+    is_given = any("ckpt" in override for override in overrides)
+    arguments = overrides if is_given else [f"ckpt={run[0]}", *overrides]
     with pytest.raises(SystemExit) as end:
         main(["eval", *arguments])
     assert str(end.value).startswith("revzoo: ")
@@ -270,15 +265,6 @@ def test_predictions_as_table_json_and_csv(
     lines = list(csv.DictReader(printed("--csv", "--batch-size", "3").splitlines()))
     assert [line["class"] for line in lines] == [row["class"] for row in rows]
     assert float(lines[3]["7"]) == pytest.approx(rows[3]["probabilities"]["7"], abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("nowhere.png", "there is no image"), ("empty", "no images in")]
-)
-def test_missing_images_are_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match=message):
-        main(["predict", f"ckpt={run[0]}", str(tmp_path / name)])
 
 
 def test_a_text_is_not_an_image(
