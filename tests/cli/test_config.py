@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from revzoo.cli.config import EVAL, ConfigFiles, compose
@@ -16,11 +12,11 @@ from revzoo.cli.terminal import ConfigError
         ("model.name=revnet110", "revnet110"),
     ],
 )
-def test_good_overrides_are_applied(override: str, value: str) -> None:
+def test_good_overrides_are_applied(override, value):
     assert compose([override]).whole.model.name == value
 
 
-def test_a_group_choice_adds_its_keys() -> None:
+def test_a_group_choice_adds_its_keys():
     overrides = ["optim.schedule.milestones=[0.9]", "optim=step"]
     cfg = compose(overrides).whole
     assert list(cfg.optim.schedule.milestones) == [0.9]
@@ -44,9 +40,7 @@ def test_a_group_choice_adds_its_keys() -> None:
         ),
     ],
 )
-def test_a_schedule_that_is_named_drops_the_options_of_the_default(
-    overrides: list[str], schedule: dict[str, object]
-) -> None:
+def test_a_schedule_that_is_named_drops_the_options_of_the_default(overrides, schedule):
     assert compose(overrides).config["optim"]["schedule"] == schedule
 
 
@@ -62,7 +56,7 @@ def test_a_schedule_that_is_named_drops_the_options_of_the_default(
         ),
     ],
 )
-def test_options_of_no_schedule_are_refused(overrides: list[str], message: str) -> None:
+def test_options_of_no_schedule_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         compose(overrides)
 
@@ -70,7 +64,7 @@ def test_options_of_no_schedule_are_refused(overrides: list[str], message: str) 
 @pytest.mark.parametrize(
     "text", ["optim: {lr: 0.05}\n", "defaults: [override /model: revnet110]\n"]
 )
-def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path: Path) -> None:
+def test_an_experiment_without_its_first_line_names_the_line(text, tmp_path):
     """``config.experiment: no such option``, or an error of Hydra: neither named the cause."""
     source, file = ConfigFiles(extra=tmp_path), tmp_path / "experiment" / "plain.yaml"
     file.parent.mkdir()
@@ -84,13 +78,13 @@ def test_an_experiment_without_its_first_line_names_the_line(text: str, tmp_path
     assert (cfg.optim.lr, cfg.model.name) in [(0.05, "revnet38"), (0.2, "revnet110")]
 
 
-def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
+def test_an_unknown_model_without_a_near_name_points_at_import():
     with pytest.raises(ConfigError, match=r"there is iresnet64, .*; --import MODULE adds yours"):
         compose(["model=mine"])
 
 
 @pytest.mark.parametrize("sign", ["", "+", "++"])
-def test_an_option_that_no_file_sets_may_be_set(sign: str) -> None:
+def test_an_option_that_no_file_sets_may_be_set(sign):
     values = [f"{sign}trainer.benchmark=true", f"{sign}model.units=[1,1,1]"]
     cfg = compose([*values, f"{sign}callbacks.ema.decay=0.9"]).whole
     assert cfg.trainer.benchmark is True
@@ -144,26 +138,26 @@ def test_an_option_that_no_file_sets_may_be_set(sign: str) -> None:
         ("optim.lr=interval(0.1,1)", "expected one value; revzoo sweep searches intervals$"),
     ],
 )
-def test_bad_overrides_are_refused(override: str, message: str) -> None:
+def test_bad_overrides_are_refused(override, message):
     with pytest.raises(ConfigError, match=message) as error:
         compose([override])
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_an_option_of_a_group_without_a_choice_names_the_choices() -> None:
+def test_an_option_of_a_group_without_a_choice_names_the_choices():
     message = "data.root=DIR, but data is null: add data=cifar10, .*data=imagefolder, .* more$"
     with pytest.raises(ConfigError, match=message):
         compose(["ckpt=RUN", "data.root=DIR"], EVAL)
 
 
-def test_numbers_and_words_that_fit_pass() -> None:
+def test_numbers_and_words_that_fit_pass():
     cfg = compose(["callbacks.last_checkpoint.minutes=0.5"]).whole
     assert cfg.callbacks.last_checkpoint.minutes == 0.5, "it was refused as not whole"
     cfg = compose(["optim.lr=1", "trainer.devices=auto"]).whole
     assert (cfg.optim.lr, cfg.trainer.devices) == (1, "auto")
 
 
-def test_hydras_keys_pass() -> None:
+def test_hydras_keys_pass():
     compose(["hydra.run.dir=/tmp/x"])
 
 
@@ -181,20 +175,20 @@ def test_hydras_keys_pass() -> None:
         ("logger.project=x", r"no option 'logger\.project'; logger\.kind=wandb has it"),
     ],
 )
-def test_a_key_of_another_option_names_that_option(override: str, message: str) -> None:
+def test_a_key_of_another_option_names_that_option(override, message):
     """For ``data.root`` of the digits, the message suggested adding the key, which cannot work."""
     with pytest.raises(ConfigError, match=message):
         compose([override])
 
 
-def test_the_last_word_of_an_option_finds_it() -> None:
+def test_the_last_word_of_an_option_finds_it():
     """The message advised ``+model.bits=VALUE``, which no model takes."""
     message = r"no option 'model\.bits'; did you mean 'model\.reversible_bits'\?$"
     with pytest.raises(ConfigError, match=message):
         compose(["model=resnet32", "model.bits=4"])
 
 
-def test_the_name_of_weights_starts_from_them() -> None:
+def test_the_name_of_weights_starts_from_them():
     cfg = compose(["model=revnet38.cifar10", "model.norm=batch"]).whole
     assert (cfg.model.name, cfg.model.pretrained) == ("revnet38.cifar10", True)
     assert (
@@ -220,7 +214,7 @@ def test_a_librarys_network_by_its_name():
         ("data.root=é,ü", None),
     ],
 )
-def test_letters_outside_ascii_need_no_quotes(typed: str, value: str | None) -> None:
+def test_letters_outside_ascii_need_no_quotes(typed, value):
     """Hydra's grammar knows them only in quotes, which the shell takes away."""
     _, args = parse(["train", "data=cifar10", typed])
     if value is None:
@@ -229,7 +223,7 @@ def test_letters_outside_ascii_need_no_quotes(typed: str, value: str | None) -> 
         assert compose(args.overrides).whole.data.root == value
 
 
-def experiment(folder: Path, text: str) -> ConfigFiles:
+def experiment(folder, text):
     (folder / "experiment").mkdir(exist_ok=True)
     (folder / "experiment" / "x.yaml").write_text(f"# @package _global_\n{text}\n")
     return ConfigFiles(extra=folder)
@@ -245,9 +239,7 @@ def experiment(folder: Path, text: str) -> ConfigFiles:
         "${oc.create:'a'}",
     ],
 )
-def test_a_file_reads_no_variables(
-    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_reads_no_variables(reference, tmp_path, monkeypatch):
     """Secrets of the environment became names of folders, through somebody else's experiment."""
     monkeypatch.setenv("SECRET", "s3cret")
     source = experiment(tmp_path, f'b: env\nmodel:\n  name: "{reference}"')
@@ -259,16 +251,14 @@ def test_a_file_reads_no_variables(
     )
 
 
-def test_no_type_of_yaml_hides_a_reference(tmp_path: Path) -> None:
+def test_no_type_of_yaml_hides_a_reference(tmp_path):
     """YAML's pairs are tuples, which OmegaConf makes lists."""
     source = experiment(tmp_path, 'optim: {class_weights: !!pairs [a: "${oc.env:HOME}"]}')
     with pytest.raises(ConfigError, match=r"x\.yaml holds '\$\{oc\.env:HOME\}'"):
         compose(["experiment=x"], source)
 
 
-def test_a_file_may_refer_to_values_and_to_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_may_refer_to_values_and_to_the_time(tmp_path, monkeypatch):
     monkeypatch.setenv("REVZOO_DATA", "/images")
     text = (
         "seed: ${threads}\nthreads: 3\ndata:\n  root: ${oc.env:REVZOO_DATA,./data}/x\n"
@@ -278,13 +268,13 @@ def test_a_file_may_refer_to_values_and_to_the_time(
     assert (values["seed"], values["data"]["root"]) == (3, "/images/x")
 
 
-def test_a_key_that_stands_twice_is_named(tmp_path: Path) -> None:
+def test_a_key_that_stands_twice_is_named(tmp_path):
     """The message had the line of the mapping only."""
     with pytest.raises(ConfigError, match=r"line 4, column 3: found duplicate key lr"):
         compose(["experiment=x"], experiment(tmp_path, "optim:\n  lr: 1\n  lr: 2\n"))
 
 
-def test_a_folder_may_be_named_by_the_overrides_as_typed() -> None:
+def test_a_folder_may_be_named_by_the_overrides_as_typed():
     named = "hydra.run.dir=out/${hydra.job.override_dirname}"
     whole = compose(["optim.lr=0.3", named, "callbacks.ema.decay=0.9"]).whole
     assert whole.hydra.run.dir == "out/callbacks.ema.decay=0.9,optim.lr=0.3"

@@ -1,10 +1,5 @@
 """``trainer.deterministic=true``: the same bits in each run."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from small_images import image_folder
@@ -27,7 +22,7 @@ SMALL = (
 )
 
 
-def weights(run_dir: Path) -> Any:
+def weights(run_dir):
     state = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
     for optimizer in state["optimizer_states"]:
         for group in optimizer["param_groups"]:
@@ -35,19 +30,19 @@ def weights(run_dir: Path) -> Any:
     return state["state_dict"], state["optimizer_states"]
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
+def assert_same_bits(one, other):
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_two_runs_are_the_same(mode: str, compose: Any, tmp_path: Path) -> None:
+def test_two_runs_are_the_same(mode, compose, tmp_path):
     for workers in (0, 2):
         config = compose(*SMALL, f"memory={mode}", f"data.num_workers={workers}")
         train(config, run_dir=tmp_path / str(workers))
     assert_same_bits(tmp_path / "0", tmp_path / "2")
 
 
-def test_images_augmented_by_workers_are_the_same(compose: Any, tmp_path: Path) -> None:
+def test_images_augmented_by_workers_are_the_same(compose, tmp_path):
     root = image_folder(tmp_path / "images")
     images = ("data=imagefolder", f"data.root={root}", "data.cache_bytes=0", "data.batch_size=8")
     images += ("data.image_size=8",)

@@ -1,10 +1,5 @@
 """``experiment=finetune``: from weights to a checkpoint, and its checks."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from model_checks import under_published_names
@@ -26,7 +21,7 @@ STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked
 
 
 @pytest.fixture(autouse=True)
-def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def weights(tmp_path, monkeypatch):
     """A folder with small weights of revnet38, added to the table during a test."""
     write_entry(tmp_path)
     monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
@@ -34,9 +29,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("unfreeze", ["null", "[[0,stages.2],[1,stages.1]]"])
-def test_the_experiment_trains_the_parts_of_each_epoch(
-    compose: Any, tmp_path: Path, unfreeze: str
-) -> None:
+def test_the_experiment_trains_the_parts_of_each_epoch(compose, tmp_path, unfreeze):
     config = compose(*FINETUNE, f"callbacks.finetuning.unfreeze={unfreeze}")
     figures = train(config, run_dir=tmp_path / "run")
     assert 0 < figures["test/loss"] < 10
@@ -52,15 +45,13 @@ def test_the_experiment_trains_the_parts_of_each_epoch(
 
 
 @pytest.mark.parametrize("kind", ["lr", "batch_size"])
-def test_a_value_is_searched_with_a_frozen_backbone(
-    kind: str, compose: Any, tmp_path: Path
-) -> None:
+def test_a_value_is_searched_with_a_frozen_backbone(kind, compose, tmp_path):
     options = {"lr": "tuner.steps=15", "batch_size": "tuner.max_size=8"}[kind]
     assert train(compose(*FINETUNE, f"tuner={kind}", options), run_dir=tmp_path / "run") == {}
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_rate_of_no_parameter_is_not_searched(compose: Any, tmp_path: Path) -> None:
+def test_a_rate_of_no_parameter_is_not_searched(compose, tmp_path):
     muon = ("optim=muon", "tuner=lr", "tuner.steps=15")
     with pytest.raises(SystemExit, match=r"no trained parameter uses optim\.lr"):
         train(compose(*FINETUNE, *muon), run_dir=tmp_path / "run")
@@ -81,12 +72,12 @@ def test_a_rate_of_no_parameter_is_not_searched(compose: Any, tmp_path: Path) ->
         ((*FINETUNE, "data.augment.mixup=-1"), r"augment\.mixup=-1"),
     ],
 )
-def test_wrong_options_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
+def test_wrong_options_are_refused(compose, overrides, message):
     with pytest.raises(ValueError, match=message):
         check_parts(compose(*overrides))
 
 
-def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
+def test_a_file_of_weights_is_accepted(compose, weights):
     check_parts(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
 
 
@@ -101,8 +92,8 @@ SMALL_PYRAMID = {
 
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_published_backbone_trains_its_classifier_first_then_all_at_falling_rates(
-    compose: Any, tmp_path: Path, epochs: int
-) -> None:
+    compose, tmp_path, epochs
+):
     network = create_model("revbifpn_s0", num_classes=7, **SMALL_PYRAMID)
     start = network.state_dict()
     torch.save({"epoch": 1, "state_dict": under_published_names(network)}, tmp_path / "s0.pth.tar")
@@ -150,9 +141,7 @@ PRETRAINED = ("model.checkpoint_path=a.safetensors",)
         (("trainer.strategy=ddp_spawn",), True),
     ],
 )
-def test_frozen_parameters_may_be_unused_in_several_processes(
-    compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
-) -> None:
+def test_frozen_parameters_may_be_unused_in_several_processes(compose, tmp_path, trainer, unused):
     config = compose("experiment=finetune", *trainer, *PRETRAINED, "trainer.accelerator=cpu")
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
@@ -160,9 +149,7 @@ def test_frozen_parameters_may_be_unused_in_several_processes(
 
 
 @pytest.mark.parametrize("devices", ["auto", "[0]", "'0,'", "1"])
-def test_one_gpu_trains_without_distributed_data_parallel(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: str
-) -> None:
+def test_one_gpu_trains_without_distributed_data_parallel(compose, tmp_path, monkeypatch, devices):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -172,9 +159,7 @@ def test_one_gpu_trains_without_distributed_data_parallel(
     assert isinstance(strategy, SingleDeviceStrategy)
 
 
-def test_a_resumed_run_names_its_checkpoint_and_no_random_classifier(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resumed_run_names_its_checkpoint_and_no_random_classifier(compose, tmp_path, caplog):
     """It looked as if the training were lost: only the weights of its start were named."""
     caplog.set_level("INFO", logger="revzoo")
     run = tmp_path / "run"

@@ -1,10 +1,7 @@
 """Untrusted configurations run no code, and messages name the wrong file."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ HYDRA_SECTIONS = {
 }
 
 
-def refused(cwd: Path, *arguments: str) -> str:
+def refused(cwd, *arguments):
     """The message of a refused command line, which must leave no files in its folder."""
     with contextlib.chdir(cwd), pytest.raises(SystemExit) as end:
         main(["train", *arguments])
@@ -40,7 +37,7 @@ def refused(cwd: Path, *arguments: str) -> str:
     return message
 
 
-def hostile(tmp_path: Path, section: str, *, name: str = "experiment/x") -> tuple[Path, Path]:
+def hostile(tmp_path, section, *, name="experiment/x"):
     """A working folder, and a folder of configurations that set Hydra's section."""
     cwd, folder = tmp_path / "cwd", tmp_path / "configs"
     cwd.mkdir()
@@ -52,20 +49,20 @@ def hostile(tmp_path: Path, section: str, *, name: str = "experiment/x") -> tupl
 
 
 @pytest.mark.parametrize("section", HYDRA_SECTIONS)
-def test_an_experiment_cannot_use_hydras_section(section: str, tmp_path: Path) -> None:
+def test_an_experiment_cannot_use_hydras_section(section, tmp_path):
     """Code ran from ``hydra.callbacks`` and others of any configuration file on the search path."""
     cwd, folder = hostile(tmp_path, section)
     assert "hydra." in refused(cwd, "--config-dir", str(folder), "experiment=x")
 
 
 @pytest.mark.parametrize("more", [("-m", "seed=0,1"), ("--cfg", "job")])
-def test_no_other_way_of_starting_uses_it(more: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_other_way_of_starting_uses_it(more, tmp_path):
     cwd, folder = hostile(tmp_path, "hydra_logging")
     assert "hydra." in refused(cwd, "--config-dir", str(folder), "experiment=x", *more)
 
 
 @pytest.mark.parametrize("way", ["-cn", "-cp"])
-def test_a_primary_configuration_cannot_use_it(way: str, tmp_path: Path) -> None:
+def test_a_primary_configuration_cannot_use_it(way, tmp_path):
     """Code ran from the configuration that ``-cn`` or ``-cp`` names."""
     name = "own" if way == "-cn" else "train"
     cwd, folder = hostile(tmp_path, "callbacks", name=name)
@@ -73,7 +70,7 @@ def test_a_primary_configuration_cannot_use_it(way: str, tmp_path: Path) -> None
     assert "hydra." in refused(cwd, *given)
 
 
-def test_a_search_path_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_path_imports_nothing(tmp_path, monkeypatch):
     """``hydra.searchpath: [pkg://x]`` imports x while Hydra composes."""
     cwd, folder = tmp_path / "cwd", tmp_path / "configs"
     (cwd / "evil").mkdir(parents=True)
@@ -84,7 +81,7 @@ def test_a_search_path_imports_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert "searchpath" in refused(cwd, "--config-dir", str(folder), "-cn", "own")
 
 
-def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
+def test_a_pickled_configuration_is_not_read(tmp_path):
     """``--experimental-rerun`` reads a pickle."""
     cwd = tmp_path / "cwd"
     cwd.mkdir()
@@ -102,12 +99,7 @@ def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
         (["--cfg", "job", "-p", ".."], "--package ..: expected a section"),
     ],
 )
-def test_odd_arguments_are_refused_in_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_odd_arguments_are_refused_in_one_line(arguments, message, tmp_path, monkeypatch):
     """They printed several lines or a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
@@ -117,9 +109,7 @@ def test_odd_arguments_are_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_take_no_part_are_not_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_take_no_part_are_not_read(tmp_path, capsys):
     """A broken file beside the experiment stopped every run; ``--config-dir /`` read the disk."""
     folder = tmp_path / "experiment"
     folder.mkdir()

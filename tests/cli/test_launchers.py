@@ -1,7 +1,5 @@
 """Two processes on gloo, started by each launcher in the guide."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,18 +39,17 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+def environment(tmp_path, **more):
     left_out = ("PYTHONPATH", "HYDRA_FULL_ERROR")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
     return {**env, "OMP_NUM_THREADS": "1", **more}
 
 
-def summary(run_dir: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run_dir / "summary.json").read_text())
-    return found
+def summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
 
 
-def wait_for(text: str, log: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(text, log, process):
     deadline = time.monotonic() + 300
     while text not in (log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline
@@ -60,7 +57,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_each_job_of_a_multirun_is_distributed(tmp_path: Path) -> None:
+def test_each_job_of_a_multirun_is_distributed(tmp_path):
     command = [sys.executable, TRAIN, "-m", "seed=0,1", *DDP, "trainer.max_epochs=1"]
     done = subprocess.run(
         [*command, "hydra.sweep.dir=jobs"],
@@ -77,7 +74,7 @@ def test_each_job_of_a_multirun_is_distributed(tmp_path: Path) -> None:
         assert done.stdout.count(f"folder   jobs/{job}\n") == 1
 
 
-def test_a_signal_ends_lightnings_processes(tmp_path: Path) -> None:
+def test_a_signal_ends_lightnings_processes(tmp_path):
     command = [sys.executable, TRAIN, *DDP, "trainer.max_epochs=1000", "hydra.run.dir=run"]
     with subprocess.Popen(
         command,
@@ -96,7 +93,7 @@ def test_a_signal_ends_lightnings_processes(tmp_path: Path) -> None:
     assert summary(tmp_path / "run")["stopped"] == "stopped by SIGTERM"
 
 
-def test_torchrun(tmp_path: Path) -> None:
+def test_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
     options = [*DDP, "trainer.max_epochs=1", "hydra.run.dir=run"]
     done = subprocess.run(
@@ -113,7 +110,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_the_script_for_slurm(tmp_path: Path) -> None:
+def test_the_script_for_slurm(tmp_path):
     """The guide's script, as two tasks on one machine, with a fake srun and scontrol."""
     script = GUIDE.split("## SLURM")[1].split("```bash\n")[1].split("```")[0]
     gpus = "trainer.devices=4 trainer.num_nodes=2"

@@ -1,7 +1,5 @@
 """The program revzoo: its overview, its subcommands, its error messages."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -22,7 +20,7 @@ from revzoo.cli.main import COMMANDS, COUNTERPARTS, _interrupt, closed_output, m
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_row_is_a_command() -> None:
+def test_every_row_is_a_command():
     for name, row in COMMANDS.items():
         module = import_module(f"revzoo.cli.{row.module}")
         assert callable(module.run), name
@@ -30,7 +28,7 @@ def test_every_row_is_a_command() -> None:
         assert f"revzoo {name}" in (module.__doc__ or "")
 
 
-def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_lists_every_command(capsys):
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
@@ -38,16 +36,14 @@ def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) ->
     assert all(name in output and row.help in output for name, row in COMMANDS.items())
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["lits"])
     assert ended.value.code == 2
     assert "invalid choice: 'lits' (choose from" in capsys.readouterr().err
 
 
-def test_a_command_of_another_program_is_answered_with_ours(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_command_of_another_program_is_answered_with_ours(capsys):
     with pytest.raises(SystemExit):
         main(["resume", "runs/a"])
     assert capsys.readouterr().err.endswith("; use revzoo train --resume RUN_DIR\n")
@@ -55,23 +51,19 @@ def test_a_command_of_another_program_is_answered_with_ours(
     assert not COUNTERPARTS.keys() & COMMANDS.keys()
 
 
-def test_list_prints_names_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_names_that_match(capsys):
     main(["list", "revnet1?0"])
     assert capsys.readouterr().out == "revnet110\n"
 
 
 @pytest.mark.parametrize("arguments", [["*"], ["*", "--all"], ["*_memcnn"]])
-def test_memcnns_variants_are_listed_where_asked_for(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memcnns_variants_are_listed_where_asked_for(arguments, capsys):
     main(["list", *arguments])
     assert ("revnet38_memcnn" in capsys.readouterr().out) == (arguments != ["*"])
 
 
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
-def test_list_prints_networks_of_libraries(
-    library: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_prints_networks_of_libraries(library, capsys):
     pytest.importorskip(library)
     main(["list", f"{library}:resnet1?"])
     assert f"{library}:resnet18" in capsys.readouterr().out.split()
@@ -87,7 +79,7 @@ def test_list_prints_networks_of_libraries(
         main(["list", f"{library}:*", "--pretrained"])
 
 
-def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_prints_weights(tmp_path, capsys):
     write_entry(tmp_path)
     main(["list", "revnet*", "--pretrained", "--weights", str(tmp_path)])
     header, row, _ = capsys.readouterr().out.splitlines()
@@ -95,7 +87,7 @@ def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert row.split() == ["revnet38.small", "8", "50.0%", "MIT"]
 
 
-def test_the_table_of_weights_fits_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_weights_fits_in_80_columns(capsys):
     main(["list", "--pretrained"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -106,14 +98,14 @@ def test_the_table_of_weights_fits_in_80_columns(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("options", [[], ["--pretrained"]])
-def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
+def test_a_list_without_names_ends_with_a_message(options):
     with pytest.raises(SystemExit, match=r"revzoo: no .* 'vgg\*'"):
         main(["list", "vgg*", *options])
     with pytest.raises(SystemExit, match=r"; did you mean 'revnet38"):
         main(["list", "revnt38.cifar10" if options else "revnt38", *options])
 
 
-def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
+def test_names_and_help_do_not_wait_for_torch(tmp_path):
     entry = {"name": "revnet38.small", "architecture": "revnet38", "num_classes": 10}
     entry |= {"input_size": [3, 32, 32], "sha256": "0" * 64, "file": "a.safetensors"}
     (tmp_path / "revnet38.small.json").write_text(json.dumps(entry))
@@ -137,21 +129,19 @@ def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["list", "info revnet38"])
-def test_a_reader_may_leave(command: str) -> None:
+def test_a_reader_may_leave(command):
     program = f"{sys.executable} -m revzoo {command}"
     shell = ["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_a_broken_pipe_of_something_else_is_an_error() -> None:
+def test_a_broken_pipe_of_something_else_is_an_error():
     with pytest.raises(BrokenPipeError), closed_output():
         raise BrokenPipeError
 
 
-def test_info_of_weights_shows_entry_and_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_info_of_weights_shows_entry_and_costs(tmp_path, capsys):
     entry = write_entry(tmp_path)
     main(["info", "revnet38", "--weights", str(tmp_path), "--batch-size", "2"])
     output = {line[:24].strip(): line[24:] for line in capsys.readouterr().out.strip().splitlines()}
@@ -166,9 +156,7 @@ def test_info_of_weights_shows_entry_and_costs(
 
 
 @pytest.mark.parametrize("name", ["", "revnet38.small.safetensors"])
-def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_of_a_file_or_folder_of_weights_shows_the_entry(name, tmp_path, capsys, monkeypatch):
     """It showed "weights none", although the file holds an entry."""
     entry = write_entry(tmp_path)
     main(["info", str(tmp_path / name), "--batch-size", "1"])
@@ -181,9 +169,7 @@ def test_info_of_a_file_or_folder_of_weights_shows_the_entry(
     assert "forward, 3x8x8" in output
 
 
-def test_a_folder_does_not_hide_a_model_of_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_does_not_hide_a_model_of_its_name(tmp_path, monkeypatch, capsys):
     small().save_pretrained(tmp_path / "resnet164", input_size=(3, 8, 8))
     monkeypatch.chdir(tmp_path)
     main(["info", "resnet164", "--batch-size", "1", "--image-size", "8"])
@@ -194,13 +180,13 @@ def test_a_folder_does_not_hide_a_model_of_its_name(
 
 
 @pytest.mark.timeout(60)
-def test_info_runs_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_runs_no_step(capsys):
     """Steps of eight volumes took minutes, and more memory than most machines have."""
     main(["info", "revunet3d"])
     assert "forward, 3x128x128x128  784,481.6 MFLOP per image" in capsys.readouterr().out
 
 
-def test_a_wrong_entry_ends_without_a_traceback(tmp_path: Path) -> None:
+def test_a_wrong_entry_ends_without_a_traceback(tmp_path):
     write_entry(tmp_path)
     change(tmp_path, "revnet38.small", sha256="0")
     with pytest.raises(SystemExit, match="expected 64 hexadecimal digits"):
@@ -219,9 +205,7 @@ def test_a_wrong_entry_ends_without_a_traceback(tmp_path: Path) -> None:
         (["train", "seed=1", "--resum", "run", "test=false"], "--resum; did you mean '--resume'?"),
     ],
 )
-def test_an_unknown_option_is_answered_with_what_to_do(
-    arguments: list[str], end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option_is_answered_with_what_to_do(arguments, end, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert f"error: unrecognized arguments: {end}" in capsys.readouterr().err
@@ -230,15 +214,13 @@ def test_an_unknown_option_is_answered_with_what_to_do(
 @pytest.mark.parametrize(
     "line", [["info", ""], ["predict", "revnet38", ""], ["train", "--resume", ""]]
 )
-def test_an_empty_argument_is_not_the_working_directory(
-    line: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_empty_argument_is_not_the_working_directory(line, capsys):
     with pytest.raises(SystemExit):
         main(line)
     assert "one of the arguments is empty" in capsys.readouterr().err
 
 
-def test_ctrl_c_during_imports_ends_the_program(tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_ends_the_program(tmp_path):
     """It showed the traceback of an import. If a library caught it, the program went on."""
     (tmp_path / "slow.py").write_text(
         "import os, signal, time\n"
@@ -256,7 +238,7 @@ def test_ctrl_c_during_imports_ends_the_program(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "revzoo: interrupted\n")
 
 
-def test_ctrl_c_after_imports_is_an_exception() -> None:
+def test_ctrl_c_after_imports_is_an_exception():
     handler = signal.signal(signal.SIGINT, _interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -265,7 +247,7 @@ def test_ctrl_c_after_imports_is_an_exception() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_name_a_command_that_exists(monkeypatch):
     """Messages named revzoo-train, although only train.py existed."""
     module = SimpleNamespace(__spec__=SimpleNamespace(name="revzoo.__main__"))
     script = SimpleNamespace(__spec__=None)
@@ -291,7 +273,7 @@ def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
 
 
-def test_train_py_without_the_environment_names_the_remedy(tmp_path: Path) -> None:
+def test_train_py_without_the_environment_names_the_remedy(tmp_path):
     """``python3 train.py`` after ``make train`` ended with a traceback: no module named hydra."""
     command = [sys.executable, "-I", "-S", str(ROOT / "train.py"), "--resume", "outputs/x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -301,9 +283,7 @@ def test_train_py_without_the_environment_names_the_remedy(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_in_80_columns(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_in_80_columns(command, capsys, monkeypatch):
     """Lines of 85 to 103 characters wrapped in a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
@@ -316,14 +296,14 @@ def test_help_fits_in_80_columns(
     assert [line for line in lines if line.startswith("revzoo ") and " revzoo " in line] == []
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"{revzoo.__version__}\n" == f"{version('revzoo')}\n"
 
 
-def test_a_closed_output_is_no_error() -> None:
+def test_a_closed_output_is_no_error():
     """It ended in an AttributeError of None."""
     command = [sys.executable, "-m", "revzoo", "list", "revnet38"]
     done = subprocess.run(

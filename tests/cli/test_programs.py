@@ -1,7 +1,5 @@
 """The README's commands, each in a new process, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
-def start(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def start(*command, cwd, **environment):
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
     return subprocess.run(
         [sys.executable, *command],
@@ -33,11 +31,11 @@ def start(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
-def summaries(cwd: Path) -> list[dict[str, object]]:
+def summaries(cwd):
     return [json.loads(path.read_text()) for path in cwd.glob("outputs/**/summary.json")]
 
 
-def test_train_py_trains_from_any_folder(tmp_path: Path) -> None:
+def test_train_py_trains_from_any_folder(tmp_path):
     done = start(str(ROOT / "train.py"), *SMALL[:3], cwd=tmp_path)  # memory=auto, too
     assert done.returncode == 0, done.stderr
     (summary,) = summaries(tmp_path)
@@ -45,7 +43,7 @@ def test_train_py_trains_from_any_folder(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
 
 
-def test_train_py_refuses_in_one_line_and_leaves_no_files(tmp_path: Path) -> None:
+def test_train_py_refuses_in_one_line_and_leaves_no_files(tmp_path):
     done = start(str(ROOT / "train.py"), "modle=revnet38", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -54,7 +52,7 @@ def test_train_py_refuses_in_one_line_and_leaves_no_files(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_trains_outside_the_checkout(wheel_site, tmp_path):
     where = "import revzoo, revzoo.configs as c; print(revzoo.__file__, c.__file__)"
     result = start("-c", where, cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert result.stdout.split() == [
@@ -71,7 +69,7 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
     assert "test/loss " in result.stdout, result.stderr
 
 
-def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
+def test_the_console_script_is_the_same_program(wheel_site, tmp_path):
     (entry,) = wheel_site.glob("revzoo-*.dist-info/entry_points.txt")
     assert entry.read_text().split() == ["[console_scripts]", "revzoo", "=", "revzoo.cli.main:main"]
     script = "import sys; from revzoo.cli.main import main; sys.exit(main())"
@@ -80,7 +78,7 @@ def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path
     assert done.stderr.startswith("revzoo: optim.lrr=1: there is no option 'optim.lrr'")
 
 
-def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> None:
+def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path):
     folder = "hydra.sweep.dir=jobs"
     done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
     assert done.returncode == 1
@@ -91,7 +89,7 @@ def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> No
     assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
 
 
-def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
     with pytest.raises(SystemExit, match="already holds a run: resume it with --resume"):
@@ -107,15 +105,13 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
         (("-m", "hydra.run.dir=a"), "without torchrun and srun"),
     ],
 )
-def test_processes_started_together_need_one_folder(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_started_together_need_one_folder(arguments, message, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(SystemExit, match=message):
         main(["train", *arguments, *SMALL])
 
 
-def test_ctrl_c_ends_a_search_and_leaves_no_files(tmp_path: Path) -> None:
+def test_ctrl_c_ends_a_search_and_leaves_no_files(tmp_path):
     temporary, cwd = tmp_path / "temporary", tmp_path / "cwd"
     temporary.mkdir()
     cwd.mkdir()
@@ -141,9 +137,7 @@ def test_ctrl_c_ends_a_search_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_run_and_names_the_next_command(
-    signum: int, status: int, tmp_path: Path
-) -> None:
+def test_a_signal_saves_the_run_and_names_the_next_command(signum, status, tmp_path):
     log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
     options = (*SMALL[1:], "trainer.max_epochs=1000", "hydra.run.dir=run")
     with subprocess.Popen(

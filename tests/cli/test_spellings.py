@@ -1,7 +1,5 @@
 """Options of other programs, answered with ours."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -20,7 +18,7 @@ VALUES = {
 }
 
 
-def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not() -> None:
+def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not():
     for theirs, ours in SPELLINGS.items():
         key, _, value = theirs.partition("=")
         typed = theirs if value else f"{key}={VALUES.get(ours, 3)}"
@@ -46,7 +44,7 @@ def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not() -> No
         compose(words, complete=False)
 
 
-def test_only_options_that_the_command_has_are_suggested() -> None:
+def test_only_options_that_the_command_has_are_suggested():
     assert our_spelling("wd", "0.1", ["optim"]) == "; use optim.weight_decay=0.1"
     assert our_spelling("wd", "0.1", ["ckpt"]) == ""
 
@@ -59,9 +57,7 @@ def test_only_options_that_the_command_has_are_suggested() -> None:
         ["--optim", "cosine", "optim.lr=0.05"],
     ],
 )
-def test_options_with_dashes_are_overrides(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_with_dashes_are_overrides(words, capsys):
     main(["train", *words, "--cfg", "job", "--package", "optim.lr"])
     assert capsys.readouterr().out == "0.05\n"
     assert compose(["optim=cosine"]).config["optim"]["lr"] != 0.05

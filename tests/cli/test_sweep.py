@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import os
 import shlex
@@ -8,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -28,35 +25,33 @@ pytest.importorskip("optuna")
 
 
 @pytest.fixture(autouse=True)
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_training(monkeypatch):
     script = Path(__file__).parent / "run_of_no_time.py"
     monkeypatch.setattr(sweep, "train_words", lambda: [sys.executable, str(script)])
 
 
-def search(folder: Path, *arguments: str) -> list[dict[str, str]]:
+def search(folder, *arguments):
     """Run a sweep and return the table of its trials."""
     main(["sweep", f"dir={folder}", *arguments])
     return table(folder)
 
 
-def table(folder: Path) -> list[dict[str, str]]:
+def table(folder):
     with (folder / "trials.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def refused(folder: Path, *arguments: str) -> str:
+def refused(folder, *arguments):
     with pytest.raises(SystemExit) as end:
         search(folder, *arguments)
     return str(end.value)
 
 
-def figures(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
+def figures(rows):
     return [tuple(row[k] for k in ("trial", "state", "val/acc", "optim.lr")) for row in rows]
 
 
-def test_the_best_trial_is_logged_and_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_trial_is_logged_and_recorded(tmp_path, caplog):
     with caplog.at_level("INFO"):
         rows = search(tmp_path, *SPACE, "trials=4", "seed=3")
     assert [row["state"] for row in rows] == ["complete"] * 4
@@ -75,7 +70,7 @@ def test_the_best_trial_is_logged_and_recorded(
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
 
 
-def test_a_folder_of_configurations_is_recorded(tmp_path: Path) -> None:
+def test_a_folder_of_configurations_is_recorded(tmp_path):
     """A user's own experiment could not be searched."""
     configs, folder = tmp_path / "configs", tmp_path / "sweep"
     (configs / "experiment").mkdir(parents=True)
@@ -89,7 +84,7 @@ def test_a_folder_of_configurations_is_recorded(tmp_path: Path) -> None:
     assert "only trials may change" in refused(folder, "--config-dir", str(tmp_path))
 
 
-def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path: Path) -> None:
+def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path):
     whole = search(tmp_path / "whole", *SPACE, "trials=13")
     search(tmp_path / "parts", *SPACE, "trials=3")
     search(tmp_path / "parts", "trials=12")
@@ -99,9 +94,7 @@ def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out/a=1 b", "x,y", "run(1)", "it's", "2026", "plain/é"])
-def test_the_printed_folder_of_a_sweep_is_read_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_printed_folder_of_a_sweep_is_read_again(name, tmp_path, monkeypatch, caplog):
     """Hydra reads many signs of a path in its own way."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
@@ -114,9 +107,7 @@ def test_the_printed_folder_of_a_sweep_is_read_again(
     assert [path.name for path in tmp_path.iterdir()] == [Path(name).parts[0]]
 
 
-def test_ctrl_c_between_two_trials_names_the_command_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ctrl_c_between_two_trials_names_the_command_to_continue(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
     with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
         search(tmp_path, *SPACE)
@@ -126,7 +117,7 @@ def test_ctrl_c_between_two_trials_names_the_command_to_continue(
     )
 
 
-def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
+def test_another_search_in_the_folder_is_refused(tmp_path):
     search(tmp_path, *SPACE, "trials=1")
     assert "only trials may change" in refused(tmp_path, "seed=1,2")
     assert "only trials may change" in refused(tmp_path, "sampler_seed=4")
@@ -134,7 +125,7 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
         assert f"in use by process {os.getpid()}" in refused(tmp_path)
 
 
-def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_is_refused(tmp_path):
     """The sweep put its trials beside the checkpoints."""
     (tmp_path / "config.yaml").touch()
     assert "holds a run: choose another folder" in refused(tmp_path, *SPACE, "trials=1")
@@ -142,7 +133,7 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + bytes(5000), None])
-def test_a_damaged_study_is_one_line(damage: bytes | None, tmp_path: Path) -> None:
+def test_a_damaged_study_is_one_line(damage, tmp_path):
     """A traceback of SQLAlchemy; the file stays as it is."""
     file = tmp_path / sweep.STUDY
     if damage is None:
@@ -155,7 +146,7 @@ def test_a_damaged_study_is_one_line(damage: bytes | None, tmp_path: Path) -> No
     assert damage is None or file.read_bytes() == damage
 
 
-def test_failed_trials_are_recorded_and_the_search_continues(tmp_path: Path) -> None:
+def test_failed_trials_are_recorded_and_the_search_continues(tmp_path):
     (tmp_path / "plot").write_text("fail")
     rows = search(tmp_path, *SPACE, "trials=8")
     states = {row["state"] for row in rows}
@@ -166,7 +157,7 @@ def test_failed_trials_are_recorded_and_the_search_continues(tmp_path: Path) -> 
         assert (row["state"] == "fail") == failed
 
 
-def test_it_gives_up_if_the_first_trials_all_fail(tmp_path: Path) -> None:
+def test_it_gives_up_if_the_first_trials_all_fail(tmp_path):
     (tmp_path / "plot").write_text("fail_all")
     assert "first 3 trials have failed" in refused(tmp_path, *SPACE, "trials=8")
     assert len(table(tmp_path)) == 3
@@ -179,7 +170,7 @@ def test_it_gives_up_if_the_first_trials_all_fail(tmp_path: Path) -> None:
     ("metric", "meant"),
     [("acc", "; did you mean 'val/acc'?"), ("f", ", expected one of val/loss, val/acc")],
 )
-def test_a_missing_figure_ends_the_sweep(metric: str, meant: str, tmp_path: Path) -> None:
+def test_a_missing_figure_ends_the_sweep(metric, meant, tmp_path):
     """Every trial trained to its end, only to fail for the same reason."""
     message = f"metric={metric}: a run has no such figure{meant}"
     assert refused(tmp_path, *SPACE, f"metric={metric}", "trials=4") == f"revzoo: {message}"
@@ -187,16 +178,14 @@ def test_a_missing_figure_ends_the_sweep(metric: str, meant: str, tmp_path: Path
     assert (row["state"], row["error"]) == ("fail", message)
 
 
-def test_a_figure_that_is_not_finite_fails(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_figure_that_is_not_finite_fails(tmp_path, caplog):
     with caplog.at_level("INFO"):
         search(tmp_path, *SPACE, "metric=val/loss", "trials=1")
     assert table(tmp_path)[0]["error"] == "val/loss is nan"
     assert f"{tmp_path}: 1 trial, to minimize val/loss" in caplog.messages
 
 
-def test_bad_trials_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_trials_are_pruned(tmp_path, monkeypatch):
     monkeypatch.setattr(
         jobs.run_program, "__kwdefaults__", {**jobs.run_program.__kwdefaults__, "poll": 0.05}
     )
@@ -222,26 +211,22 @@ def test_bad_trials_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ((*SPACE, "metric=test/acc"), "val/acc"),
     ],
 )
-def test_wrong_plans_are_refused_and_leave_no_files(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_wrong_plans_are_refused_and_leave_no_files(arguments, message, tmp_path):
     assert message in refused(tmp_path / "new", *arguments)
     assert not (tmp_path / "new").exists()
 
 
-def test_one_process_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_searches(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert "without torchrun and srun" in refused(tmp_path / "new", *SPACE)
 
 
-def test_without_optuna_the_message_names_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_optuna_the_message_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert "pip install optuna" in refused(tmp_path, *SPACE)
 
 
-def program(folder: Path) -> subprocess.Popen[str]:
+def program(folder):
     """A sweep in another process, during its first trial."""
     script = Path(__file__).parent / "run_of_no_time.py"
     code = (
@@ -265,7 +250,7 @@ def program(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_trial_is_resumed(signum: int, tmp_path: Path, capfd: Any) -> None:
+def test_an_interrupted_trial_is_resumed(signum, tmp_path, capfd):
     with program(tmp_path) as process:
         process.send_signal(signum)
         output, _ = process.communicate(timeout=30)

@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from revzoo.cli.sweep import check_space, split_space
@@ -29,7 +25,7 @@ from optuna.distributions import (
         ("a.b=range(0.5,3,0.5)", FloatDistribution(0.5, 2.5, step=0.5)),
     ],
 )
-def test_hydras_grammar_gives_distributions(override: str, distribution: Any) -> None:
+def test_hydras_grammar_gives_distributions(override, distribution):
     key = override.partition("=")[0]
     assert split_space(["model=revnet38", override]) == (["model=revnet38"], {key: distribution})
 
@@ -47,7 +43,7 @@ def test_hydras_grammar_gives_distributions(override: str, distribution: Any) ->
         ("optim.lr=interval(1", "optim.lr=interval"),
     ],
 )
-def test_wrong_ranges_are_refused(override: str, message: str) -> None:
+def test_wrong_ranges_are_refused(override, message):
     with pytest.raises(ConfigError, match=message):
         split_space([override])
 
@@ -61,12 +57,12 @@ def test_wrong_ranges_are_refused(override: str, message: str) -> None:
         ("tuner=lr,batch_size", r"remove the tuner, or give tuner\.then=use"),
     ],
 )
-def test_a_space_that_no_trial_can_run_is_refused(override: str, message: str) -> None:
+def test_a_space_that_no_trial_can_run_is_refused(override, message):
     fixed, space = split_space(["trainer=cpu", override])
     with pytest.raises(ValueError, match=message):
         check_space(fixed, space)
 
 
-def test_a_good_space_passes() -> None:
+def test_a_good_space_passes():
     fixed, space = split_space(["trainer=cpu", "optim.lr=interval(0.1,1)", "optim=step,onecycle"])
     check_space(fixed, space)

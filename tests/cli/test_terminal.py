@@ -1,9 +1,6 @@
 """Lines of the program fit into a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +12,13 @@ from revzoo.cli.terminal import FoldedFormat, folded, message_line
 LONG = "memory=auto: steps: 6 store, 2 exact; peak 143.51 MiB (exact 140.89 MiB); in 0:13"
 
 
-def record(message: str, **extra: object) -> logging.LogRecord:
+def record(message, **extra):
     made = logging.LogRecord("revzoo", logging.INFO, "f.py", 1, message, (), None)
     vars(made).update(extra)
     return made
 
 
-def test_lines_are_folded_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_folded_on_a_terminal_only(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert folded("short", indent=4) == "short"
     assert folded(f"{LONG}\nshort", indent=4) == f"{LONG[:-5]}\n    0:13\nshort"
@@ -35,12 +32,12 @@ def test_lines_are_folded_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) ->
     assert folded(LONG, indent=4) == LONG
 
 
-def test_lines_of_an_evaluation_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_an_evaluation_are_folded(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert FoldedFormat().format(record(LONG)).splitlines()[1].startswith("  ")
 
 
-def test_a_folded_command_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folded_command_can_be_copied(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     command = "evaluate python -m revzoo eval ckpt=outputs/run/checkpoints/best.ckpt"
     first, second = LogFormat(date=False).format(record(command, command=True)).splitlines()
@@ -50,7 +47,7 @@ def test_a_folded_command_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(LogFormat(date=False).format(record(quoted, command=True)).splitlines()) == 1
 
 
-def test_errors_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_folded(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as raised:
         main(["info", "revnet3"])
@@ -60,9 +57,7 @@ def test_errors_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_tables_are_folded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_are_folded(monkeypatch, capsys):
     prediction = ("a/long/path/of/an/image.jpg", {"automobile": 0.5, "airplane": 0.25})
     assert as_table([prediction], 2).count("\n") == 1
     monkeypatch.setenv("COLUMNS", "50")
@@ -88,12 +83,7 @@ def test_tables_are_folded(
         "sweep trainer.accelerator=mps,gpu",
     ],
 )
-def test_a_terminal_shows_that_libraries_load(
-    arguments: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_terminal_shows_that_libraries_load(arguments, tmp_path, monkeypatch, capsys):
     """Nothing happened for ten seconds. The line is gone before an error is printed."""
     monkeypatch.chdir(tmp_path)
     # handlers of other tests write into their captured output, which is closed
@@ -113,9 +103,7 @@ def test_a_terminal_shows_that_libraries_load(
     assert "\033" not in capsys.readouterr().err
 
 
-def test_a_plugin_prints_on_its_own_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plugin_prints_on_its_own_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "printing_plugin.py").write_text("import sys; sys.stderr.write('hello')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -123,9 +111,7 @@ def test_a_plugin_prints_on_its_own_line(
     assert "loading torch and Lightning ...\r\033[Khello" in capsys.readouterr().err
 
 
-def test_errors_of_arguments_are_folded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_of_arguments_are_folded(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "70")
     with pytest.raises(SystemExit):
         main(["export", "revnet38", "--format", "onxx"])
@@ -134,7 +120,7 @@ def test_errors_of_arguments_are_folded(
     assert " ".join(line.strip() for line in lines).endswith("; did you mean 'onnx'?")
 
 
-def test_control_characters_are_shown_as_text() -> None:
+def test_control_characters_are_shown_as_text():
     """Names of files cleared the screen, and a line in a name looked like a line of the log."""
     hostile = record("\x1b[2J\n12:00:00 saved\r\u202eb")
     for form in (FoldedFormat(), LogFormat(date=True)):

@@ -1,10 +1,7 @@
 """Options that Lightning implements work in our runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,13 +36,13 @@ PLAIN = {
 }
 
 
-def test_a_cuda_graph(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_graph(compose, tmp_path, monkeypatch):
     """Not on a CPU, and not if it is switched off."""
     for value, count in (("true", 1), ("auto", 1), ("false", 0)):
         config = compose("trainer=cpu", f"trainer.cuda_graph={value}")
         for device, expected in (("cpu", 0), ("cuda", count)):
             monkeypatch.setattr("revzoo.cli.run.build.device_kind", lambda _: device)  # noqa: B023
-            callbacks: Any = build_trainer(config, run_dir=tmp_path).callbacks  # type: ignore[attr-defined]
+            callbacks = build_trainer(config, run_dir=tmp_path).callbacks
             assert sum(isinstance(c, CudaGraph) for c in callbacks) == expected
         if value == "true":
             remedy = "this run is on cpu: use trainer.cuda_graph=auto"
@@ -55,12 +52,12 @@ def test_a_cuda_graph(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             check_machine(config)
 
 
-def trained(run_dir: Path) -> dict[str, torch.Tensor]:
+def trained(run_dir):
     state = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     return {name: value for name, value in state.items() if name.startswith("model.")}
 
 
-def test_accumulated_batches_are_one_large_batch(compose: Any, tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_large_batch(compose, tmp_path):
     """Without norms, which depend on the batch, and without augmentation."""
     common = (*SMALL, "precision=fp64", "data.augment.crop_padding=0", "trainer.max_epochs=1")
     for name, size, parts in (("whole", 16, 1), ("parts", 8, 2), ("small", 8, 1)):
@@ -79,7 +76,7 @@ def test_accumulated_batches_are_one_large_batch(compose: Any, tmp_path: Path) -
         torch.testing.assert_close(whole, small, rtol=1e-9, atol=1e-12)
 
 
-def changes(config: dict[str, Any], run_dir: Path) -> torch.Tensor:
+def changes(config, run_dir):
     """The change of the weights in one step of plain gradient descent with rate 1."""
     torch.manual_seed(0)
     module = Classifier(TinyNet(), optim=PLAIN)
@@ -88,8 +85,8 @@ def changes(config: dict[str, Any], run_dir: Path) -> torch.Tensor:
     return before - torch.nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def test_gradients_are_clipped(compose: Any, tmp_path: Path) -> None:
-    def changed(*overrides: str) -> torch.Tensor:
+def test_gradients_are_clipped(compose, tmp_path):
+    def changed(*overrides):
         quiet = ("callbacks=none", "logger=none", "trainer.max_steps=1")
         return changes(compose("trainer=cpu", *quiet, *overrides), tmp_path)
 
@@ -102,7 +99,7 @@ def test_gradients_are_clipped(compose: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(changed(*by_value), free.clamp(-0.01, 0.01), rtol=1e-4, atol=1e-7)
 
 
-def test_early_stopping_ends_a_run_without_progress(compose: Any, tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run_without_progress(compose, tmp_path):
     stopping = "callbacks.early_stopping={monitor: val/loss, mode: min, patience: 2}"
     short = ("trainer.max_epochs=5", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1")
     still = ("optim=step", "optim.lr=1.0e-30")  # no weight changes, and there are no statistics
@@ -116,11 +113,9 @@ def test_early_stopping_ends_a_run_without_progress(compose: Any, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_resumed_run_that_stopped_early_is_tested_but_not_trained(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_that_stopped_early_is_tested_but_not_trained(compose, tmp_path, monkeypatch):
     class StopsInTest(GracefulStop):
-        def on_test_batch_start(self, *args: Any) -> None:
+        def on_test_batch_start(self, *args):
             self.requested = 15
 
     stopping = "callbacks.early_stopping={monitor: val/loss, mode: min, patience: 1}"
@@ -140,7 +135,7 @@ def test_a_resumed_run_that_stopped_early_is_tested_but_not_trained(
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
 @pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
-def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_path: Path) -> None:
+def test_profiles_are_written_into_the_runs_folder(name, compose, tmp_path):
     small = ("debug=smoke", *SMALL, "trainer.limit_val_batches=0", f"trainer.profiler={name}")
     train(compose(*small, "callbacks.best_checkpoint=null"), run_dir=tmp_path)
     assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
@@ -151,9 +146,7 @@ def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_
 
 
 @pytest.mark.parametrize("limit", ["limit_train_batches", "limit_val_batches", "overfit_batches"])
-def test_a_fraction_without_a_batch_ends_with_a_message(
-    limit: str, compose: Any, tmp_path: Path
-) -> None:
+def test_a_fraction_without_a_batch_ends_with_a_message(limit, compose, tmp_path):
     config = compose(*SMALL, "debug=smoke", f"trainer.{limit}=0.01", "test=false")
     with pytest.raises(SystemExit, match=r"0\.01 \* \d+ < 1"):
         train(config, run_dir=tmp_path)

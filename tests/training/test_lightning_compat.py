@@ -1,11 +1,8 @@
 """Lightning's private parts are unchanged, and only one file uses them."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -19,7 +16,7 @@ PRIVATE = {"fit_loop", "epoch_loop", "batch_progress", "epoch_progress", "launch
 OWNERS = {"trainer", "pl_module", "runner", "connector", "loop"}
 
 
-def private_uses(source: str) -> list[str]:
+def private_uses(source):
     """Attributes and imports of Lightning's private parts in ``source``."""
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -35,7 +32,7 @@ def private_uses(source: str) -> list[str]:
     return found
 
 
-def test_a_private_use_is_found() -> None:
+def test_a_private_use_is_found():
     found = private_uses("trainer.fit_loop.x; trainer._results; trainer.loggers")
     assert sorted(found) == ["trainer._results", "trainer.fit_loop"]
     assert private_uses("from pytorch_lightning.loops.fit_loop import _FitLoop")
@@ -46,7 +43,7 @@ def test_a_private_use_is_found() -> None:
     [*sorted((PACKAGE / "training").rglob("*.py")), *sorted((PACKAGE / "private").glob("*.py"))],
     ids=lambda p: str(p.name),
 )
-def test_only_one_file_uses_private_parts(path: Path) -> None:
+def test_only_one_file_uses_private_parts(path):
     if path.name != "lightning_compat.py":
         assert private_uses(path.read_text()) == []
 
@@ -54,21 +51,21 @@ def test_only_one_file_uses_private_parts(path: Path) -> None:
 class Watch(pl.Callback):
     """Records the values of the private parts during a run."""
 
-    def __init__(self) -> None:
-        self.notes: list[Any] = []
+    def __init__(self):
+        self.notes = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, *args):
         counts = (
             lightning_compat.batches_of_epoch(trainer),
             lightning_compat.batches_of_run(trainer),
         )
         self.notes.append((*counts, lightning_compat.epoch_is_open(trainer)))
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_epoch_end(self, trainer, *args):
         self.notes.append(lightning_compat.epoch_is_open(trainer))
 
 
-def test_their_values_in_a_run(tmp_path: Path) -> None:
+def test_their_values_in_a_run(tmp_path):
     watch = Watch()
     runner = trainer(tmp_path, callbacks=[watch], limit_train_batches=2)
     runner.fit(Classifier(TinyNet()), loader())
@@ -76,7 +73,7 @@ def test_their_values_in_a_run(tmp_path: Path) -> None:
     assert lightning_compat.trainer_of(Classifier(TinyNet())) is None
 
 
-def test_the_parts_exist() -> None:
+def test_the_parts_exist():
     assert "self.procs" in inspect.getsource(_SubprocessScriptLauncher)
-    loop = inspect.getsource(inspect.getmodule(type(pl.Trainer(logger=False).fit_loop)))  # type: ignore[arg-type]
+    loop = inspect.getsource(inspect.getmodule(type(pl.Trainer(logger=False).fit_loop)))
     assert "self._iteration_based_training()" in loop

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,20 +7,20 @@ from revzoo.training import memory
 from revzoo.training.memory import peak_bytes, peak_host_bytes
 
 
-def write(path: Path, text: str) -> None:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 
 @pytest.fixture
-def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def proc(tmp_path, monkeypatch):
     """A folder in the place of /proc."""
     monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "CGROUP", tmp_path / "cgroup")
     return tmp_path / "proc"
 
 
-def test_the_tighter_limit_of_machine_and_container_counts(proc: Path) -> None:
+def test_the_tighter_limit_of_machine_and_container_counts(proc):
     assert memory.free_bytes() is None
     write(proc / "meminfo", "MemTotal: 100 kB\nMemAvailable:   40 kB\n")
     assert memory.free_bytes() == 40 * 1024
@@ -32,7 +30,7 @@ def test_the_tighter_limit_of_machine_and_container_counts(proc: Path) -> None:
         assert memory.free_bytes() == free
 
 
-def test_the_tightest_of_nested_groups_counts(proc: Path) -> None:
+def test_the_tightest_of_nested_groups_counts(proc):
     """In version 1, as of older machines, the groups of a job were not found."""
     write(proc / "self/cgroup", "4:cpu:/other\n3:memory,hugetlb:/jobs/7\n0::/slice/scope\n")
     for group, free in (("jobs/7", 5000), ("jobs", 4000), ("", 3000)):
@@ -46,7 +44,7 @@ def test_the_tightest_of_nested_groups_counts(proc: Path) -> None:
     assert memory.free_bytes() == 2000
 
 
-def test_the_peak_of_another_system(proc: Path) -> None:
+def test_the_peak_of_another_system(proc):
     assert peak_host_bytes() is None
     for text, value in (("VmPeak: 5 kB\nVmHWM:\t123 kB\n", 123 * 1024), ("VmPeak: 5 kB\n", None)):
         write(proc / "self/status", text)
@@ -54,7 +52,7 @@ def test_the_peak_of_another_system(proc: Path) -> None:
 
 
 @pytest.mark.skipif(peak_host_bytes() is None, reason="no /proc/self/status on this system")
-def test_host_peak_grows_with_the_memory_that_is_written() -> None:
+def test_host_peak_grows_with_the_memory_that_is_written():
     before = peak_bytes(torch.device("cpu"))
     ballast = torch.ones(64 * 2**20, dtype=torch.uint8)
     after = peak_bytes(torch.device("cpu"))

@@ -1,13 +1,9 @@
 """A training step whose activations drifted runs again, with its inputs kept."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -15,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 from several_processes import free_ports
 from small_task import TINY, loader, trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,16 +33,16 @@ AT = 5
 class Change(pl.Callback):
     """Changes the first inverted step, in one process, at the batch ``at``."""
 
-    def __init__(self, what: str, at: int = AT, rank: int | None = None) -> None:
+    def __init__(self, what, at=AT, rank=None):
         self.what, self.at, self.rank = what, at, rank
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *args):
         elsewhere = self.rank not in (None, trainer.global_rank)
         if trainer.fit_loop.total_batch_idx == self.at and not elsewhere:
             change(pl_module, self.what)
 
 
-def change(module: Classifier, what: str) -> str:
+def change(module, what):
     """Make one step drift, or recompute it; return its name."""
     inverted = [
         (name, step)
@@ -61,7 +57,7 @@ def change(module: Classifier, what: str) -> str:
     return name
 
 
-def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> tuple[Classifier, pl.Trainer]:
+def fit(folder, *callbacks, **options):
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
     module = Classifier({**NET, "memory": options.pop("memory", "invert")}, optim=CONSTANT)
@@ -70,16 +66,14 @@ def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> tuple[Classifi
     return module, runner
 
 
-def assert_same(found: Classifier, expected: Classifier) -> None:
+def assert_same(found, expected):
     for name, value in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], value), name
 
 
 # the batch is the only one of its optimiser step, the last of two, the second of three
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_drift_makes_its_step_recompute(
-    count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_drift_makes_its_step_recompute(count, tmp_path, caplog):
     """A drift above the limit, in mode `invert` under bf16, ended the run.
 
     The run now equals one that recomputes the step from that batch on, bit for bit: weights,
@@ -99,7 +93,7 @@ def test_a_drift_makes_its_step_recompute(
     assert "memory=recompute" in state.notes["drift"]
 
 
-def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
+def test_a_resumed_run_recomputes_the_step(tmp_path):
     """`--resume` failed at the same step."""
     _, runner = fit(tmp_path, Change("drift"))
     runner.save_checkpoint(tmp_path / "last.ckpt")
@@ -116,25 +110,23 @@ def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
 class Grow(pl.Callback):
     """Makes a branch's values large at the batch ``AT``, with grids for it if they are given."""
 
-    def __init__(self, factor: float, growth: dict[str, list[Any]] | None = None) -> None:
+    def __init__(self, factor, growth=None):
         self.factor, self.growth = factor, growth
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, pl_module, *args):
         if trainer.fit_loop.total_batch_idx == AT:
             *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
             conv.weight.data.mul_(self.factor)
             if self.growth is not None:
                 set_growth(pl_module, self.growth)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, pl_module, *args):
         if self.growth is None and trainer.fit_loop.total_batch_idx == AT:
             self.growth = growth_of(pl_module)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
-def test_a_step_whose_stream_left_its_range_is_repeated(
-    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_whose_stream_left_its_range_is_repeated(options, tmp_path, caplog):
     """The run ended with "training has diverged; lower optim.lr".
 
     It now equals a run whose grids fit from that batch on, bit for bit, and a resumed run has them.
@@ -148,7 +140,7 @@ def test_a_step_whose_stream_left_its_range_is_repeated(
     assert "computing step" in messages[-1]
     assert "reached" in messages[-1]
     assert "grids adapted" in state.notes["range"]
-    assert max(floor for _, floor, _ in grow.growth.values()) > 100  # type: ignore[union-attr]
+    assert max(floor for _, floor, _ in grow.growth.values()) > 100
     expected, whole = fit(tmp_path, Grow(1e4, grow.growth), **options)
     assert_same(found, expected)
     assert runner.callback_metrics == whole.callback_metrics
@@ -160,22 +152,22 @@ def test_a_step_whose_stream_left_its_range_is_repeated(
         assert growth_of(resumed)[path][1] >= floor
 
 
-def test_validation_beyond_the_range_has_finite_metrics(tmp_path: Path) -> None:
+def test_validation_beyond_the_range_has_finite_metrics(tmp_path):
     """``val/loss`` was NaN where streams left their range only in validation."""
 
     class GrowLast(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        def on_validation_start(self, trainer, pl_module):
             *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
             conv.weight.data.mul_(1e4)
 
     module, runner = fit(tmp_path, memory="exact", max_epochs=1)
-    runner.callbacks.append(GrowLast())  # type: ignore[attr-defined]
+    runner.callbacks.append(GrowLast())
     runner.validate(module, loader(), verbose=False)
     assert math.isfinite(runner.callback_metrics["val/loss"])
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor, tmp_path):
     with pytest.raises((FloatingPointError, RangeError), match=r"is not finite|lower the learning"):
         fit(tmp_path, Grow(factor), memory="exact")
 
@@ -183,28 +175,28 @@ def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_p
 class Unrepeatable(pl.Callback):
     """Changes the input of a branch differently at every call."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer, pl_module):
         calls = itertools.count(1)  # a replay restores attributes and lists, but not this
         name = change(pl_module, "invert")
 
-        def change_inputs(module: Any, inputs: Any) -> Any:
+        def change_inputs(module, inputs):
             number = next(calls)
             return tuple(t + (number * t).sin() for t in inputs)  # a norm would remove a constant
 
         pl_module.get_submodule(name).branch.register_forward_pre_hook(change_inputs)
 
 
-def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path: Path) -> None:
+def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path):
     """The message did not name a command to continue with."""
     with pytest.raises(DriftError, match=rf"--resume {tmp_path} memory=store"):
         fit(tmp_path, Unrepeatable())
 
 
-def worker(rank: int, ports: list[int], folder: Path) -> None:
+def worker(rank, ports, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     options = {"devices": 2, "use_distributed_sampler": False}
-    runs: list[tuple[str, pl.Callback]] = [
+    runs = [
         ("recompute", Change("recompute")),
         ("drift", Change("drift", rank=1)),
         ("grown", Grow(1e4)),
@@ -223,7 +215,7 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
     os._exit(0)
 
 
-def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
+def test_processes_repeat_the_step_together(tmp_path):
     mp.spawn(worker, (free_ports(4), tmp_path), nprocs=2)
     expected = torch.load(tmp_path / "recompute0.pt")
     grown = torch.load(tmp_path / "grown0.pt")
@@ -240,9 +232,9 @@ class Flow(nn.Module):
 
     num_classes = 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        steps: list[nn.Module] = [revzoo.ActNorm(8)]
+        steps = [revzoo.ActNorm(8)]
         for _ in range(10):
             branch = nn.Linear(4, 8)
             nn.init.normal_(branch.weight, std=8.0)
@@ -250,14 +242,11 @@ class Flow(nn.Module):
         self.flow = revzoo.ReversibleSequence(steps, memory="invert")
         self.head = nn.Linear(8, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.flow(x).tanh())
-        return logits
+    def forward(self, x):
+        return self.head(self.flow(x).tanh())
 
 
-def test_a_repeated_first_step_leaves_actnorm_initialised(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_repeated_first_step_leaves_actnorm_initialised(tmp_path, caplog):
     """The repetition restored the buffer, not a flag in Python: `initialised` stayed false, and the
     first batch after a load replaced the trained scales."""
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """``revzoo options``: the options of each group, from the schema, and its files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,20 +12,18 @@ from revzoo.training.callbacks.registry import CALLBACKS
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys, *arguments):
     main(["options", *arguments])
     return capsys.readouterr().out
 
 
-def test_all_groups_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_groups_are_listed(capsys):
     lines = output_of(capsys).splitlines()
     for group in (path.name for path in CONFIGS.iterdir() if list(path.glob("*.yaml"))):
         assert any(line.startswith(f"{group} ") for line in lines), group
 
 
-def test_every_callback_and_option_is_shown_with_a_comment(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_callback_and_option_is_shown_with_a_comment(capsys):
     text = output_of(capsys, "callbacks/default")
     assert set(CALLBACKS) <= set(re.findall(r"^(\w+):", text, re.MULTILINE))
     bare = [line for line in text.splitlines() if re.match(r" *\w+:", line) and "#" not in line]
@@ -37,7 +33,7 @@ def test_every_callback_and_option_is_shown_with_a_comment(
     assert "\n  patience: 10  # validations; >= 1\n" in output_of(capsys, "callbacks")
 
 
-def test_a_choice_shows_all_options_with_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_shows_all_options_with_its_values(capsys):
     shown = yaml.safe_load(output_of(capsys, "optim=muon").replace("==", "#"))
     file = yaml.safe_load((CONFIGS / "optim" / "muon.yaml").read_text())
     assert {name: shown[name] for name in file} == file
@@ -49,17 +45,13 @@ def test_a_choice_shows_all_options_with_its_values(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("group", [(), ("callbacks",), ("optim",), ("memory",)])
-def test_lines_fit_into_80_columns(
-    group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_fit_into_80_columns(group, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = output_of(capsys, *group)
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_long_comments_are_wrapped_and_stay_comments(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_comments_are_wrapped_and_stay_comments(capsys, monkeypatch):
     """Lines of one or two words stood between full ones, and some had no #."""
     monkeypatch.setenv("COLUMNS", "80")
     text = output_of(capsys, "experiment")
@@ -76,7 +68,7 @@ def test_long_comments_are_wrapped_and_stay_comments(
         assert words_of(shown) == words_of(file)
 
 
-def words_of(text: str) -> list[str]:
+def words_of(text):
     return sorted(text.replace("# @package _global_", "").replace("#", " ").split())
 
 
@@ -87,6 +79,6 @@ def words_of(text: str) -> list[str]:
         ("data/cifar", "data=cifar: expected one of .*did you mean 'cifar1"),
     ],
 )
-def test_unknown_names_suggest_the_nearest(name: str, message: str) -> None:
+def test_unknown_names_suggest_the_nearest(name, message):
     with pytest.raises(SystemExit, match=message):
         main(["options", name])

@@ -1,9 +1,6 @@
 """``revzoo pack``: from a run's folder to published weights."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path):
     """A folder with Lightning's checkpoint of a classifier and the state of its data."""
     torch.manual_seed(0)
     module = Classifier(TINY)
@@ -45,12 +42,12 @@ def run_dir(tmp_path: Path) -> Path:
     return run
 
 
-def pack(run_dir: Path, out: Path, *options: str, name: str = "revnet38.halves") -> None:
+def pack(run_dir, out, *options, name="revnet38.halves"):
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
     main(["pack", str(checkpoint), name, "--output", str(out), *DESCRIPTION, *options])
 
 
-def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir, tmp_path):
     for source, out in ((run_dir, "a"), (run_dir / "checkpoints" / "best.ckpt", "b")):
         main(
             ["pack", str(source), "revnet38.halves", "--output", str(tmp_path / out), *DESCRIPTION]
@@ -61,9 +58,7 @@ def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir: Path, tmp_p
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
-def test_a_checkpoint_becomes_weights_with_their_entry(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_becomes_weights_with_their_entry(run_dir, tmp_path, capsys):
     out = tmp_path / "out"
     pack(run_dir, out, "--metric", "test/acc5=1", "--default")
     names = ["revnet38.halves.json", "revnet38.halves.safetensors"]
@@ -91,22 +86,20 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
         (("--url", "ftp://x"), "revnet38.halves", "expected https"),
     ],
 )
-def test_wrong_arguments_write_no_file(
-    run_dir: Path, tmp_path: Path, options: tuple[str, ...], name: str, message: str
-) -> None:
+def test_wrong_arguments_write_no_file(run_dir, tmp_path, options, name, message):
     with pytest.raises(SystemExit, match=message):
         pack(run_dir, tmp_path / "out", *options, name=name)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_that_is_not_a_checkpoint_of_training_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_of_training_is_refused(tmp_path):
     path = tmp_path / "w.ckpt"
     torch.save({"state_dict": {}}, path)
     with pytest.raises(SystemExit, match="has no hyperparameters of a model"):
         main(["pack", str(path), "revnet38.x", *DESCRIPTION])
 
 
-def test_the_recipe_is_the_command_of_the_run(run_dir: Path, tmp_path: Path) -> None:
+def test_the_recipe_is_the_command_of_the_run(run_dir, tmp_path):
     """A user had to type it again."""
     first = {"imports": ["mine"], "overrides": ["model=revnet38", "data.root=my images"]}
     lines = [first, {"imports": [], "overrides": ["--resume", "run"]}]
@@ -117,9 +110,7 @@ def test_the_recipe_is_the_command_of_the_run(run_dir: Path, tmp_path: Path) -> 
     assert recipe == "revzoo train --import mine model=revnet38 'data.root=my images'"
 
 
-def test_figures_and_what_they_were_measured_on_belong_together(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_and_what_they_were_measured_on_belong_together(run_dir, tmp_path, capsys):
     words = [str(run_dir), "revnet38.mine", "--license", "MIT", "--output", str(tmp_path)]
     with pytest.raises(SystemExit, match="--measured-on is needed to describe the run's figures"):
         main(["pack", *words, "--recipe", "x"])
@@ -129,7 +120,7 @@ def test_figures_and_what_they_were_measured_on_belong_together(
     assert not read_entry(tmp_path / "revnet38.mine.json").metrics
 
 
-def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Path) -> None:
+def test_figures_of_another_checkpoint_are_left_out(run_dir, tmp_path):
     """last.ckpt got the test accuracy of the best checkpoint."""
     last = run_dir / "checkpoints" / "last.ckpt"
     last.write_bytes((run_dir / "checkpoints" / "best.ckpt").read_bytes())
@@ -138,9 +129,7 @@ def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Pat
     assert read_entry(out / "revnet38.halves.json").metrics == {}
 
 
-def test_the_printed_command_and_the_folder_use_the_weights(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_command_and_the_folder_use_the_weights(run_dir, tmp_path, capsys):
     """The packed folder was refused, as if it held no weights."""
     out, image = tmp_path / "out", tmp_path / "image.png"
     pack(run_dir, out)
@@ -162,12 +151,7 @@ def test_the_printed_command_and_the_folder_use_the_weights(
         from_pretrained(out)
 
 
-def test_the_printed_command_is_folded_as_a_command(
-    run_dir: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_printed_command_is_folded_as_a_command(run_dir, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     pack(run_dir, tmp_path)
     text = capsys.readouterr().out
@@ -175,7 +159,7 @@ def test_the_printed_command_is_folded_as_a_command(
     assert text.endswith(f" \\\n    {tmp_path}/revnet38.halves.safetensors \\\n    IMAGES\n")
 
 
-def test_info_takes_a_run(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_takes_a_run(run_dir, capsys):
     """The folder of a run was "no model"."""
     main(["info", str(run_dir), "--batch-size", "1"])
     output = capsys.readouterr().out

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import json
 import logging
@@ -8,10 +6,8 @@ import shutil
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 import yaml
 from resumed import resume
@@ -45,13 +41,13 @@ SMALL = (
 TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
 
 
-def go_on(run_dir: Path, *arguments: str) -> dict[str, float]:
+def go_on(run_dir, *arguments):
     flag = "--allow-precision-change"
     overrides = [argument for argument in arguments if argument != flag]
     return resume(run_dir, overrides, allow_precision_change=flag in arguments)
 
 
-def refused(run_dir: Path, *arguments: str) -> str:
+def refused(run_dir, *arguments):
     with pytest.raises(SystemExit) as end:
         go_on(run_dir, *arguments)
     message = str(end.value)
@@ -60,26 +56,19 @@ def refused(run_dir: Path, *arguments: str) -> str:
 
 
 class StopsInStep5(GracefulStop):
-    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_before_backward(self, trainer, *args):
         if trainer.global_step == 5:
             self.requested = 15
 
 
 @pytest.fixture(scope="module")
-def stopped_runs() -> dict[tuple[str, ...], Path]:
+def stopped_runs():
     """Runs by their overrides, for :func:`stopped`."""
     return {}
 
 
 @pytest.fixture
-def stopped(
-    compose: Any,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    stopped_runs: dict[tuple[str, ...], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
-) -> Path:
+def stopped(compose, tmp_path, tmp_path_factory, stopped_runs, monkeypatch, request):
     """A run that SIGTERM stopped in the middle of its second epoch; a parameter overrides."""
     overrides = (*SMALL, *getattr(request, "param", ()))
     if overrides not in stopped_runs:
@@ -93,19 +82,17 @@ def stopped(
     return shutil.copytree(stopped_runs[overrides], tmp_path / "stopped")
 
 
-def rows(run_dir: Path) -> list[dict[str, str]]:
+def rows(run_dir):
     with (run_dir / "metrics.csv").open() as file:
         found = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
     return [row for row in found if any(v for k, v in row.items() if k not in ("step", "epoch"))]
 
 
-def without_times(figures: dict[str, float]) -> dict[str, float]:
+def without_times(figures):
     return {name: value for name, value in figures.items() if name not in TIMES}
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(
-    stopped: Path, compose: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_equals_one_that_was_not_stopped(stopped, compose, tmp_path):
     summary = json.loads((stopped / "summary.json").read_text())
     assert (summary["steps"], summary["stopped"]) == (6, "stopped by SIGTERM")
     assert "val/acc" in summary["metrics"]
@@ -125,9 +112,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
 
 
 @pytest.mark.parametrize("stopped", [("optim.class_weights=balanced",)], indirect=True)
-def test_a_resumed_run_weighs_the_classes_alike(
-    stopped: Path, compose: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_weighs_the_classes_alike(stopped, compose, tmp_path):
     go_on(stopped)
     train(compose(*SMALL, "optim.class_weights=balanced"), run_dir=tmp_path / "whole")
     train(compose(*SMALL), run_dir=tmp_path / "equal")
@@ -142,9 +127,7 @@ ANNEALED += ("callbacks.side_bits={epochs: 1}",)
 
 
 @pytest.mark.parametrize("stopped", [ANNEALED], indirect=True)
-def test_a_run_resumes_after_its_side_bits_have_risen(
-    stopped: Path, compose: Any, tmp_path: Path
-) -> None:
+def test_a_run_resumes_after_its_side_bits_have_risen(stopped, compose, tmp_path):
     whole = tmp_path / "whole"
     figures = train(compose(*SMALL, *ANNEALED), run_dir=whole)
     assert without_times(go_on(stopped)) == without_times(figures)
@@ -161,11 +144,9 @@ def test_a_run_resumes_after_its_side_bits_have_risen(
     assert bits == {8}
 
 
-def test_pictures_of_finished_epochs_are_kept(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_of_finished_epochs_are_kept(compose, tmp_path, monkeypatch):
     class StopsAtEpochEnd(GracefulStop):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        def on_train_epoch_end(self, trainer, pl_module):
             self.requested = 15
             super().on_train_epoch_end(trainer, pl_module)
 
@@ -185,9 +166,7 @@ def test_pictures_of_finished_epochs_are_kept(
         assert [image.step for image in events.Images(tag)] == [2, 5], tag
 
 
-def test_a_run_resumes_from_the_state_before_a_damaged_one(
-    stopped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_resumes_from_the_state_before_a_damaged_one(stopped, caplog):
     last = stopped / "checkpoints" / LAST
     last.write_bytes(last.read_bytes()[:1000])
     assert "test/acc" in go_on(stopped)
@@ -196,7 +175,7 @@ def test_a_run_resumes_from_the_state_before_a_damaged_one(
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
 
-def change(path: Path, key: str, value: Any) -> None:
+def change(path, key, value):
     """Replace the value of a checkpoint at ``key``, a path of keys separated by ``/``."""
     state = read_checkpoint(path)
     *parents, name = key.split("/")
@@ -204,7 +183,7 @@ def change(path: Path, key: str, value: Any) -> None:
     torch.save(state, path)
 
 
-def files(run_dir: Path) -> dict[str, bytes]:
+def files(run_dir):
     """The checkpoints of a run, and the configuration."""
     paths = (*(run_dir / "checkpoints").iterdir(), run_dir / "config.yaml")
     return {path.name: path.read_bytes() for path in paths}
@@ -213,9 +192,7 @@ def files(run_dir: Path) -> dict[str, bytes]:
 DAMAGE = ("state_dict/model.fc.bias", torch.full((10,), float("nan")))
 
 
-def test_a_state_with_wrong_parts_is_damaged(
-    stopped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_with_wrong_parts_is_damaged(stopped, caplog):
     last, previous = (stopped / "checkpoints" / name for name in (LAST, PREVIOUS))
     change(last, *DAMAGE)
     good = previous.read_bytes()
@@ -252,16 +229,14 @@ def test_a_state_with_wrong_parts_is_damaged(
         ("Digits/classes", list("abcdefghij"), "only in the data: 0, 1, 2"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused_and_stays(
-    key: str, value: Any, message: str, stopped: Path
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused_and_stays(key, value, message, stopped):
     change(stopped / "checkpoints" / LAST, key, value)
     before = files(stopped)
     assert message in refused(stopped, "memory=store")
     assert files(stopped) == before
 
 
-def test_a_checkpoint_of_images_of_other_channels_is_refused_and_stays(stopped: Path) -> None:
+def test_a_checkpoint_of_images_of_other_channels_is_refused_and_stays(stopped):
     last = stopped / "checkpoints" / LAST
     change(last, "Digits/in_chans", 3)
     change(last, "Digits/normalisation", {"mean": [0.0] * 3, "std": [1.0] * 3})
@@ -270,7 +245,7 @@ def test_a_checkpoint_of_images_of_other_channels_is_refused_and_stays(stopped: 
     assert files(stopped) == before
 
 
-def test_other_images_and_classes_are_refused(compose: Any, tmp_path: Path) -> None:
+def test_other_images_and_classes_are_refused(compose, tmp_path):
     data, run_dir = image_folder(tmp_path / "data"), tmp_path / "run"
     overrides = ("debug=smoke", "trainer=cpu", "data=imagefolder", f"data.root={data}")
     train(compose(*overrides, "+model.units=[1,1,1]", "data.batch_size=8"), run_dir=run_dir)
@@ -286,9 +261,7 @@ def test_other_images_and_classes_are_refused(compose: Any, tmp_path: Path) -> N
     assert files(run_dir) == before
 
 
-def test_the_data_may_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_data_may_move(tmp_path, monkeypatch, capsys):
     """A run recorded a relative root, and neither it nor an evaluation took another one."""
     monkeypatch.chdir(tmp_path)
     image_folder(tmp_path / "data")
@@ -311,7 +284,7 @@ def test_the_data_may_move(
 CPU_IN_FP32 = ("trainer.accelerator='cpu'", "precision=fp32")
 
 
-def test_the_run_may_move_to_another_device(stopped: Path) -> None:
+def test_the_run_may_move_to_another_device(stopped):
     """A run that began with trainer=gpu could not go on where there is no GPU."""
     edited = config_of(stopped)
     edited["trainer"]["accelerator"] = "gpu"
@@ -333,11 +306,11 @@ def test_the_run_may_move_to_another_device(stopped: Path) -> None:
         assert "test/acc" in go_on(stopped, *CPU_IN_FP32, "--allow-precision-change")
 
 
-def test_data_without_a_folder_cannot_move(stopped: Path) -> None:
+def test_data_without_a_folder_cannot_move(stopped):
     assert "the data of this run have no folder" in refused(stopped, "data.root=DIR")
 
 
-def test_the_new_place_has_the_grammar_of_overrides(tmp_path: Path) -> None:
+def test_the_new_place_has_the_grammar_of_overrides(tmp_path):
     given = ["memory=store", "data.root='a,b'", "data.table=c.csv"]
     paths = {"data.root": "a,b", "data.table": "c.csv"}
     assert take_paths(given) == (["memory=store"], paths)
@@ -351,7 +324,7 @@ def test_the_new_place_has_the_grammar_of_overrides(tmp_path: Path) -> None:
             take_paths([f"data.root={value}"])
 
 
-def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_covers_all_sessions(stopped, caplog):
     path = stopped / "summary.json"
     summary = json.loads(path.read_text())
     assert 0 < summary["train_seconds"] < 100
@@ -367,11 +340,11 @@ def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFi
     assert 0 <= json.loads(path.read_text())["train_seconds"] < 100
 
 
-def config_of(run_dir: Path) -> Any:
+def config_of(run_dir):
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
-def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
+def test_the_memory_mode_may_change_and_stays(stopped):
     before = config_of(stopped)
     figures = go_on(stopped, "memory=store")
     assert "test/acc" in figures
@@ -381,7 +354,7 @@ def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize("stopped", [("memory=auto",)], indirect=True)
-def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_resumed_run_keeps_its_plan(stopped, caplog):
     memory = config_of(stopped)["memory"]
     assert memory["plan"]
     with caplog.at_level("INFO"):
@@ -394,9 +367,7 @@ def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("stopped", [("memory=budget", "memory.bytes=9MiB")], indirect=True)
-def test_another_precision_makes_another_plan(
-    stopped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_precision_makes_another_plan(stopped, caplog):
     """It kept the plan of the first precision, whose peak was above the budget."""
     before = config_of(stopped)["memory"]
     with caplog.at_level("INFO"):
@@ -407,7 +378,7 @@ def test_another_precision_makes_another_plan(
     assert after["plan"] != before["plan"]
 
 
-def test_a_run_resumes_within_a_budget(stopped: Path) -> None:
+def test_a_run_resumes_within_a_budget(stopped):
     """``memory.bytes`` was refused with ``memory=budget``, and missed without."""
     assert "memory.bytes is needed" in refused(stopped, "memory=budget")
     assert "add memory=budget" in refused(stopped, "memory=exact", "memory.bytes=5MiB")
@@ -417,7 +388,7 @@ def test_a_run_resumes_within_a_budget(stopped: Path) -> None:
     assert memory["plan"]
 
 
-def test_the_precision_changes_only_with_its_option(stopped: Path) -> None:
+def test_the_precision_changes_only_with_its_option(stopped):
     before = (stopped / "config.yaml").read_bytes()
     assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
     assert (stopped / "config.yaml").read_bytes() == before
@@ -436,7 +407,7 @@ def test_the_precision_changes_only_with_its_option(stopped: Path) -> None:
         ("memory=nothing", "no such option"),
     ],
 )
-def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> None:
+def test_nothing_else_may_change(override, message, stopped):
     before = sorted(p.name for p in stopped.rglob("*"))
     assert message in refused(stopped, override)
     assert sorted(p.name for p in stopped.rglob("*")) == before
@@ -450,9 +421,7 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
     ],
     indirect=["stopped"],
 )
-def test_a_finished_run_says_so(
-    end: str, key: str, stopped: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_finished_run_says_so(end, key, stopped, caplog):
     """It said "resuming at step 8", but not that the run had ended."""
     figures = go_on(stopped)
     assert "nothing was trained" not in caplog.text
@@ -468,9 +437,7 @@ def test_a_finished_run_says_so(
     assert line.endswith(f" train --resume {stopped} {key}=N")
 
 
-def test_a_run_trains_longer(
-    stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_trains_longer(stopped, compose, tmp_path, caplog):
     """A run that went well could only begin again, with other weights and in another folder."""
     with caplog.at_level("INFO"):
         go_on(stopped, "trainer.max_epochs=3")
@@ -489,9 +456,7 @@ def test_a_run_trains_longer(
     assert "finished (epoch 3 of 3)" in caplog.text
 
 
-def test_last_is_the_run_that_was_started_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_is_the_run_that_was_started_last(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"there is no run below .*outputs: give the folder"):
         newest_run(Path("last"))
@@ -510,7 +475,7 @@ def test_last_is_the_run_that_was_started_last(
     assert newest_run(tmp_path / "nothing") == tmp_path / "nothing"  # an error names it later
 
 
-def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> None:
+def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped):
     message = refused(stopped / "checkpoints" / "last.ckpt")
     assert f"last.ckpt: expected the folder of the run, --resume {stopped}" in message
 
@@ -523,9 +488,7 @@ def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> N
         ("revzoo.data.Digits", "antigravity.open", "data._target_=antigravity.open: expected one"),
     ],
 )
-def test_an_edited_configuration_is_refused_and_stays(
-    old: str, new: str, message: str, stopped: Path
-) -> None:
+def test_an_edited_configuration_is_refused_and_stays(old, new, message, stopped):
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace(old, new))
     before = (stopped / "metrics.csv").read_bytes(), path.read_bytes()
@@ -533,7 +496,7 @@ def test_an_edited_configuration_is_refused_and_stays(
     assert ((stopped / "metrics.csv").read_bytes(), path.read_bytes()) == before
 
 
-def test_options_newer_than_the_checkpoint_are_ignored(compose: Any, tmp_path: Path) -> None:
+def test_options_newer_than_the_checkpoint_are_ignored(compose, tmp_path):
     config = compose()
     model = {**config["model"], "num_classes": 10, "in_chans": 1}
     optim = {key: value for key, value in config["optim"].items() if key != "decay_all"}
@@ -554,17 +517,13 @@ def test_options_newer_than_the_checkpoint_are_ignored(compose: Any, tmp_path: P
         ("model: !!python/object/apply:os.getcwd []", "not YAML"),
     ],
 )
-def test_a_folder_without_a_configuration_is_refused(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
+def test_a_folder_without_a_configuration_is_refused(content, message, tmp_path):
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     assert message in refused(tmp_path)
 
 
-def test_a_run_without_a_checkpoint_starts_from_the_beginning(
-    stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_without_a_checkpoint_starts_from_the_beginning(stopped, compose, tmp_path, caplog):
     """Without last.ckpt alone, the first epoch overwrote best.ckpt."""
     best = stopped / "checkpoints" / "best.ckpt"
     content = best.read_bytes()
@@ -579,11 +538,9 @@ def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     assert config_of(stopped) == config_of(tmp_path / "whole")
 
 
-def test_a_stop_before_the_first_checkpoint_says_so(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stop_before_the_first_checkpoint_says_so(compose, tmp_path, monkeypatch, caplog):
     class StopsInValidation(GracefulStop):
-        def on_validation_start(self, *args: Any) -> None:
+        def on_validation_start(self, *args):
             self.requested = 15
 
     monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
@@ -595,7 +552,7 @@ def test_a_stop_before_the_first_checkpoint_says_so(
     assert f"--resume {tmp_path} (no checkpoint yet: from the start)" in caplog.text
 
 
-def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
+def test_a_folder_is_used_by_one_program_at_a_time(stopped):
     with locked(stopped):
         message = refused(stopped)
     assert f"{stopped} is in use by process {os.getpid()} on " in message
@@ -604,15 +561,13 @@ def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--cfg=job", "-m", "--config-name=other"])
-def test_options_of_new_runs_are_refused(option: str, tmp_path: Path) -> None:
+def test_options_of_new_runs_are_refused(option, tmp_path):
     """They were ignored: --cfg job trained instead of printing."""
     with pytest.raises(SystemExit, match="a resumed run has its configuration in its folder"):
         main(["train", "--resume", str(tmp_path), option])
 
 
-def test_a_repeated_command_begins_the_run_and_resumes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_command_begins_the_run_and_resumes_it(tmp_path, monkeypatch):
     """As torchrun and SLURM start a program again."""
     run_dir = tmp_path / "run"
     command = ["train", "--auto-resume", f"hydra.run.dir={run_dir}", *SMALL]

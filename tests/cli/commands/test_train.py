@@ -1,10 +1,7 @@
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
-def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:
+def test_a_run_writes_its_configuration_and_figures(compose, tmp_path):
     config = compose(*SMALL, "memory=balanced")
     figures = train(config, run_dir=tmp_path)
     assert {"train/loss", "val/acc", "test/acc", "test/acc5", "test/loss"} <= set(figures)
@@ -45,7 +42,7 @@ def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert written == config
 
 
-def test_the_resolved_configuration_repeats_the_run(compose: Any, tmp_path: Path) -> None:
+def test_the_resolved_configuration_repeats_the_run(compose, tmp_path):
     first = train(compose(*SMALL), run_dir=tmp_path / "a")
     config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
     again = train(config, run_dir=tmp_path / "b")
@@ -64,12 +61,12 @@ def test_the_resolved_configuration_repeats_the_run(compose: Any, tmp_path: Path
         "+trainer.fast_dev_run=true",
     ],
 )
-def test_options_run(option: str, compose: Any, tmp_path: Path) -> None:
+def test_options_run(option, compose, tmp_path):
     figures = train(compose(*SMALL, option), run_dir=tmp_path)
     assert 0 < figures["test/loss"] < 10
 
 
-def test_memory_modes_give_the_same_run(compose: Any, tmp_path: Path) -> None:
+def test_memory_modes_give_the_same_run(compose, tmp_path):
     runs = [
         train(compose(*SMALL, "precision=fp64", f"memory={mode}"), run_dir=tmp_path / mode)
         for mode in ("store", "invert")
@@ -78,7 +75,7 @@ def test_memory_modes_give_the_same_run(compose: Any, tmp_path: Path) -> None:
         assert runs[0][name] == pytest.approx(runs[1][name], abs=1e-6)
 
 
-def loss_of(checkpoint: Path) -> float:
+def loss_of(checkpoint):
     """The test loss of a checkpoint, in a plain loop."""
     data = Digits()
     data.setup("test")
@@ -89,9 +86,7 @@ def loss_of(checkpoint: Path) -> float:
     return float(torch.nn.functional.cross_entropy(logits, labels))
 
 
-def test_the_best_checkpoint_is_tested(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_checkpoint_is_tested(compose, tmp_path, monkeypatch):
     differ = []
     for mode in ("min", "max"):  # the last epoch cannot be both the minimum and the maximum
         monkeypatch.setitem(schema.MONITORED, "val/loss", mode)
@@ -108,14 +103,14 @@ def test_the_best_checkpoint_is_tested(
     assert any(differ)
 
 
-def ending(config: dict[str, Any], run_dir: Path) -> str:
+def ending(config, run_dir):
     """The message of a refused run."""
     message = failing(config, run_dir)
     assert not (run_dir / "summary.json").exists()
     return message
 
 
-def failing(config: dict[str, Any], run_dir: Path) -> str:
+def failing(config, run_dir):
     """The message of a run that is refused or fails."""
     with pytest.raises(SystemExit) as end:
         train(config, run_dir=run_dir)
@@ -123,17 +118,15 @@ def failing(config: dict[str, Any], run_dir: Path) -> str:
     return str(end.value)
 
 
-def test_batches_larger_than_the_set_leave_no_run(compose: Any, tmp_path: Path) -> None:
+def test_batches_larger_than_the_set_leave_no_run(compose, tmp_path):
     config = compose(*SMALL, "data.batch_size=2000")
     assert "is more than the 1293 training images" in ending(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("weights", ["[1,2]", "balanced"])
-def test_weights_that_do_not_fit_the_classes_leave_no_run(
-    weights: str, compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without_nines(self: Digits) -> torch.Tensor:
+def test_weights_that_do_not_fit_the_classes_leave_no_run(weights, compose, tmp_path, monkeypatch):
+    def without_nines(self):
         return torch.arange(9)
 
     monkeypatch.setattr(Digits, "train_labels", property(without_nines))
@@ -143,13 +136,13 @@ def test_weights_that_do_not_fit_the_classes_leave_no_run(
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_images_the_model_cannot_take_end_with_its_message(compose: Any, tmp_path: Path) -> None:
+def test_images_the_model_cannot_take_end_with_its_message(compose, tmp_path):
     root = image_folder(tmp_path / "images", side=7)
     config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
     assert "7" in ending(config, tmp_path)
 
 
-def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
+def test_divergence_ends_with_advice(compose, tmp_path):
     config = compose(*SMALL, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
     message = failing(config, tmp_path)
     assert "lower optim.lr" in message
@@ -159,12 +152,10 @@ def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     assert summary["steps"] == 1
 
 
-def test_a_run_whose_validations_are_not_finite_fails(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_validations_are_not_finite_fails(compose, tmp_path, monkeypatch):
     """The accuracy of the first class became the best."""
 
-    def loss(self: Classifier, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def loss(self, logits, labels):
         loss = torch.nn.functional.cross_entropy(logits, labels)
         return loss if self.training else loss * float("nan")
 
@@ -178,12 +169,10 @@ def test_a_run_whose_validations_are_not_finite_fails(
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
-def test_a_run_that_could_not_write_a_checkpoint_fails(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_could_not_write_a_checkpoint_fails(compose, tmp_path, monkeypatch):
     """It ended with status 0."""
 
-    def full(state: Any, path: Path) -> None:
+    def full(state, path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
@@ -195,9 +184,7 @@ def test_a_run_that_could_not_write_a_checkpoint_fails(
 
 
 @pytest.mark.parametrize(("callbacks", "fails"), [("none", False), ("default", True)])
-def test_a_run_without_checkpoints_is_a_choice(
-    callbacks: str, fails: bool, compose: Any, tmp_path: Path
-) -> None:
+def test_a_run_without_checkpoints_is_a_choice(callbacks, fails, compose, tmp_path):
     """Of a run that keeps only its best checkpoint and does not validate, nothing is left."""
     options = [f"callbacks={callbacks}", "trainer.limit_val_batches=0"]
     if fails:
@@ -208,8 +195,8 @@ def test_a_run_without_checkpoints_is_a_choice(
 
 
 def test_a_run_without_validation_ends_with_commands_for_its_last_checkpoint(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    compose, tmp_path, caplog
+):
     with caplog.at_level("INFO", logger="revzoo"):
         train(compose(*SMALL, "trainer.limit_val_batches=0"), run_dir=tmp_path)
     last = str(tmp_path / "checkpoints" / "last.ckpt")
@@ -219,13 +206,11 @@ def test_a_run_without_validation_ends_with_commands_for_its_last_checkpoint(
 
 # the thread of TensorBoard's writer
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(compose, tmp_path, monkeypatch):
     """TensorBoard's writer ended it with a traceback, and left metrics.csv and summary.json."""
     save = LastCheckpoint.on_train_epoch_end
 
-    def removed(callback: LastCheckpoint, trainer: Any, module: Any) -> None:
+    def removed(callback, trainer, module):
         if trainer.current_epoch == 0:
             shutil.rmtree(tmp_path / "run")
         save(callback, trainer, module)
@@ -237,9 +222,7 @@ def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(
     assert made_again <= {path.name for path in run_dir.iterdir()}
 
 
-def test_a_refused_run_writes_no_summary(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_run_writes_no_summary(compose, tmp_path, monkeypatch):
     config = compose(*SMALL)
     train(config, run_dir=tmp_path)
     before = (tmp_path / "summary.json").read_bytes()
@@ -252,7 +235,7 @@ def test_a_refused_run_writes_no_summary(
     with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):
         train(config, run_dir=tmp_path, resume=saved)
 
-    def refuse(*args: Any) -> None:
+    def refuse(*args):
         raise DataError("other classes")
 
     monkeypatch.setattr(ImageData, "load_state_dict", refuse)
@@ -261,22 +244,18 @@ def test_a_refused_run_writes_no_summary(
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
-def test_exclusive_trainer_options_end_with_lightnings_message(
-    compose: Any, tmp_path: Path
-) -> None:
+def test_exclusive_trainer_options_end_with_lightnings_message(compose, tmp_path):
     config = compose(*SMALL, "trainer.strategy=ddpp")
     assert "ddpp" in ending(config, tmp_path)
 
 
-def test_full_errors_on_demand(
-    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_errors_on_demand(compose, tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(ValueError, match="seed=-1"):
         train(compose("seed=-1"), run_dir=tmp_path)
 
 
-def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> None:
+def test_overfit_learns_two_batches_by_heart(compose, tmp_path):
     quick = ("callbacks=none", "trainer.limit_val_batches=0")
     figures = train(compose("debug=overfit", *SMALL[1:], *quick), run_dir=tmp_path)
     assert figures["train/acc"] == 1.0
@@ -294,7 +273,7 @@ def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> No
         ["hydra.run.dir=a"],
     ],
 )
-def test_good_command_lines_pass(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_good_command_lines_pass(arguments, monkeypatch):
     for module, name in ((train_module, "begin"), (multirun, "multirun")):
         monkeypatch.setattr(module, name, lambda *given, **more: None)
     with suppress(SystemExit):
@@ -302,5 +281,5 @@ def test_good_command_lines_pass(arguments: list[str], monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_the_embedded_default_reaches_97_percent(compose: Any, tmp_path: Path) -> None:
+def test_the_embedded_default_reaches_97_percent(compose, tmp_path):
     assert train(compose("trainer=cpu"), run_dir=tmp_path)["test/acc"] >= 0.97

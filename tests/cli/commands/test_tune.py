@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import yaml
@@ -22,7 +17,7 @@ SMALL = (
 SWEEP = ("tuner=lr", "tuner.steps=15")
 
 
-def assert_same_run(one: Path, other: Path, *, extra: set[str]) -> None:
+def assert_same_run(one, other, *, extra):
     first, second = (
         torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
         for folder in (one, other)
@@ -38,7 +33,7 @@ def assert_same_run(one: Path, other: Path, *, extra: set[str]) -> None:
     assert names[1] - names[0] == extra
 
 
-def test_a_run_after_a_search_equals_one_without(compose: Any, tmp_path: Path) -> None:
+def test_a_run_after_a_search_equals_one_without(compose, tmp_path):
     figures = train(compose(*SMALL), run_dir=tmp_path / "without")
     config = compose(*SMALL, *SWEEP, "tuner.then=train")
     assert train(config, run_dir=tmp_path / "with") == figures
@@ -46,7 +41,7 @@ def test_a_run_after_a_search_equals_one_without(compose: Any, tmp_path: Path) -
     assert_same_run(tmp_path / "without", tmp_path / "with", extra=extra)
 
 
-def test_then_use_trains_with_the_suggested_rate(compose: Any, tmp_path: Path) -> None:
+def test_then_use_trains_with_the_suggested_rate(compose, tmp_path):
     config = compose(*SMALL, *SWEEP, "tuner.then=use", "tuner.min_lr=1.0e-3", "tuner.steps=25")
     figures = train(config, run_dir=tmp_path / "found")
     lr = yaml.safe_load((tmp_path / "found" / "config.yaml").read_text())["optim"]["lr"]
@@ -56,9 +51,7 @@ def test_then_use_trains_with_the_suggested_rate(compose: Any, tmp_path: Path) -
     assert_same_run(tmp_path / "given", tmp_path / "found", extra=extra)
 
 
-def test_then_stop_does_not_train(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_then_stop_does_not_train(compose, tmp_path, caplog):
     with caplog.at_level("INFO", logger="revzoo"):
         config = compose(*SMALL, "tuner=batch_size", "tuner.max_size=20")
         assert train(config, run_dir=tmp_path) == {}
@@ -72,7 +65,7 @@ def test_then_stop_does_not_train(
     assert "to train with it: data.batch_size=20, or tuner.then=use" in logged
 
 
-def test_the_run_uses_the_suggested_batch_size(compose: Any, tmp_path: Path) -> None:
+def test_the_run_uses_the_suggested_batch_size(compose, tmp_path):
     config = compose(*SMALL, "tuner=batch_size", "tuner.max_size=20", "tuner.then=use")
     figures = train(config, run_dir=tmp_path / "found")
     assert figures == train(compose(*SMALL, "data.batch_size=20"), run_dir=tmp_path / "given")
@@ -94,12 +87,12 @@ def test_the_run_uses_the_suggested_batch_size(compose: Any, tmp_path: Path) -> 
     ],
 )
 def test_a_search_trains_the_parts_that_the_run_trains(
-    kind: str, unfreeze: str, first: str, compose: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+    kind, unfreeze, first, compose, tmp_path, monkeypatch
+):
     """A batch size was searched with the classifier only, although the rest trains later."""
-    trained: set[str] = set()
+    trained = set()
 
-    def search(module: Any, *args: Any, **options: Any) -> tuple[None, list[Path]]:
+    def search(module, *args, **options):
         named = module.model.named_parameters()
         trained.update(name for name, value in named if value.requires_grad)
         return None, []
@@ -130,6 +123,6 @@ def test_a_search_trains_the_parts_that_the_run_trains(
         (("tuner=lr", "trainer.devices=2"), "searches on one device"),
     ],
 )
-def test_wrong_searches_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
+def test_wrong_searches_are_refused(compose, overrides, message):
     with pytest.raises(ValueError, match=message):
         check_parts(compose("trainer=cpu", *overrides))

@@ -1,16 +1,12 @@
 """The parts of a run that are built from its configuration."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 from revzoo.cli.config import compose
 from revzoo.cli.run.build import build_trainer, run_description
 
 
-def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
+def test_tables_that_compare_runs_have_columns_of_numbers():
     """Rate, weight decay and optimiser were one text, which no table sorts."""
     config = compose(["optim=adamw", "optim.lr=0.002", "trainer.max_epochs=7"]).config
     described = run_description(config)
@@ -19,8 +15,8 @@ def test_tables_that_compare_runs_have_columns_of_numbers() -> None:
     assert described["optimizer"] == "adamw"
 
 
-def test_a_timeout_limits_the_waits_of_the_process_group(tmp_path: Path) -> None:
+def test_a_timeout_limits_the_waits_of_the_process_group(tmp_path):
     devices = ["trainer.accelerator=cpu", "trainer.devices=2"]
     config = compose(["trainer=ddp", *devices, "trainer.timeout=60"]).config
-    strategy: Any = build_trainer(config, run_dir=tmp_path).strategy
+    strategy = build_trainer(config, run_dir=tmp_path).strategy
     assert strategy._timeout == timedelta(seconds=60)

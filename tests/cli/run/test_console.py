@@ -1,7 +1,5 @@
 """The first and last lines of a run, and their format."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -11,7 +9,6 @@ import shutil
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -37,24 +34,22 @@ from revzoo.training import Classifier
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
-def record(level: int) -> logging.LogRecord:
+def record(level):
     return logging.LogRecord("revzoo.a.long.name", level, "f.py", 1, "step %d", (3,), None)
 
 
-def test_the_prefix_is_short_and_names_levels_above_info() -> None:
+def test_the_prefix_is_short_and_names_levels_above_info():
     line = LogFormat(date=False).format(record(logging.INFO))
     assert len(line) == len("08:01:30 step 3")
     assert LogFormat(date=False).format(record(logging.WARNING)).endswith(" warning: step 3")
     assert len(LogFormat(date=True).format(record(logging.INFO))) == 26
 
 
-def test_a_line_that_the_disk_refuses_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_the_disk_refuses_is_dropped(tmp_path, monkeypatch, capsys):
     """Each line printed a traceback."""
 
     class Full(io.StringIO):
-        def write(self, text: str) -> int:
+        def write(self, text):
             raise OSError(28, "No space left on device")
 
     root = logging.Logger("a root")
@@ -68,9 +63,7 @@ def test_a_line_that_the_disk_refuses_is_dropped(
     assert (tmp_path / "train.log").read_text().endswith(" error: a line\n")
 
 
-def test_a_run_logs_its_description_and_its_figures(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_logs_its_description_and_its_figures(compose, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="revzoo"):
         figures = train(compose(*SMALL, "seed=7"), run_dir=tmp_path / "run")
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
@@ -91,8 +84,8 @@ def test_a_run_logs_its_description_and_its_figures(
 
 
 def test_a_run_without_a_test_split_ends_with_a_command_that_works(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
-) -> None:
+    compose, tmp_path, caplog, capsys
+):
     """Its command lacked split=val, and the figures before it were of the last weights."""
     root = image_folder(tmp_path / "images", splits=("train", "val"))
     data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16")
@@ -111,9 +104,7 @@ def test_a_run_without_a_test_split_ends_with_a_command_that_works(
     assert summary["best"]["val/acc"] == pytest.approx(float(printed["val/acc"]), abs=1e-4)
 
 
-def test_the_opening_says_how_images_are_read_and_shared(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_opening_says_how_images_are_read_and_shared(compose, tmp_path, caplog):
     """That eight images shared a crop stood in a comment of the configuration."""
     root = image_folder(tmp_path / "images")
     data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16", "test=false")
@@ -125,9 +116,7 @@ def test_the_opening_says_how_images_are_read_and_shared(
     assert "each 8 images share a crop and a flip" in caplog.text
 
 
-def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
-) -> None:
+def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(compose, tmp_path, caplog, capsys):
     root = image_folder(tmp_path / "images", splits=("train", "val"))
     for i in range(7, 20):
         (root / "train" / "light" / f"{i}.png").unlink()
@@ -152,9 +141,7 @@ def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(
     ("size", "told"),
     [(24, ["each epoch leaves out 16 (40 %), an incomplete batch; a smaller "]), (8, [])],
 )
-def test_a_run_says_how_many_images_it_leaves_out(
-    size: int, told: list[str], compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_says_how_many_images_it_leaves_out(size, told, compose, tmp_path, caplog):
     """Each epoch left out 16 of 40 images without a warning."""
     root = image_folder(tmp_path / "images", splits=("train", "val"))
     data = ("data=imagefolder", f"data.root={root}", f"data.batch_size={size}")
@@ -165,11 +152,11 @@ def test_a_run_says_how_many_images_it_leaves_out(
 
 
 @pytest.mark.parametrize(("images", "told"), [(3, "fewer images to validate"), (4, ""), (0, "")])
-def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) -> None:
+def test_a_run_says_if_it_validates_with_too_few_images(images, told):
     """One image of 60 chose the best checkpoint."""
     counts = {"num_classes": 4, "train_count": 64, "batch_size": 64}
-    data: Any = SimpleNamespace(val_count=images, task="classification", **counts)
-    (*notes,) = _notes({"callbacks": {}}, SimpleNamespace(world_size=1), data)  # type: ignore[arg-type]
+    data = SimpleNamespace(val_count=images, task="classification", **counts)
+    (*notes,) = _notes({"callbacks": {}}, SimpleNamespace(world_size=1), data)
     assert [note[: len(told)] for note in notes] == [told] * bool(told)
 
 
@@ -184,18 +171,16 @@ def test_a_run_says_if_it_validates_with_too_few_images(images: int, told: str) 
         (2, 0.25, "128 images per step (64 in the last of an epoch)"),
     ],
 )
-def test_the_opening_tells_the_images_of_a_step(group: int, limit: Any, text: str) -> None:
+def test_the_opening_tells_the_images_of_a_step(group, limit, text):
     """It multiplied by accumulate_grad_batches although an epoch has only 20 batches."""
-    data: Any = SimpleNamespace(batch_size=32, train_count=1293)
-    trainer: Any = SimpleNamespace(
+    data = SimpleNamespace(batch_size=32, train_count=1293)
+    trainer = SimpleNamespace(
         world_size=2, accumulate_grad_batches=group, limit_train_batches=limit
     )
     assert _step(trainer, data) == text
 
 
-def test_the_weights_that_a_run_starts_from_are_named(
-    compose: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_weights_that_a_run_starts_from_are_named(compose, caplog):
     """It said ``from pretrained``."""
     model = create_model("irevnet13.digits", pretrained=True)
     spec = {"name": "irevnet13", "pretrained": True}
@@ -210,9 +195,7 @@ def test_the_weights_that_a_run_starts_from_are_named(
 @pytest.mark.parametrize(
     ("bits", "text"), [("4", "4 bits"), ("auto", "([1-8] to )?8 bits, chosen on random images")]
 )
-def test_a_network_made_reversible_says_so(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, bits: str, text: str
-) -> None:
+def test_a_network_made_reversible_says_so(compose, tmp_path, caplog, bits, text):
     options = ("model=resnet32", f"model.reversible_bits={bits}", "test=false")
     options += ("model.units=[3,3,3]",)
     with caplog.at_level(logging.INFO, logger="revzoo"):
@@ -226,9 +209,7 @@ def test_a_network_made_reversible_says_so(
     assert saved.endswith("; model.reversible_runs=checkpoint recomputes the plain blocks, too")
 
 
-def test_a_run_says_what_side_bits_and_recalibration_do(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_says_what_side_bits_and_recalibration_do(compose, tmp_path, caplog):
     options = ("model=resnet32", "model.reversible_bits=4", "test=false", "trainer.max_epochs=3")
     options += ("model.reversible_runs=all",)  # of single blocks, so none pays
     callbacks = ("callbacks.side_bits={epochs: 2}", "callbacks.batch_norm.recalibrate=2")
@@ -243,7 +224,7 @@ def test_a_run_says_what_side_bits_and_recalibration_do(
     ]
 
 
-def test_a_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_is_logged_once(caplog):
     with warnings.catch_warnings(), logged_warnings():
         for _ in range(2):
             with warnings.catch_warnings():  # as revzoo.training.quiet
@@ -253,9 +234,7 @@ def test_a_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["first line", "second"]
 
 
-def test_a_plan_is_logged_by_its_modes(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_is_logged_by_its_modes(compose, tmp_path, caplog):
     """The first line listed auto's modes, the second one only invert."""
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, "memory=auto", "test=false"), run_dir=tmp_path / "run")
@@ -263,12 +242,12 @@ def test_a_plan_is_logged_by_its_modes(
     assert re.fullmatch(r"memory   auto \((\d+ \w+(, )?)+\)", line), line
 
 
-def test_threads_are_set_for_the_run(compose: Any, tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_threads_are_set_for_the_run(compose, tmp_path):
+    seen = []
     wanted = 1 if torch.get_num_threads() > 1 else 2
     config = compose(*SMALL, f"threads={wanted}", "test=false", "logger=none")
 
-    def record(*_: Any) -> None:
+    def record(*_):
         seen.append(torch.get_num_threads())
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(record)
@@ -279,9 +258,7 @@ def test_threads_are_set_for_the_run(compose: Any, tmp_path: Path) -> None:
     assert seen[-1] == wanted
 
 
-def test_paths_are_short_below_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_short_below_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert short_path(tmp_path / "outputs" / "a") == Path("outputs/a")
     assert short_path(Path("/etc")) == Path("/etc")
@@ -296,9 +273,9 @@ def test_paths_are_short_below_the_working_directory(
         (None, -1, "00:01:00:00 of time"),
     ],
 )
-def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
+def test_the_length_of_a_run(epochs, steps, text):
     """With both limits, only the epochs were named; with a time alone, -1 steps."""
-    trainer: Any = SimpleNamespace(max_epochs=epochs, max_steps=steps)
+    trainer = SimpleNamespace(max_epochs=epochs, max_steps=steps)
     assert _length(trainer, "00:01:00:00") == text
 
 
@@ -309,7 +286,7 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
         *("run", "2026", "1e3", "1_0", "null", "True", "Nan", r"a\'b", "a\\", "2026/1"),
     ],
 )
-def test_a_printed_override_gives_the_path_again(path: str) -> None:
+def test_a_printed_override_gives_the_path_again(path):
     """Hydra reads many signs of a path in its own way."""
     override = f"ckpt={quoted_if_needed(path)}"
     assert compose([override], ConfigFiles("eval")).whole.ckpt == path
@@ -324,9 +301,7 @@ def test_a_printed_override_gives_the_path_again(path: str) -> None:
         ({}, False),  # unknown
     ],
 )
-def test_bfloat16_that_a_cpu_emulates_is_noticed(
-    found: dict[str, bool], slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_that_a_cpu_emulates_is_noticed(found, slow, monkeypatch):
     """It is about eight times slower than float32 there, and nothing said so."""
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: found, raising=False)
     assert _emulates_bfloat16({"trainer": "bf16-mixed"}) is slow

@@ -1,11 +1,6 @@
 """Any wrong edit of ``config.yaml`` is refused in one line that names the file."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,10 +14,10 @@ from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.weights.errors import WeightsError
 
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none", "test=false")
-OTHERS: tuple[Any, ...] = (None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
+OTHERS = (None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
 
 
-def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(node, at=()):
     """The keys of every value below ``node``."""
     if at:
         yield at
@@ -31,7 +26,7 @@ def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from places(value, (*at, key))
 
 
-def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def edits(config):
     """Remove each value, or replace it by values of other types in turn."""
     for index, at in enumerate(places(config)):
         # sections and names of classes get every type, single values some of them
@@ -49,7 +44,7 @@ def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory):
     from revzoo.cli.config import compose
 
     folder = tmp_path_factory.mktemp("run")
@@ -58,7 +53,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_edit_raises_a_user_error(run_dir, monkeypatch):
     """``memory: {}``, ``model: 1.5``, missing sections and lists for maps showed tracebacks."""
     path = run_dir / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -66,7 +61,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
     class Passed(Exception):
         pass
 
-    def stop(*args: Any, **more: Any) -> None:
+    def stop(*args, **more):
         raise Passed
 
     monkeypatch.setattr("revzoo.cli.run.train.train", stop)
@@ -74,7 +69,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
     last = run_dir / "checkpoints" / "last.ckpt"
     state = read_checkpoint(last)  # read once: edits do not change it
 
-    def read(_: Path, check: Callable[[dict[str, Any], Path], None]) -> tuple[Path, dict[str, Any]]:
+    def read(_, check):
         check(state, last)
         return last, state
 

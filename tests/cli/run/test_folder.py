@@ -1,7 +1,5 @@
 """The folder of a run: its name, its record and its lock."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -36,13 +34,11 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_runs_of_the_same_second_have_different_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_the_same_second_have_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    jobs: list[Path] = []
+    jobs = []
 
-    def run(config: object, *, run_dir: Path, **options: object) -> dict[str, float]:
+    def run(config, *, run_dir, **options):
         jobs.append(run_dir.relative_to(tmp_path))
         (run_dir / "config.yaml").touch()
         return {}
@@ -64,18 +60,18 @@ def test_runs_of_the_same_second_have_different_folders(
     assert new_folder(tmp_path / "runs" / "x").name == "x-4"
 
 
-def test_the_default_name_is_short() -> None:
+def test_the_default_name_is_short():
     whole = compose([]).whole
     assert len(str(whole.hydra.run.dir)) == len("outputs/revnet38-digits/2026-01-01_00-00-00")
 
 
-def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: Path) -> None:
+def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path):
     """The message named RUN literally, and not the run's own overrides."""
     first = ["model=resnet32", "model.pretrained=true", "trainer.max_epochs=3", "seed=2"]
     sessions = [{"overrides": first}, {"overrides": ["--resume", str(tmp_path)]}]
     (tmp_path / "sessions.jsonl").write_text("".join(f"{json.dumps(s)}\n" for s in sessions))
 
-    def answer() -> str:
+    def answer():
         with pytest.raises(ConfigError) as refused:
             check_changes(["seed=4"], tmp_path)
         return str(refused.value).partition("(with its --config-dir, if it had one): ")[2]
@@ -92,16 +88,14 @@ def test_a_change_of_a_run_is_answered_with_the_command_of_a_new_run(tmp_path: P
 
 
 @pytest.mark.parametrize("text", ["", "5", "[]", '{"train_seconds": null}'])
-def test_a_wrong_training_time_is_named(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_training_time_is_named(text, tmp_path, caplog):
     """They ended in tracebacks."""
     (tmp_path / "summary.json").write_text(text)
     assert seconds_before(tmp_path) == 0
     assert f"{tmp_path}/summary.json" in caplog.text
 
 
-def test_the_limits_of_a_plan_may_change_and_its_mode_stays(tmp_path: Path) -> None:
+def test_the_limits_of_a_plan_may_change_and_its_mode_stays(tmp_path):
     """memory.fraction was refused; memory.bytes alone silently changed the mode to auto."""
     config = compose(["memory=budget", "memory.bytes=1GiB", "model=revnet38"]).config
     config["memory"]["plan"] = {"stem": "store"}
@@ -114,9 +108,7 @@ def test_the_limits_of_a_plan_may_change_and_its_mode_stays(tmp_path: Path) -> N
         resumed_config(tmp_path, ["memory.fraction=0.3"])
 
 
-def test_the_paths_of_the_data_are_recorded_for_a_resume_in_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_paths_of_the_data_are_recorded_for_a_resume_in_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     table = {"_target_": "revzoo.data.Table", "table": "a.csv", "root": None}
     assert located(table) == table | {"table": str(tmp_path / "a.csv")}
@@ -124,7 +116,7 @@ def test_the_paths_of_the_data_are_recorded_for_a_resume_in_another_folder(
     assert located(flowers) == flowers | {"root": str(tmp_path / "b")}
 
 
-def test_a_second_program_names_the_holder_until_it_ends(tmp_path: Path) -> None:
+def test_a_second_program_names_the_holder_until_it_ends(tmp_path):
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -139,7 +131,7 @@ def test_a_second_program_names_the_holder_until_it_ends(tmp_path: Path) -> None
         assert str(holder.pid) not in (tmp_path / LOCK_FILE).read_text()
 
 
-def test_child_programs_do_not_inherit_the_lock(tmp_path: Path) -> None:
+def test_child_programs_do_not_inherit_the_lock(tmp_path):
     with locked(tmp_path):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     with locked(tmp_path):
@@ -158,7 +150,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path):
     command = [sys.executable, "-c", FORKING, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -176,9 +168,7 @@ def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"])
-def test_the_processes_of_one_run_share_the_lock(
-    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_of_one_run_share_the_lock(variable, tmp_path, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)  # another test of the process may leave one
     with locked(tmp_path):
@@ -187,7 +177,7 @@ def test_the_processes_of_one_run_share_the_lock(
             pass
 
 
-def test_a_folder_in_use_stays_unchanged(tmp_path: Path) -> None:
+def test_a_folder_in_use_stays_unchanged(tmp_path):
     """A second program had overwritten ``.hydra/`` and the log before the lock refused it."""
     run_dir = tmp_path / "run"
     (run_dir / ".hydra").mkdir(parents=True)

@@ -1,13 +1,9 @@
 """Runs that SIGKILL ends within an epoch resume bit for bit: they lose only that epoch's steps."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +35,7 @@ for name, overrides in json.loads(sys.argv[1]).items():
 """
 
 
-def cases(folder: Path) -> dict[str, list[str]]:
+def cases(folder):
     """The overrides of each run; its files are in ``folder``."""
     root = image_folder(folder / "images")
     with (folder / "labels.csv").open("w", newline="") as file:
@@ -66,7 +62,7 @@ def cases(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     overrides = cases(folder)
     command = [sys.executable, "-c", KILLED, json.dumps(overrides)]
@@ -76,9 +72,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 
 
 @pytest.mark.parametrize("name", ["segmentation", "folds", "randaugment"])
-def test_a_killed_run_resumes_bit_for_bit(
-    name: str, killed: tuple[Path, dict[str, list[str]]], compose: Any, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_bit_for_bit(name, killed, compose, tmp_path):
     folder, overrides = killed
     assert read_checkpoint(folder / name / "checkpoints" / LAST)["global_step"] == 4
     resume(folder / name)

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,11 +8,9 @@ from revzoo.cli.run import multirun
 from revzoo.cli.terminal import ConfigError
 
 
-def test_jobs_use_the_configuration_of_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_use_the_configuration_of_the_command_line(tmp_path, monkeypatch):
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
-    started: list[list[str]] = []
+    started = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
     monkeypatch.setattr(terminal, "import_arguments", lambda: ["--import", "mine"])
     given = [
@@ -33,26 +28,24 @@ def test_jobs_use_the_configuration_of_the_command_line(
     assert not (tmp_path / "jobs").exists(), "each job locks its folder before it writes there"
 
 
-def test_an_interval_makes_no_jobs() -> None:
+def test_an_interval_makes_no_jobs():
     with pytest.raises(ConfigError, match="revzoo sweep searches intervals"):
         multirun.multirun(["optim.lr=interval(0, 1)"])
 
 
-def test_what_all_jobs_refuse_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_all_jobs_refuse_is_refused_once(monkeypatch):
     """Each job reported it after 30 seconds of imports."""
     monkeypatch.setattr(multirun, "run_program", pytest.fail)
     with pytest.raises(ConfigError, match=r"^optim.name=sdg: expected one of .*did you mean 'sgd'"):
         multirun.multirun(["seed=0,1", "optim.name=sdg"])
 
 
-def test_a_refused_job_is_named_before_the_others_train(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_refused_job_is_named_before_the_others_train(monkeypatch, tmp_path, caplog):
     """Its message came only after the other jobs had trained."""
-    started: list[list[str]] = []
-    warned: list[str] = []
+    started = []
+    warned = []
 
-    def run_program(command: list[str]) -> int:
+    def run_program(command):
         started.append(command)
         warned.extend(r.message for r in caplog.records if r.levelname == "WARNING")
         return 0
@@ -70,14 +63,8 @@ def test_a_refused_job_is_named_before_the_others_train(
 
 
 @pytest.mark.parametrize(("option", "said"), [("seed=0,1", True), ("optim.lr=0.1,0.2", False)])
-def test_repeats_end_with_mean_and_spread(
-    option: str,
-    said: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def run_program(command: list[str]) -> int:
+def test_repeats_end_with_mean_and_spread(option, said, monkeypatch, tmp_path, caplog):
+    def run_program(command):
         folder = tmp_path / command[-1].rstrip("'")[-1]
         folder.mkdir()
         figures = {"best": {"val/acc": 0.5 + 0.1 * int(folder.name)}, "metrics": {"test/acc": 0.4}}

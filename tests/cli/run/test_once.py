@@ -1,15 +1,9 @@
 """A run composes, checks and builds each of its parts once, and nothing traces a step for a log."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from revzoo.cli import config
 from revzoo.cli.main import main
@@ -22,15 +16,15 @@ MODULES = 150  # of ours, loaded at the first batch
 SMALL = ("debug=smoke", "trainer=cpu", "model.units=[1,1,1]", "memory=exact", "logger=none")
 
 
-def test_each_part_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_part_is_built_once(tmp_path, monkeypatch):
     """The configuration was checked five times, the model built four times, the data twice."""
-    calls: Counter[str] = Counter()
+    calls = Counter()
 
-    def counted(place: Any, name: str) -> None:
+    def counted(place, name):
         function = getattr(place, name)
 
         @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args, **options):
             calls[getattr(place, "__name__", "") + "." + name] += 1
             return function(*args, **options)
 
@@ -65,7 +59,7 @@ main(["train", *sys.argv[1:]])
 """
 
 
-def test_a_run_loads_what_it_uses(tmp_path: Path) -> None:
+def test_a_run_loads_what_it_uses(tmp_path):
     """Each run loaded the planner, and 177 modules of ours before its first batch."""
     options = [*SMALL, "callbacks=none", "test=false", "hydra.run.dir=run"]
     done = subprocess.run(

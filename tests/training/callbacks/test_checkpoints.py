@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -27,18 +23,16 @@ from revzoo.training.resume import RunState
 NAN, INF = float("nan"), float("inf")
 
 
-def saved_steps(
-    tmp_path: Path, *, minutes: float, seconds_a_step: float, **options: Any
-) -> list[int]:
+def saved_steps(tmp_path, *, minutes, seconds_a_step, **options):
     """The steps at which a run saves: two epochs of four batches, with a simulated clock."""
     clock, steps = [0.0], []
 
     class Tick(pl.Callback):
-        def on_before_backward(self, *args: Any) -> None:
+        def on_before_backward(self, *args):
             clock[0] += seconds_a_step
 
     class Spy(PlainCheckpointIO):
-        def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(self, checkpoint, *args, **kwargs):
             steps.append(checkpoint["global_step"])
 
     with pytest.MonkeyPatch.context() as patch:
@@ -62,18 +56,16 @@ def saved_steps(
         (0.5, 31, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
 )
-def test_the_steps_that_are_saved(
-    minutes: float, seconds: float, expected: list[int], tmp_path: Path
-) -> None:
+def test_the_steps_that_are_saved(minutes, seconds, expected, tmp_path):
     assert saved_steps(tmp_path, minutes=minutes, seconds_a_step=seconds) == expected
 
 
-def test_zero_minutes_are_refused(tmp_path: Path) -> None:
+def test_zero_minutes_are_refused(tmp_path):
     with pytest.raises(ValueError, match="minutes=0"):
         LastCheckpoint(tmp_path, minutes=0)
 
 
-def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path: Path) -> None:
+def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
     callback = BestCheckpoint(tmp_path / "a")
     runner = trainer(
         tmp_path, callbacks=[callback], plugins=[PlainCheckpointIO()], enable_checkpointing=True
@@ -91,24 +83,22 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path: Path) -> None:
 class Scripted(pl.LightningModule):
     """Logs the given figures and losses, one of each per validation."""
 
-    def __init__(self, figures: list[float], losses: list[float]) -> None:
+    def __init__(self, figures, losses):
         super().__init__()
         self.body, self.figures, self.losses = TinyNet(), figures, losses
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch, batch_idx):
         return self.body(batch[0]).sum()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         self.log("val/acc", self.figures[self.current_epoch])
         self.log("val/loss", self.losses[self.current_epoch])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def fit_with_best(
-    module: Scripted, folder: Path, epochs: int, resumed: Path | None
-) -> BestCheckpoint:
+def fit_with_best(module, folder, epochs, resumed):
     """Train with ``best_checkpoint``; writes ``last.ckpt`` at the end."""
     runner, best = trainer_with_best(folder, epochs)
     runner.fit(module, loader(), loader(), ckpt_path=resumed, weights_only=True)
@@ -116,7 +106,7 @@ def fit_with_best(
     return best
 
 
-def trainer_with_best(folder: Path, epochs: int) -> tuple[pl.Trainer, BestCheckpoint]:
+def trainer_with_best(folder, epochs):
     (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=folder)
     assert isinstance(best, BestCheckpoint)
     runner = trainer(
@@ -142,10 +132,8 @@ def trainer_with_best(folder: Path, epochs: int) -> tuple[pl.Trainer, BestCheckp
         ([NAN, 0.5, 0.6, NAN, 0.4], [0.1, 0.2, 0.8, 0.0, 0.0], 2),
     ],
 )
-def test_ties_go_to_the_lowest_loss(
-    figures: list[float], losses: list[float], expected: int, tmp_path: Path
-) -> None:
-    def fit(epochs: int, path: Path | None = None) -> int:
+def test_ties_go_to_the_lowest_loss(figures, losses, expected, tmp_path):
+    def fit(epochs, path=None):
         best = fit_with_best(Scripted(figures, losses), tmp_path, epochs, path)
         return int(read_checkpoint(best.best_model_path)["epoch"])
 
@@ -156,10 +144,10 @@ def test_ties_go_to_the_lowest_loss(
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.filterwarnings("ignore:`weights_only` was not set:UserWarning")
-def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
+def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path):
     """A run ended with the figures of its last validation."""
 
-    def fit(epochs: int, path: Path | None = None) -> BestCheckpoint:
+    def fit(epochs, path=None):
         module = Scripted([0.5, 0.9, 0.8], [1.0, 0.5, 0.4])
         return fit_with_best(module, tmp_path, epochs, path)
 
@@ -169,15 +157,13 @@ def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
     assert fit(3, tmp_path / "last.ckpt").figures == expected  # a resumed run still knows them
 
 
-def test_without_a_finite_validation_there_is_no_best_checkpoint(tmp_path: Path) -> None:
+def test_without_a_finite_validation_there_is_no_best_checkpoint(tmp_path):
     best = fit_with_best(Scripted([0.9, 0.9], [NAN, INF]), tmp_path, 2, None)
     assert (best.best_model_path, best.figures) == ("", {})
     assert not (tmp_path / "checkpoints" / "best.ckpt").exists()
 
 
-def test_without_a_validation_the_last_checkpoint_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_validation_the_last_checkpoint_is_named(tmp_path, caplog):
     """Lightning warned that it could not find the monitored key."""
     runner, _ = trainer_with_best(tmp_path, 2)
     with caplog.at_level("INFO"):
@@ -188,13 +174,11 @@ def test_without_a_validation_the_last_checkpoint_is_named(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_best_checkpoint_that_was_not_written_does_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_checkpoint_that_was_not_written_does_not_count(tmp_path, monkeypatch):
     """The run ended without a best.ckpt."""
     write = files.write_checkpoint
 
-    def full_in_epoch_1(state: Any, path: Path) -> None:
+    def full_in_epoch_1(state, path):
         if state["epoch"] == 1:
             raise UnwritableCheckpointError("No space left on device")
         write(state, path)
@@ -209,7 +193,7 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count(
     assert best_checkpoint_path(runner) is None
 
 
-def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(tmp_path: Path) -> None:
+def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(tmp_path):
     """A read-only or deleted checkpoint folder ended the run with a traceback."""
     (tmp_path / "checkpoints").write_text("no folder")
     (last,) = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)

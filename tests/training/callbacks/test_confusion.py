@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import csv
 import os
 import sys
@@ -11,7 +9,6 @@ import torch
 import torch.multiprocessing as mp
 from several_processes import free_ports
 from small_task import TinyNet, halves, loader, trainer
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from revzoo.data import Digits
@@ -20,16 +17,16 @@ from revzoo.training import Classifier, ConfusionMatrix
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 
 
-def table(path: Path) -> tuple[list[str], list[list[int]]]:
+def table(path):
     with path.open(newline="") as file:
         head, *rows = list(csv.reader(file))
     assert [row[0] for row in rows] == head[1:]
     return head[1:], [[int(value) for value in row[1:]] for row in rows]
 
 
-def counted(module: Classifier, batches: DataLoader[Any]) -> list[list[int]]:
+def counted(module, batches):
     """The confusion matrix, counted in a loop."""
-    count: list[list[int]] = [[0, 0], [0, 0]]
+    count = [[0, 0], [0, 0]]
     with torch.no_grad():
         for images, labels in batches:
             for true, guess in zip(labels, module.eval()(images).argmax(1), strict=True):
@@ -37,7 +34,7 @@ def counted(module: Classifier, batches: DataLoader[Any]) -> list[list[int]]:
     return count
 
 
-def test_counts_come_from_the_last_weights(tmp_path: Path) -> None:
+def test_counts_come_from_the_last_weights(tmp_path):
     confusion = ConfusionMatrix(tmp_path / "run" / "confusion.csv", every_n_epochs=2)
     module = Classifier(TinyNet(), optim=OPTIM)
     val = loader(40, seed=1)
@@ -49,10 +46,10 @@ def test_counts_come_from_the_last_weights(tmp_path: Path) -> None:
     assert [path.name for path in confusion.path.parent.iterdir()] == ["confusion.csv"]
 
 
-def test_classes_have_their_names(tmp_path: Path) -> None:
+def test_classes_have_their_names(tmp_path):
     confusion = ConfusionMatrix(str(tmp_path / "confusion.csv"))
     spec = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
-    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 1}
+    options = {"max_epochs": 1, "limit_train_batches": 1}
     runner = trainer(tmp_path, callbacks=[confusion], **options)
     runner.fit(Classifier(spec, optim=OPTIM), datamodule=Digits())
     names, counts = table(confusion.path)
@@ -60,12 +57,12 @@ def test_classes_have_their_names(tmp_path: Path) -> None:
     assert sum(map(sum, counts)) == 144
 
 
-def test_mixed_labels_count_as_their_largest_class(tmp_path: Path) -> None:
+def test_mixed_labels_count_as_their_largest_class(tmp_path):
     class Shares(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
+        def __len__(self):
             return 6
 
-        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        def __getitem__(self, index):
             return torch.zeros(1, 8, 8), torch.tensor([0.4, 0.6])
 
     confusion = ConfusionMatrix(tmp_path / "confusion.csv")
@@ -76,7 +73,7 @@ def test_mixed_labels_count_as_their_largest_class(tmp_path: Path) -> None:
     assert sum(taken) == 6
 
 
-def _one_of_two(rank: int, port: int, folder: str) -> None:
+def _one_of_two(rank, port, folder):
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", NODE_RANK=str(rank)
     )
@@ -84,7 +81,7 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
     torch.manual_seed(0)
     confusion = ConfusionMatrix(Path(folder) / f"confusion{rank}.csv", every_n_epochs=1)
     module = Classifier(TinyNet(), optim=OPTIM)
-    options: dict[str, Any] = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "max_epochs": 1}
+    options = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "max_epochs": 1}
     runner = trainer(Path(folder), callbacks=[confusion], **options)
     runner.fit(module, loader(), DataLoader(halves(41, 1), batch_size=16))
     val = float(runner.callback_metrics["val/acc"])
@@ -96,7 +93,7 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path: Path) -> None:
+def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path):
     mp.spawn(_one_of_two, (*free_ports(1), str(tmp_path)), nprocs=2)
     assert not (tmp_path / "confusion1.csv").exists()
     _, counts = table(tmp_path / "confusion0.csv")
@@ -113,10 +110,8 @@ def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path:
     assert test["test/loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
-def test_a_full_disk_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*args: Any) -> None:
+def test_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch, caplog):
+    def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("revzoo.training.callbacks.pictures.replacing_table", full)

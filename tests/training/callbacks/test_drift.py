@@ -1,10 +1,5 @@
 """The drift logger writes the curve over depth."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -15,7 +10,7 @@ from revzoo.core.guard import drift
 from revzoo.training import Classifier, DriftLogger
 
 
-def train(folder: Path, memory: str, **options: Any) -> tuple[Classifier, dict[str, list[int]]]:
+def train(folder, memory, **options):
     module = Classifier({**TINY, "units": [2, 2, 2], "memory": memory})
     trainer = pl.Trainer(
         max_steps=4,
@@ -36,7 +31,7 @@ def train(folder: Path, memory: str, **options: Any) -> tuple[Classifier, dict[s
     return module, {t: [e.step for e in events.Scalars(t)] for t in tags if t.startswith("drift/")}
 
 
-def test_every_replayed_step_has_a_curve(tmp_path: Path) -> None:
+def test_every_replayed_step_has_a_curve(tmp_path):
     module, curves = train(tmp_path, "invert")
     figures = drift(module)
     assert len(figures) >= 6
@@ -45,15 +40,15 @@ def test_every_replayed_step_has_a_curve(tmp_path: Path) -> None:
     assert all(name.startswith(("model.stem.", "model.stages.")) for name in figures)
 
 
-def test_a_step_of_several_batches_is_logged_once(tmp_path: Path) -> None:
+def test_a_step_of_several_batches_is_logged_once(tmp_path):
     _, curves = train(tmp_path, "invert", accumulate_grad_batches=2)
     assert curves["drift/max"] == [1, 3]
 
 
-def test_stored_steps_log_no_drift(tmp_path: Path) -> None:
+def test_stored_steps_log_no_drift(tmp_path):
     assert train(tmp_path, "store")[1] == {}
 
 
-def test_a_wrong_interval_is_refused() -> None:
+def test_a_wrong_interval_is_refused():
     with pytest.raises(ValueError, match="every_n_steps=0: expected a whole number >= 1"):
         DriftLogger(every_n_steps=0)

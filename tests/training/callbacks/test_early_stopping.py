@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -18,25 +13,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:U
 class Figure(pl.Callback):
     """Logs a value in each epoch's validation; ends the program after ``kill_after`` epochs."""
 
-    def __init__(self, *values: float, kill_after: int = 0) -> None:
+    def __init__(self, *values, kill_after=0):
         self.values, self.kill_after = values, kill_after
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer, pl_module):
         pl_module.log("figure", self.values[trainer.current_epoch])
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_epoch_start(self, trainer, *args):
         if trainer.current_epoch == self.kill_after > 0:
             raise ZeroDivisionError
 
 
-def stopping(folder: Path, patience: int = 1) -> list[pl.Callback]:
+def stopping(folder, patience=1):
     options = {"monitor": "figure", "mode": "max", "patience": patience}
     return build_callbacks({"early_stopping": options, "last_checkpoint": {}}, run_dir=folder)
 
 
-def fit(
-    folder: Path, figure: Figure, *, resume: bool = False, **options: Any
-) -> tuple[pl.Trainer, dict[str, torch.Tensor]]:
+def fit(folder, figure, *, resume=False, **options):
     runner = trainer(
         folder,
         enable_checkpointing=True,
@@ -51,9 +44,7 @@ def fit(
 
 
 @pytest.mark.parametrize("values", [(0.5, 0.4), (0.5, float("nan"))])
-def test_a_run_that_stopped_early_does_not_train_again(
-    values: tuple[float, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_stopped_early_does_not_train_again(values, tmp_path, caplog):
     """The resumed run used to train until the next validation."""
     figure = Figure(*values, 0.9, 0.9, 0.9, 0.9)
     with caplog.at_level("INFO"):
@@ -66,7 +57,7 @@ def test_a_run_that_stopped_early_does_not_train_again(
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_min_epochs_still_apply_to_a_run_that_stopped_early(tmp_path: Path) -> None:
+def test_min_epochs_still_apply_to_a_run_that_stopped_early(tmp_path):
     values = (0.5, 0.4, 0.6, 0.7, 0.8, 0.9)
     whole, weights = fit(tmp_path / "whole", Figure(*values), min_epochs=4)
     with pytest.raises(ZeroDivisionError):
@@ -76,14 +67,14 @@ def test_min_epochs_still_apply_to_a_run_that_stopped_early(tmp_path: Path) -> N
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_a_run_that_did_not_stop_early_trains_on(tmp_path: Path) -> None:
+def test_a_run_that_did_not_stop_early_trains_on(tmp_path):
     values = (0.5, 0.6, 0.7, 0.6, 0.8, 0.8)
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, Figure(*values, kill_after=2))
     assert fit(tmp_path, Figure(*values), resume=True)[0].current_epoch == 4
 
 
-def test_a_second_fit_ignores_the_state_loaded_for_the_first(tmp_path: Path) -> None:
+def test_a_second_fit_ignores_the_state_loaded_for_the_first(tmp_path):
     figure = Figure(0.5, 0.4, 0.9, 0.9, 0.9, 0.9)
     fit(tmp_path, figure)
     callbacks = [figure, *stopping(tmp_path)]

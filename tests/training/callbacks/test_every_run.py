@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -17,10 +12,10 @@ BATCHES = 4  # of an epoch
 class Validated(pl.Callback):
     """Records the steps after which a validation ran."""
 
-    def __init__(self) -> None:
-        self.steps: list[int] = []
+    def __init__(self):
+        self.steps = []
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer, pl_module):
         self.steps.append(trainer.global_step)
 
 
@@ -38,16 +33,14 @@ class Validated(pl.Callback):
         ({"max_steps": 6, "limit_val_batches": 0}, []),
     ],
 )
-def test_a_run_of_max_steps_ends_with_a_validation(
-    options: dict[str, Any], steps: list[int], tmp_path: Path
-) -> None:
+def test_a_run_of_max_steps_ends_with_a_validation(options, steps, tmp_path):
     validated = Validated()
     runner = trainer(tmp_path, callbacks=[validated], **{"max_epochs": -1, **options})
     runner.fit(Classifier(TinyNet()), loader(16 * BATCHES), loader())
     assert validated.steps == steps
 
 
-def test_the_last_weights_may_be_the_best(tmp_path: Path) -> None:
+def test_the_last_weights_may_be_the_best(tmp_path):
     specs = {"best_checkpoint": {"monitor": "val/loss", "mode": "min"}}
     runner = trainer(
         tmp_path,

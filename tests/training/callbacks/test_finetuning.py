@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import logging
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -21,12 +17,12 @@ OPTIM = {"lr": 0.05, "schedule": {"name": "onecycle"}, "layer_decay": 0.5}
 BACKBONE = ["stem", "stages.0", "stages.1", "stages.2"]
 
 
-def tiny(**options: Any) -> Classifier:
+def tiny(**options):
     torch.manual_seed(0)
     return Classifier({**TINY, **options}, optim=OPTIM)
 
 
-def part_of(name: str) -> str:
+def part_of(name):
     """The part that holds an entry of the network's ``state_dict``."""
     if name.startswith("norm."):
         return "stages.2"
@@ -36,13 +32,13 @@ def part_of(name: str) -> str:
 class Watch(pl.Callback):
     """Records the parts whose parameters or statistics changed in each epoch."""
 
-    def __init__(self) -> None:
-        self.changed: list[set[str]] = []
+    def __init__(self):
+        self.changed = []
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer, pl_module):
         self.before = {k: v.clone() for k, v in pl_module.model.state_dict().items()}
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         now = pl_module.model.state_dict()
         self.changed.append(
             {part_of(k) for k, v in self.before.items() if not torch.equal(v, now[k])}
@@ -50,7 +46,7 @@ class Watch(pl.Callback):
 
 
 @pytest.mark.parametrize("name", ["revnet38", "revvit_cifar"])
-def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) -> None:
+def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name):
     model = create_model(name)
     found = [p for part in parts(model) for p in part.parameters()]
     assert len(found) == len({id(p) for p in found})
@@ -71,8 +67,8 @@ def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) 
     ],
 )
 def test_fractions_of_the_run_scale_with_its_epochs(
-    unfreeze: Any, max_epochs: int, expected: dict[int, str], tmp_path: Path, caplog: Any
-) -> None:
+    unfreeze, max_epochs, expected, tmp_path, caplog
+):
     callback, module = Finetuning(unfreeze=unfreeze), tiny()
     callback.check_model(module.model)  # before the run is known
     assert callback.first_trained(module.model, epoch=0) == "fc"
@@ -82,7 +78,7 @@ def test_fractions_of_the_run_scale_with_its_epochs(
     assert found == expected
 
 
-def test_fractions_need_a_number_of_epochs(tmp_path: Path) -> None:
+def test_fractions_need_a_number_of_epochs(tmp_path):
     callback = Finetuning(unfreeze=[0.5])
     runner = trainer(tmp_path, max_epochs=-1, max_steps=3, callbacks=[callback])
     with pytest.raises(ValueError, match=r"fractions of trainer\.max_epochs.*give epochs"):
@@ -99,8 +95,8 @@ def test_fractions_need_a_number_of_epochs(tmp_path: Path) -> None:
     ],
 )
 def test_frozen_parameters_and_statistics_stay_bit_for_bit(
-    tmp_path: Path, unfreeze: Any, expected: list[set[str]], val_check_interval: float
-) -> None:
+    tmp_path, unfreeze, expected, val_check_interval
+):
     watch = Watch()
     callbacks = [Finetuning(unfreeze=unfreeze), watch]
     runner = trainer(
@@ -110,7 +106,7 @@ def test_frozen_parameters_and_statistics_stay_bit_for_bit(
     assert watch.changed == expected
 
 
-def test_nothing_is_left_frozen_after_a_run(tmp_path: Path) -> None:
+def test_nothing_is_left_frozen_after_a_run(tmp_path):
     module = tiny()
     for _ in range(2):  # the second run must get every parameter, too
         trainer(tmp_path, max_epochs=1, callbacks=[Finetuning()]).fit(module, loader())
@@ -118,7 +114,7 @@ def test_nothing_is_left_frozen_after_a_run(tmp_path: Path) -> None:
         assert all(m.training for m in module.modules())
 
 
-def test_nothing_is_left_frozen_when_a_run_fails(tmp_path: Path) -> None:
+def test_nothing_is_left_frozen_when_a_run_fails(tmp_path):
     module = tiny()
     run = trainer(tmp_path, callbacks=[Finetuning(), Fails()])
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -126,20 +122,20 @@ def test_nothing_is_left_frozen_when_a_run_fails(tmp_path: Path) -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_parts_that_the_user_froze_are_unfrozen_too(tmp_path: Path) -> None:
+def test_parts_that_the_user_froze_are_unfrozen_too(tmp_path):
     module, watch = tiny(), Watch()
     module.requires_grad_(False)
     trainer(tmp_path, callbacks=[Finetuning(unfreeze=[1]), watch]).fit(module, loader())
     assert watch.changed == [{"fc"}, {"fc", "stages.2"}]
 
 
-def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path: Path) -> None:
+def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path):
     module = tiny()
-    calls: list[str] = []
+    calls = []
     for part in parts(module.model)[:-1]:
         convs = [m for root in part.modules for m in root.modules() if isinstance(m, nn.Conv2d)]
 
-        def count(*_: Any, name: str = part.name) -> None:
+        def count(*_, name=part.name):
             calls.append(name)
 
         convs[0].register_forward_hook(count)  # a replay may stop before the last one
@@ -148,7 +144,7 @@ def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path: Pa
     assert Counter(calls) == {"stem": 4, "stages.0": 4, "stages.1": 4, "stages.2": 8}
 
 
-def kept(first: str, *, depth: int, memory: str) -> int:
+def kept(first, *, depth, memory):
     """Bytes that a forward pass keeps for the backward pass."""
     module = tiny(units=[depth, depth, 1], memory=memory)
     runner = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
@@ -162,7 +158,7 @@ def kept(first: str, *, depth: int, memory: str) -> int:
 
 
 @pytest.mark.parametrize("memory", ["store", "invert"])
-def test_frozen_stages_keep_no_activations(memory: str) -> None:
+def test_frozen_stages_keep_no_activations(memory):
     kept(
         "stages.0", depth=1, memory=memory
     )  # warm-up: the guard keeps its sampled positions for later steps
@@ -173,11 +169,11 @@ def test_frozen_stages_keep_no_activations(memory: str) -> None:
         assert kept("stages.0", depth=4, memory=memory) > 5 * deep
 
 
-def test_the_optimiser_and_its_rates_are_the_same_in_every_epoch(tmp_path: Path) -> None:
-    seen: list[Any] = []
+def test_the_optimiser_and_its_rates_are_the_same_in_every_epoch(tmp_path):
+    seen = []
 
     class Groups(pl.Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        def on_train_batch_start(self, trainer, *args):
             groups = trainer.optimizers[0].param_groups
             seen.append(({g["name"]: len(g["params"]) for g in groups}, [g["lr"] for g in groups]))
 
@@ -192,8 +188,8 @@ def test_the_optimiser_and_its_rates_are_the_same_in_every_epoch(tmp_path: Path)
 
 @pytest.mark.parametrize("optim", [OPTIM, {**OPTIM, "name": "muon", "sgd_lr": 0.1}])
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, optim: Any) -> None:
-    def run(module: Classifier, path: Path | None = None) -> Classifier:
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path, optim):
+    def run(module, path=None):
         keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
         callbacks = [Finetuning(unfreeze={1: "stages.2", 3: "stages.1"}), keep]
         runner = trainer(tmp_path, max_epochs=5, enable_checkpointing=True, callbacks=callbacks)
@@ -211,10 +207,10 @@ def test_a_resumed_run_equals_an_unbroken_one(tmp_path: Path, optim: Any) -> Non
 @pytest.mark.filterwarnings(
     "ignore:You're resuming from a checkpoint that ended before:UserWarning"
 )
-def test_a_run_resumed_inside_an_epoch_is_frozen_as_before(tmp_path: Path) -> None:
+def test_a_run_resumed_inside_an_epoch_is_frozen_as_before(tmp_path):
     keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, filename="middle")
     tuning = {"unfreeze": {1: "stages.2"}}
-    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    options = {"max_epochs": 2, "enable_checkpointing": True}
     trainer(tmp_path, callbacks=[Finetuning(**tuning), keep], **options).fit(tiny(), loader())
     watched = tiny()
     before = torch.load(tmp_path / "middle.ckpt", weights_only=True)["state_dict"]
@@ -228,7 +224,7 @@ def test_a_run_resumed_inside_an_epoch_is_frozen_as_before(tmp_path: Path) -> No
     assert changed == {"fc", "stages.2"}
 
 
-def test_unfreezing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfreezing_is_logged(tmp_path, caplog):
     tuning = Finetuning(unfreeze={1: "stages.2", 7: "stem"})
     with caplog.at_level(logging.INFO, logger="revzoo"):
         trainer(tmp_path, callbacks=[tuning]).fit(tiny(), loader())
@@ -258,11 +254,11 @@ def test_unfreezing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ({0: "stem"}, "whole network from epoch 0.*remove the callback"),
     ],
 )
-def test_wrong_epochs_and_parts_are_refused(unfreeze: Any, message: str) -> None:
+def test_wrong_epochs_and_parts_are_refused(unfreeze, message):
     with pytest.raises(ValueError, match=message):
         Finetuning(unfreeze=unfreeze).first_trained(create_model("revnet38"), epoch=0)
 
 
-def test_a_model_without_known_parts_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_known_parts_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"TinyNet is not an ImageNetwork.*by hand"):
         trainer(tmp_path, callbacks=[Finetuning()]).fit(Classifier(TinyNet()), loader())

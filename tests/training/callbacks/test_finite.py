@@ -1,8 +1,4 @@
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -20,20 +16,20 @@ from revzoo.weights.source import LAST
 class Spoil(pl.Callback):
     """Makes the loss of one step NaN, or a weight after it."""
 
-    def __init__(self, step: int, *, weight: bool = False) -> None:
+    def __init__(self, step, *, weight=False):
         self.step, self.weight = step, weight
 
-    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, module, *args):
         bias = module.model.head.bias
         if trainer.global_step == self.step and not self.weight:
             bias.data[0] = float("nan")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+    def on_train_batch_end(self, trainer, module, *args):
         if trainer.global_step == self.step and self.weight:
             module.model.head.bias.data[0] = float("inf")
 
 
-def fit(tmp_path: Path, spoil: Spoil) -> None:
+def fit(tmp_path, spoil):
     callbacks = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
     runner = trainer(
         tmp_path,
@@ -46,9 +42,7 @@ def fit(tmp_path: Path, spoil: Spoil) -> None:
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(4, 1), (6, 1), (9, 2)])
-def test_the_error_names_the_step_and_the_last_checkpoint_stays(
-    step: int, epoch: int, tmp_path: Path
-) -> None:
+def test_the_error_names_the_step_and_the_last_checkpoint_stays(step, epoch, tmp_path):
     message = (
         rf"loss is not finite at step {step}, in epoch {epoch + 1}: .*lower optim\.lr"
         ".*Earlier checkpoints are intact$"
@@ -60,24 +54,22 @@ def test_the_error_names_the_step_and_the_last_checkpoint_stays(
     assert all(v.isfinite().all() for v in last["state_dict"].values())
 
 
-def test_the_error_says_that_no_checkpoint_was_written(tmp_path: Path) -> None:
+def test_the_error_says_that_no_checkpoint_was_written(tmp_path):
     """It said that earlier ones are intact, and a resumed run ended in the same way."""
     with pytest.raises(FloatingPointError, match=r"No checkpoint was written, .*: start a new"):
         fit(tmp_path, Spoil(2))
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with pytest.raises(FloatingPointError, match=r"parameter model\.head\.bias .* step 8"):
         fit(tmp_path, Spoil(8, weight=True))  # the last step of an epoch: no later loss shows it
     assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == 4
 
 
-def test_the_losses_of_a_device_are_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_losses_of_a_device_are_read_together(tmp_path, monkeypatch):
     """The code for a GPU, run on the device ``meta`` and on flags of the CPU."""
     module, check = Classifier(TinyNet()), FiniteLoss()
-    runner: Any = SimpleNamespace(world_size=1, current_epoch=7, callbacks=[])
+    runner = SimpleNamespace(world_size=1, current_epoch=7, callbacks=[])
     module.trainer = runner
     flags = iter([True, True, False, True, False])
     monkeypatch.setattr(torch, "isfinite", lambda loss: torch.tensor(next(flags)))
@@ -90,7 +82,7 @@ def test_the_losses_of_a_device_are_read_together(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
+def test_on_a_gpu_no_step_waits(tmp_path):
     runner = trainer(tmp_path, accelerator="gpu", max_epochs=8, callbacks=[Spoil(13)])
     with pytest.raises(FloatingPointError, match="at step 13, in epoch 4"):
         runner.fit(Classifier(TinyNet()), loader())
@@ -100,20 +92,18 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(1, 5):
-            state: Any = SimpleNamespace(world_size=1, global_step=step, current_epoch=0)
+            state = SimpleNamespace(world_size=1, global_step=step, current_epoch=0)
             check.on_before_backward(state, module, loss)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize(("factor", "warned"), [(1e16, True), (1.0, False)])
-def test_a_diverged_loss_is_warned_of_once(
-    factor: float, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_diverged_loss_is_warned_of_once(factor, warned, tmp_path, caplog):
     """A loss of 1e16 for three epochs ended with status 0 and no warning."""
     module = Classifier(TinyNet(), optim={"lr": 1e-12 / factor})
     with torch.no_grad():
-        module.model.head.weight.mul_(factor)  # type: ignore[union-attr, operator]
+        module.model.head.weight.mul_(factor)
     runner = trainer(tmp_path, max_epochs=3)
     runner.fit(module, loader())
     warnings = [

@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -17,14 +12,14 @@ class Slow(pl.Callback):
 
     now = 0.0
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         self.now += 0.005
 
-    def on_validation_epoch_end(self, *args: Any) -> None:
+    def on_validation_epoch_end(self, *args):
         self.now += 0.4
 
 
-def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_an_epoch(tmp_path, monkeypatch):
     slow = Slow()
     monkeypatch.setattr(Footprint, "now", lambda self, module: slow.now)
     runner = trainer(tmp_path, max_epochs=2, callbacks=[slow, Footprint()])
@@ -39,9 +34,7 @@ def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # about callbacks and data that cannot resume
-def test_a_resumed_epoch_counts_from_the_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_epoch_counts_from_the_resume(tmp_path, monkeypatch):
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5)
     first = trainer(tmp_path, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
     first.fit(Classifier(TinyNet()), loader(128), loader(16))
@@ -55,9 +48,7 @@ def test_a_resumed_epoch_counts_from_the_resume(
     assert images == pytest.approx(3 * 16)
 
 
-def test_without_a_source_no_memory_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_source_no_memory_is_logged(tmp_path, monkeypatch):
     monkeypatch.setattr("revzoo.training.memory.peak_host_bytes", lambda: None)
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(TinyNet()), loader())
@@ -66,7 +57,7 @@ def test_without_a_source_no_memory_is_logged(
 
 
 @pytest.mark.gpu
-def test_gpu_peak_is_per_epoch(tmp_path: Path) -> None:
+def test_gpu_peak_is_per_epoch(tmp_path):
     ballast = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del ballast
     runner = trainer(tmp_path, max_epochs=1, accelerator="gpu", devices=1, callbacks=[Footprint()])
@@ -79,12 +70,12 @@ class Sized(nn.Module):
 
     num_classes = 4
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Linear(64, 4)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         copies = torch.tanh(self.scale * x.flatten(1).repeat(500, 1, 1))
         return self.head(copies.mean(0))
 
@@ -92,11 +83,11 @@ class Sized(nn.Module):
 class Looking(Sized):
     """Reads values, which fake tensors lack."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) * bool(x.sum() != 7)
 
 
-def test_activations_are_counted_as_well(tmp_path: Path) -> None:
+def test_activations_are_counted_as_well(tmp_path):
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(Sized()), loader(128), loader(16))
     found = float(runner.callback_metrics["footprint/activation_bytes"])
@@ -105,7 +96,7 @@ def test_activations_are_counted_as_well(tmp_path: Path) -> None:
     assert found == pytest.approx(4 * 500 * batch * 64 * 4, rel=0.05)
 
 
-def test_a_model_that_cannot_be_counted_still_trains(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_counted_still_trains(tmp_path):
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(Looking()), loader(128), loader(16))
     assert "footprint/activation_bytes" not in runner.callback_metrics

@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import logging
 import re
-from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -18,7 +15,7 @@ from revzoo.training.callbacks.registry import CALLBACKS
 from revzoo.training.loggers import MetricsCSV
 from revzoo.training.resume import GracefulStop
 
-ALL: dict[str, dict[str, int]] = {name: {} for name in CALLBACKS} | {"side_bits": {"epochs": 1}}
+ALL = {name: {} for name in CALLBACKS} | {"side_bits": {"epochs": 1}}
 
 # (first, later, why): all constraints on the order of callbacks
 ORDER = (
@@ -30,16 +27,16 @@ ORDER = (
 )
 
 
-def test_every_name_builds_its_callback(tmp_path: Path) -> None:
+def test_every_name_builds_its_callback(tmp_path):
     built = build_callbacks(ALL, run_dir=tmp_path)
     assert len({type(callback) for callback in built}) == len(CALLBACKS)
 
 
-def test_none_removes_a_callback(tmp_path: Path) -> None:
+def test_none_removes_a_callback(tmp_path):
     assert build_callbacks(dict.fromkeys(CALLBACKS), run_dir=tmp_path) == []
 
 
-def test_options_reach_the_callback(tmp_path: Path) -> None:
+def test_options_reach_the_callback(tmp_path):
     specs = {"early_stopping": {"patience": 3, "monitor": "val/loss", "mode": "min"}}
     (stopping,) = build_callbacks(specs, run_dir=tmp_path)
     assert isinstance(stopping, EarlyStopping)
@@ -57,19 +54,19 @@ def test_options_reach_the_callback(tmp_path: Path) -> None:
         ({"footprint": {"x": 1}}, "there is none"),
     ],
 )
-def test_unknown_names_are_refused(tmp_path: Path, specs: dict, message: str) -> None:  # type: ignore[type-arg]
+def test_unknown_names_are_refused(tmp_path, specs, message):
     with pytest.raises(ValueError, match=message):
         build_callbacks(specs, run_dir=tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_best_and_last_are_kept(tmp_path: Path, mode: str) -> None:
+def test_best_and_last_are_kept(tmp_path, mode):
     specs = {"best_checkpoint": {"monitor": "val/loss", "mode": mode}, "last_checkpoint": {}}
     callbacks = build_callbacks(specs, run_dir=tmp_path)
-    losses: list[float] = []
+    losses = []
 
     class Losses(pl.Callback):
-        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        def on_validation_end(self, trainer, pl_module):
             losses.append(float(trainer.callback_metrics["val/loss"]))
 
     runner = trainer(
@@ -85,14 +82,14 @@ def test_best_and_last_are_kept(tmp_path: Path, mode: str) -> None:
     assert (last["epoch"], last["global_step"]) == (3, 16)
 
 
-def test_without_a_monitor_there_is_no_best_checkpoint(tmp_path: Path) -> None:
+def test_without_a_monitor_there_is_no_best_checkpoint(tmp_path):
     callbacks = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
     runner = trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_epochs=1)
     runner.fit(Classifier(TinyNet()), loader(), loader())
     assert best_checkpoint_path(runner) is None
 
 
-def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_line_per_epoch(tmp_path, caplog):
     callbacks = build_callbacks({"epoch_log": {}, "footprint": {}}, run_dir=tmp_path)
     with caplog.at_level(logging.INFO, logger="revzoo"):
         trainer(tmp_path, callbacks=callbacks).fit(Classifier(TinyNet()), loader(), loader())
@@ -101,9 +98,7 @@ def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [re.sub(figures, "...", line) for line in lines] == ["epoch 1/2  ...", "epoch 2/2  ..."]
 
 
-def test_figures_of_an_earlier_validation_are_not_logged_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_figures_of_an_earlier_validation_are_not_logged_again(tmp_path, caplog):
     callbacks = build_callbacks({"epoch_log": {}}, run_dir=tmp_path)
     runner = trainer(tmp_path, callbacks=callbacks, max_epochs=4, check_val_every_n_epoch=2)
     with caplog.at_level(logging.INFO, logger="revzoo"):
@@ -113,7 +108,7 @@ def test_figures_of_an_earlier_validation_are_not_logged_again(
     assert [", val " in line for line in lines] == [False, True, False, True]
 
 
-def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
+def test_the_order_of_callbacks_holds_in_a_run(tmp_path):
     refuse = {"private", "gradient_noise_scale", "hard_samples", "side_bits"}  # this network
     specs = {name: {} for name in ALL if name not in refuse}
     callbacks = [*build_callbacks(specs, run_dir=tmp_path), GracefulStop()]
@@ -126,11 +121,11 @@ def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
         fast_dev_run=1,
         limit_train_batches=1,
     )
-    seen: list[pl.Callback] = []
+    seen = []
 
     class Seen(Classifier):
-        def on_fit_start(self) -> None:
-            seen.extend(self.trainer.callbacks)  # type: ignore[attr-defined]
+        def on_fit_start(self):
+            seen.extend(self.trainer.callbacks)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -140,10 +135,8 @@ def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
         assert kinds.index(first) < kinds.index(later), why
 
 
-def test_a_registered_callback_is_selected_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def confetti(run_dir: Path, *, every: int = 1) -> pl.Callback:
+def test_a_registered_callback_is_selected_by_name(tmp_path, monkeypatch):
+    def confetti(run_dir, *, every=1):
         return Footprint()
 
     monkeypatch.setattr(registry, "CALLBACKS", dict(CALLBACKS))
@@ -157,11 +150,11 @@ def test_a_registered_callback_is_selected_by_name(
     ):
         revzoo.register_callback("ema", confetti)
     with pytest.raises(TypeError, match="callback 'lights' is 'on': expected the class, or a"):
-        revzoo.register_callback("lights", "on")  # type: ignore[arg-type]
+        revzoo.register_callback("lights", "on")
 
 
 @pytest.mark.parametrize("name", ["best_checkpoint", "early_stopping"])
-def test_the_direction_follows_from_the_figure(name: str, tmp_path: Path) -> None:
+def test_the_direction_follows_from_the_figure(name, tmp_path):
     """The best loss was the largest unless mode=min was given, too."""
     for monitor, mode in (("val/loss", "min"), ("val/acc", "max")):
         (callback,) = build_callbacks({name: {"monitor": monitor}}, run_dir=tmp_path)

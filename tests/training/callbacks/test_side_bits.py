@@ -1,8 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -19,25 +14,25 @@ OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(4, 4, 3, padding=1)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x):
         return x + self.conv(x).tanh()
 
 
 class Net(TinyNet):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body.extend([nn.Sequential(*(Block() for _ in range(3)))])
 
 
 class Bits(pl.Callback):
-    def __init__(self) -> None:
-        self.values: list[set[int]] = []
+    def __init__(self):
+        self.values = []
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer, pl_module):
         self.values.append({m.bits for m in pl_module.modules() if isinstance(m, SideBits)})
 
 
@@ -45,16 +40,14 @@ class Bits(pl.Callback):
     ("options", "expected"),
     [({"epochs": 2, "most": 8}, [4, 4, 6, 8]), ({"epochs": 9, "most": 6}, [5, 6, 6, 6])],
 )
-def test_bits_rise_over_the_last_epochs(
-    tmp_path: Path, options: dict[str, int], expected: list[int]
-) -> None:
+def test_bits_rise_over_the_last_epochs(tmp_path, options, expected):
     module = Classifier(revzoo.make_reversible(Net(), 4), optim=OPTIM)
     callbacks = [AnnealedBits(**options), seen := Bits()]
     trainer(tmp_path, max_epochs=4, callbacks=callbacks).fit(module, loader(16))
     assert seen.values == [{bits} for bits in expected]
 
 
-def test_checkpoints_say_the_bits_of_their_weights(tmp_path: Path) -> None:
+def test_checkpoints_say_the_bits_of_their_weights(tmp_path):
     spec = {"name": "torchvision:resnet18", "num_classes": 2, "in_chans": 1}
     module = Classifier({**spec, "reversible_bits": 2}, optim=OPTIM)
     fit = trainer(tmp_path, max_epochs=1, callbacks=[AnnealedBits(epochs=1, most=5)])
@@ -67,7 +60,7 @@ def test_checkpoints_say_the_bits_of_their_weights(tmp_path: Path) -> None:
     assert {m.bits for m in other.modules() if isinstance(m, SideBits)} == {5}
 
 
-def test_a_checkpoint_has_the_bits_that_the_module_has_when_it_is_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_bits_that_the_module_has_when_it_is_saved(tmp_path):
     """Only the callback recorded them, so a run without it saved the bits of its start."""
     spec = {"name": "torchvision:resnet18", "num_classes": 2, "in_chans": 1, "reversible_bits": 2}
     module = Classifier(spec, optim=OPTIM)
@@ -83,7 +76,7 @@ def test_a_checkpoint_has_the_bits_that_the_module_has_when_it_is_saved(tmp_path
     assert module.hparams["model"]["reversible_bits"] == 2
 
 
-def test_what_cannot_be_annealed(tmp_path: Path) -> None:
+def test_what_cannot_be_annealed(tmp_path):
     for options in ({"epochs": 0}, {"epochs": 1, "most": 9}, {"epochs": 1, "most": 0}):
         with pytest.raises(ValueError, match="expected"):
             AnnealedBits(**options)
@@ -92,11 +85,11 @@ def test_what_cannot_be_annealed(tmp_path: Path) -> None:
         fit.fit(Classifier(TinyNet(), optim=OPTIM), loader(16))
 
 
-def norms_of(module: nn.Module) -> list[nn.BatchNorm2d]:
+def norms_of(module):
     return [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
 
 
-def test_statistics_are_the_average_over_the_batches() -> None:
+def test_statistics_are_the_average_over_the_batches():
     net = nn.Sequential(nn.BatchNorm2d(2), nn.Dropout(0.5), nn.BatchNorm2d(2))
     net[0].momentum = 0.3
     net[2].eval()
@@ -114,7 +107,7 @@ def test_statistics_are_the_average_over_the_batches() -> None:
     assert torch.equal(net[0].running_mean, before)  # an error changes nothing
 
 
-def test_a_run_may_begin_with_new_statistics(tmp_path: Path) -> None:
+def test_a_run_may_begin_with_new_statistics(tmp_path):
     found = []
     for batches in (0, 2):
         torch.manual_seed(0)
@@ -127,15 +120,15 @@ def test_a_run_may_begin_with_new_statistics(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
-def test_a_run_resumed_inside_an_epoch_has_the_bits_of_the_epoch(tmp_path: Path) -> None:
+def test_a_run_resumed_inside_an_epoch_has_the_bits_of_the_epoch(tmp_path):
     """Lightning skips on_train_epoch_start, so an instance of a module had the first bits."""
 
     class Save(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 6:
                 trainer.save_checkpoint(tmp_path / "middle.ckpt")
 
-    def fit(**options: Any) -> list[set[int]]:
+    def fit(**options):
         module = Classifier(revzoo.make_reversible(Net(), 4), optim=OPTIM)
         callbacks = [AnnealedBits(epochs=2, most=8), seen := Bits(), Save()]
         trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(module, loader(), **options)

@@ -1,10 +1,6 @@
 """A run resumes only from a complete state whose parts fit together."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +19,11 @@ from revzoo.weights.source import LAST
 
 NET = {**TINY, "num_classes": 10}
 WEIGHT = "model.fc.weight"
-KEPT: dict[str, Any] = {"best_checkpoint": {}, "last_checkpoint": {}, "early_stopping": {}}
+KEPT = {"best_checkpoint": {}, "last_checkpoint": {}, "early_stopping": {}}
 State = dict[str, Any]
 
 
-def saved(folder: Path, optim: dict[str, Any], names: dict[str, Any], **options: Any) -> State:
+def saved(folder, optim, names, **options):
     """The state that a run of two steps saves."""
     runner = trainer(
         folder,
@@ -43,7 +39,7 @@ def saved(folder: Path, optim: dict[str, Any], names: dict[str, Any], **options:
     return read_checkpoint(folder / "checkpoints" / LAST)
 
 
-def check(state: State, names: dict[str, Any], folder: Path) -> None:
+def check(state, names, folder):
     callbacks = build_callbacks(names, run_dir=folder)
     check_complete(state, "a.ckpt", data="Digits", callbacks=callbacks)
 
@@ -53,7 +49,7 @@ EMA = {**KEPT, "ema": {}}
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> State:
+def good(tmp_path_factory):
     with torch.random.fork_rng():
         return saved(tmp_path_factory.mktemp("good"), SGD, EMA)
 
@@ -69,14 +65,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> State:
         (SGD, {name: {} for name in ("footprint", "epoch_log", "drift", "batch_norm")}, {}),
     ],
 )
-def test_the_state_of_a_run_is_accepted(
-    optim: dict[str, Any], names: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_state_of_a_run_is_accepted(optim, names, options, tmp_path):
     names = {**KEPT, **names}
     check(saved(tmp_path, optim, names, **options), names, tmp_path)
 
 
-DAMAGES: list[tuple[Callable[[State], object], str]] = [
+DAMAGES = [
     (lambda s: s.pop("global_step"), "a.ckpt lacks global_step"),
     (lambda s: s.pop("loops"), "lacks loops"),
     (lambda s: s.pop("optimizer_states"), "lacks optimizer_states"),
@@ -91,9 +85,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
-def test_the_damaged_part_is_named(
-    damage: Callable[[State], object], message: str, good: State, tmp_path: Path
-) -> None:
+def test_the_damaged_part_is_named(damage, message, good, tmp_path):
     check(good, EMA, tmp_path)
     state = copy.deepcopy(good)
     damage(state)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import builtins
 import collections
 import io
@@ -9,9 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,16 +27,16 @@ from revzoo.weights.source import LAST, PREVIOUS
 ROOT = Path(__file__).parents[3]
 
 
-def state(number: int = 0, **more: Any) -> dict[str, Any]:
+def state(number=0, **more):
     return {"state_dict": {"w": torch.full((1000,), float(number))}, "number": number, **more}
 
 
-def save(path: Path, number: int = 0) -> Path:
+def save(path, number=0):
     write_checkpoint(state(number), path)
     return path
 
 
-def test_a_written_checkpoint_is_read_back(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_read_back(tmp_path):
     plain = state(
         nested={"list": [1, 2.5, None, True, ("a", b"b")], 3: torch.ones(2, dtype=torch.bfloat16)},
         milestones=collections.Counter({5: 1}),
@@ -66,7 +62,7 @@ class Word(str):
         (Word("a"), "test_files.Word"),
     ],
 )
-def test_what_no_run_could_read_is_not_written(value: Any, named: str, tmp_path: Path) -> None:
+def test_what_no_run_could_read_is_not_written(value, named, tmp_path):
     path = save(tmp_path / LAST, 1)
     with pytest.raises(CheckpointError, match=f"last.ckpt is not written.*{named}.*expected"):
         write_checkpoint(state(2, callbacks={"x": [0, value]}), path)
@@ -74,7 +70,7 @@ def test_what_no_run_could_read_is_not_written(value: Any, named: str, tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
 
 
-def test_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_kept(tmp_path):
     for number in range(3):
         save(tmp_path / LAST, number)
     assert read_checkpoint(tmp_path / LAST)["number"] == 2
@@ -84,10 +80,8 @@ def test_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {LAST, PREVIOUS, "best.ckpt"}
 
 
-def test_without_hard_links_the_previous_checkpoint_is_kept_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(self: Path, target: Path) -> None:
+def test_without_hard_links_the_previous_checkpoint_is_kept_too(tmp_path, monkeypatch):
+    def refused(self, target):
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(Path, "hardlink_to", refused)
@@ -97,12 +91,10 @@ def test_without_hard_links_the_previous_checkpoint_is_kept_too(
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
 
 
-def test_a_full_disk_leaves_the_old_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = save(tmp_path / LAST, 1)
 
-    def full(handle: int) -> None:
+    def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -112,8 +104,8 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
 
 
-def test_file_and_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
+def test_file_and_folder_are_synced(tmp_path, monkeypatch):
+    events = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(
         os, "fsync", lambda h: (events.append(str(Path(f"/proc/self/fd/{h}").readlink())), fsync(h))
@@ -129,15 +121,15 @@ def test_file_and_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 class Hostile:
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target):
         self.target = target
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.target,)
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_no_pickle_is_executed(tmp_path: Path, legacy: bool) -> None:
+def test_no_pickle_is_executed(tmp_path, legacy):
     path, target = tmp_path / "a.ckpt", tmp_path / "executed"
     hostile = {"state_dict": {}, "x": Hostile(target)}
     if legacy:
@@ -151,7 +143,7 @@ def test_no_pickle_is_executed(tmp_path: Path, legacy: bool) -> None:
     assert not target.exists()
 
 
-def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_every_cut_and_every_flipped_bit_is_found(tmp_path):
     whole = save(tmp_path / "a.ckpt").read_bytes()
     good = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"]
     path, rng = tmp_path / "b.ckpt", random.Random(0)
@@ -180,7 +172,7 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
         ([1], "got list"),
     ],
 )
-def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+def test_other_files_are_refused(content, message, tmp_path):
     path = tmp_path / "a.ckpt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -190,16 +182,14 @@ def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> 
         read_checkpoint(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no file .*a\.ckpt"):
         read_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"there is no file .*last\.ckpt"):
         read_last(tmp_path)
 
 
-def test_the_previous_checkpoint_replaces_a_damaged_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_previous_checkpoint_replaces_a_damaged_one(tmp_path, caplog):
     for number in range(2):
         save(tmp_path / LAST, number)
     (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-100])
@@ -212,14 +202,12 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
 
 
-def test_a_file_that_the_system_does_not_open_is_not_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_the_system_does_not_open_is_not_damaged(tmp_path, monkeypatch):
     """A run resumed from the epoch before, and renamed its good ``last.ckpt``."""
     last = save(save(tmp_path / LAST, 1), 2)
     opened = open
 
-    def refuse(file: Any, *args: Any, **keywords: Any) -> Any:
+    def refuse(file, *args, **keywords):
         if str(file) == str(last):
             raise PermissionError(13, "Permission denied", str(last))
         return opened(file, *args, **keywords)
@@ -231,10 +219,10 @@ def test_a_file_that_the_system_does_not_open_is_not_damaged(
     assert last.exists()
 
 
-def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
+def checker(*, damaged=(), refused=()):
     """A check that refuses states with these numbers as damaged, or as another run's."""
 
-    def check(found: dict[str, Any], path: Path) -> None:
+    def check(found, path):
         if found["number"] in damaged:
             raise DamagedCheckpointError(f"{path} is bad")
         if found["number"] in refused:
@@ -257,9 +245,7 @@ def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
         (checker(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
     ],
 )
-def test_the_previous_checkpoint_replaces_one_that_fails_its_check(
-    check: Any, outcome: str, names: set[str], tmp_path: Path
-) -> None:
+def test_the_previous_checkpoint_replaces_one_that_fails_its_check(check, outcome, names, tmp_path):
     for number in range(2):
         save(tmp_path / LAST, number)
     if outcome in names:
@@ -272,7 +258,7 @@ def test_the_previous_checkpoint_replaces_one_that_fails_its_check(
     assert {p.name for p in tmp_path.iterdir()} == names
 
 
-def killed_while_saving(folder: Path, *, kills: int, seed: int, **environment: str) -> str:
+def killed_while_saving(folder, *, kills, seed, **environment):
     program = str(Path(__file__).with_name("kill_while_saving.py"))
     done = subprocess.run(
         [sys.executable, program, str(folder), str(kills), str(seed)],
@@ -285,13 +271,13 @@ def killed_while_saving(folder: Path, *, kills: int, seed: int, **environment: s
     return done.stdout
 
 
-def test_kills_lose_no_checkpoint(tmp_path: Path) -> None:
+def test_kills_lose_no_checkpoint(tmp_path):
     assert killed_while_saving(tmp_path, kills=5, seed=0).startswith("5 kills")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_many_kills_lose_no_checkpoint(tmp_path: Path, elsewhere: bool) -> None:
+def test_many_kills_lose_no_checkpoint(tmp_path, elsewhere):
     """Even if the folder for temporary files is on another file system."""
     if elsewhere and not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm here")
@@ -301,7 +287,7 @@ def test_many_kills_lose_no_checkpoint(tmp_path: Path, elsewhere: bool) -> None:
     assert in_the_middle >= 10, report
 
 
-def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
+def test_lightning_writes_and_reads_through_it(tmp_path):
     plugin = PlainCheckpointIO()
     plugin.save_checkpoint(state(4), tmp_path / LAST)
     assert plugin.load_checkpoint(tmp_path / LAST)["number"] == 4
@@ -310,9 +296,7 @@ def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
     assert files.TEMPORARY not in "".join(p.name for p in tmp_path.iterdir())
 
 
-def test_only_an_hour_of_failed_saves_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_an_hour_of_failed_saves_ends_the_run(tmp_path, monkeypatch, caplog):
     """A failed save is logged as an error; the run ends if no save succeeds for an hour."""
     clock, io, blocked = [100.0], PlainCheckpointIO(), tmp_path / "file"
     monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])

@@ -1,10 +1,7 @@
 """Hostile checkpoints: their hyperparameters cannot import or call code."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -20,7 +17,7 @@ SHARED = {"name": "constant", "_target_": "hostile.act"}
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hostile(tmp_path, monkeypatch):
     """A module ``hostile`` that makes files when imported or called; returns their folder."""
     traces = tmp_path / "traces"
     traces.mkdir()
@@ -36,7 +33,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return traces
 
 
-def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
+def checkpoint(path, hyper, **others):
     version = {"pytorch-lightning_version": pl.__version__}
     state = {"state_dict": Classifier(TINY).state_dict(), "hyper_parameters": hyper}
     write_checkpoint({**version, **state, **others}, path)
@@ -63,9 +60,7 @@ def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
         ({"model": TINY, "optim": {"schedule": "hostile.act"}}, "schedule='hostile.act': expected"),
     ],
 )
-def test_references_are_refused_before_anything_is_imported(
-    hyper: Any, message: str, hostile: Path, tmp_path: Path
-) -> None:
+def test_references_are_refused_before_anything_is_imported(hyper, message, hostile, tmp_path):
     path = checkpoint(tmp_path / "a.ckpt", hyper)
     for read in (Classifier.load_from_checkpoint, restore):
         with pytest.raises(CheckpointError, match=message):
@@ -75,16 +70,16 @@ def test_references_are_refused_before_anything_is_imported(
 
 
 @pytest.mark.parametrize("key", ["hparams", "module_arguments", "hparams_name", "hparams_type"])
-def test_lightnings_older_keys_are_ignored(key: str, hostile: Path, tmp_path: Path) -> None:
-    content: Any = {"_instantiator": "hostile.act"} if key[-1] == "s" else "hostile.act"
+def test_lightnings_older_keys_are_ignored(key, hostile, tmp_path):
+    content = {"_instantiator": "hostile.act"} if key[-1] == "s" else "hostile.act"
     path = checkpoint(tmp_path / "a.ckpt", {"model": TINY}, **{key: content})
     assert Classifier.load_from_checkpoint(path).model.num_classes == 2
     assert list(hostile.iterdir()) == []
 
 
-def test_pickled_calls_are_not_made(hostile: Path, tmp_path: Path) -> None:
+def test_pickled_calls_are_not_made(hostile, tmp_path):
     class Call:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return Path.touch, (hostile / "called",)
 
     torch.save({"state_dict": {}, "hyper_parameters": {"model": Call()}}, tmp_path / "a.ckpt")
@@ -95,7 +90,7 @@ def test_pickled_calls_are_not_made(hostile: Path, tmp_path: Path) -> None:
     assert (hostile / "called").exists()  # the attack works without the check
 
 
-def test_arguments_override_the_file(tmp_path: Path) -> None:
+def test_arguments_override_the_file(tmp_path):
     path = checkpoint(tmp_path / "a.ckpt", {"model": TINY, "optim": {"lr": 0.3}})
     assert Classifier.load_from_checkpoint(path).optim.lr == 0.3
     assert Classifier.load_from_checkpoint(path, optim={"lr": 0.1}).optim.lr == 0.1
@@ -107,7 +102,7 @@ def test_arguments_override_the_file(tmp_path: Path) -> None:
     assert torch.equal(loaded.model.head.weight, net.head.weight)
 
 
-def test_data_modules_do_not_load_from_a_checkpoint(tmp_path: Path, hostile: Path) -> None:
+def test_data_modules_do_not_load_from_a_checkpoint(tmp_path, hostile):
     hyper = {"datamodule_hyper_parameters": {"_instantiator": "hostile.act"}}
     path = checkpoint(tmp_path / "a.ckpt", {"model": TINY}, **hyper)
     with pytest.raises(NotImplementedError, match=r"make Digits\(...\)"):
@@ -115,7 +110,7 @@ def test_data_modules_do_not_load_from_a_checkpoint(tmp_path: Path, hostile: Pat
     assert list(hostile.iterdir()) == []
 
 
-def test_a_name_of_weights_is_kept_as_its_architecture(tmp_path: Path) -> None:
+def test_a_name_of_weights_is_kept_as_its_architecture(tmp_path):
     module = Classifier({"name": "irevnet13.digits", "in_chans": 1})
     assert module.hparams["model"]["name"] == "irevnet13"
     write_checkpoint(
@@ -125,9 +120,9 @@ def test_a_name_of_weights_is_kept_as_its_architecture(tmp_path: Path) -> None:
     assert Classifier.load_from_checkpoint(tmp_path / "a.ckpt").model.num_classes == 10
 
 
-def test_parameters_of_a_subclass_are_passed_again(tmp_path: Path) -> None:
+def test_parameters_of_a_subclass_are_passed_again(tmp_path):
     class Own(Classifier):
-        def __init__(self, model: Any, alpha: float = 0.5, **options: Any) -> None:
+        def __init__(self, model, alpha: float = 0.5, **options):
             super().__init__(model, **options)
             self.alpha = alpha
 

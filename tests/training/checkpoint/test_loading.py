@@ -1,15 +1,8 @@
 """Hostile checkpoints: each reader refuses wrong content, by name and with its own error."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from small_task import TINY, TinyNet
-from torch import nn
 
 from revzoo.models import create_model
 from revzoo.training import Classifier
@@ -21,11 +14,11 @@ FIRST, BIAS = "model.stem.steps.0.conv.weight", "model.fc.bias"
 DATA = {"classes": ["left", "right"], "normalisation": {"mean": [0.0], "std": [1.0]}}
 
 
-def from_zoo(path: Path) -> nn.Module:
+def from_zoo(path):
     return create_model(**TINY, checkpoint_path=path)
 
 
-def save(path: Path, hyper: Any = None, **parts: Any) -> Path:
+def save(path, hyper=None, **parts):
     """A checkpoint of :data:`TINY`, with some ``parts`` of it replaced."""
     whole = {"state_dict": Classifier(TINY).state_dict(), "Data": DATA}
     hyper = {"hyper_parameters": {"model": {**TINY, **(hyper or {})}}}
@@ -54,9 +47,7 @@ READERS = {Classifier.load_from_checkpoint: CheckpointError, restore: Checkpoint
         (lambda s: s[BIAS][1:].fill_(float("inf")), r"NaN or Inf in .*fc.bias \(1 of 2 values\)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    change: Callable[[Any], Any], message: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_fit_are_named(change, message, tmp_path):
     change(state := Classifier(TINY).state_dict())
     path = save(tmp_path / "a.ckpt", state_dict=state)
     for read, error in {**READERS, from_zoo: WeightsError}.items():
@@ -65,14 +56,14 @@ def test_tensors_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize("state", [None, 5, [torch.ones(1)]])
-def test_no_state_dict_at_all_is_refused(state: Any, tmp_path: Path) -> None:
+def test_no_state_dict_at_all_is_refused(state, tmp_path):
     path = save(tmp_path / "a.ckpt", state_dict=state)
     for read, error in {**READERS, from_zoo: WeightsError}.items():
         with pytest.raises(error, match=r"a\.ckpt .*state_dict"):
             read(path)
 
 
-def test_without_strict_shapes_are_still_checked(tmp_path: Path) -> None:
+def test_without_strict_shapes_are_still_checked(tmp_path):
     state = Classifier(TINY).state_dict()
     bias = state.pop(BIAS) + 1
     path = save(tmp_path / "a.ckpt", state_dict={**state, "model.z": bias})
@@ -83,14 +74,14 @@ def test_without_strict_shapes_are_still_checked(tmp_path: Path) -> None:
         Classifier.load_from_checkpoint(path, strict=False)
 
 
-def test_extra_state_is_left_to_its_module(tmp_path: Path) -> None:
+def test_extra_state_is_left_to_its_module(tmp_path):
     class Net(TinyNet):
         word = "new"
 
-        def get_extra_state(self) -> Any:
+        def get_extra_state(self):
             return {"word": self.word}
 
-        def set_extra_state(self, state: Any) -> None:
+        def set_extra_state(self, state):
             self.word = state["word"]
 
     net = Net()
@@ -110,16 +101,14 @@ def test_extra_state_is_left_to_its_module(tmp_path: Path) -> None:
         ({"stem_width": 10**15}, "cannot be created"),
     ],
 )
-def test_models_that_cannot_be_created_are_refused(
-    hyper: Any, message: str, tmp_path: Path
-) -> None:
+def test_models_that_cannot_be_created_are_refused(hyper, message, tmp_path):
     path = save(tmp_path / "a.ckpt", hyper)
     for read in READERS:
         with pytest.raises(CheckpointError, match=message):
             read(path)
 
 
-def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
+def test_a_wrong_argument_is_the_callers_error(tmp_path):
     path = save(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"optim\.lr"):
         Classifier.load_from_checkpoint(path, optim={"lr": "x"})
@@ -138,7 +127,7 @@ def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
         ({"in_chans": 3}, "1 channels: in_chans is 3"),
     ],
 )
-def test_impossible_data_states_are_refused(data: Any, message: str, tmp_path: Path) -> None:
+def test_impossible_data_states_are_refused(data, message, tmp_path):
     path = save(tmp_path / "a.ckpt")
     assert restore(path).data_state["classes"] == DATA["classes"]
     save(path, Data={**DATA, **data})

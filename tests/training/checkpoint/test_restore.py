@@ -1,8 +1,4 @@
-from __future__ import annotations
-
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ NET = {**TINY, "num_classes": 10}
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Classifier, Digits]:
+def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     runner = trainer(folder, max_epochs=1, limit_train_batches=1, plugins=[PlainCheckpointIO()])
     module, data = Classifier(NET), Digits()
@@ -34,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Classifier, D
     return folder / "a.ckpt", module, data
 
 
-def test_model_classes_and_normalisation_come_back(saved: Any) -> None:
+def test_model_classes_and_normalisation_come_back(saved):
     path, module, data = saved
     restored = restore(path)
     assert restored.data_state["classes"] == data.classes
@@ -52,7 +48,7 @@ def test_model_classes_and_normalisation_come_back(saved: Any) -> None:
         (lambda s: s.pop("Digits"), "does not have the classes"),
     ],
 )
-def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: Any) -> None:
+def test_incomplete_checkpoints_are_refused(change, message, saved):
     state = read_checkpoint(saved[0])
     change(state)
     bad = saved[0].with_name("bad.ckpt")
@@ -61,34 +57,32 @@ def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: An
         restore(bad)
 
 
-def test_the_message_for_a_checkpoint_of_another_data_module_shows_how_to_use_it(
-    tmp_path: Path,
-) -> None:
+def test_the_message_for_a_checkpoint_of_another_data_module_shows_how_to_use_it(tmp_path):
     """No message named the way from a training with one's own data to revzoo predict."""
     runner = trainer(tmp_path, max_epochs=1, plugins=[PlainCheckpointIO()])
     runner.fit(Classifier(TINY), loader(16))
     runner.save_checkpoint(path := tmp_path / "own.ckpt", weights_only=False)
     with pytest.raises(CheckpointError, match="your own DataModule") as caught:
         restore(path)
-    names: dict[str, Any] = {"Classifier": Classifier, "FOLDER": tmp_path / "net"}
+    names = {"Classifier": Classifier, "FOLDER": tmp_path / "net"}
     run_message(caught.value, names, classes=["left", "right"], mean=[0.5], std=[0.25])
     restored = restore(tmp_path / "net")
     assert restored.data_state["classes"] == ["left", "right"]
     assert restored.data_state["normalisation"] == {"mean": [0.5], "std": [0.25]}
 
 
-def test_the_message_for_weights_without_facts_adds_them(tmp_path: Path) -> None:
+def test_the_message_for_weights_without_facts_adds_them(tmp_path):
     """The message asked for fields in NAME.json, but the folder holds config.json."""
     create_model(**TINY).save_pretrained(tmp_path / "bare", mean=[0.5])
     with pytest.raises(EntryError, match="bare lacks classes, std: add") as caught:
         restore(tmp_path / "bare")
-    names: dict[str, Any] = {"revzoo": revzoo, "FOLDER": tmp_path / "net"}
+    names = {"revzoo": revzoo, "FOLDER": tmp_path / "net"}
     run_message(caught.value, names, classes=["left", "right"], std=[0.25])
     facts = restore(tmp_path / "net").facts
     assert (facts["classes"], facts["mean"], facts["std"]) == (("left", "right"), (0.5,), (0.25,))
 
 
-def run_message(error: Exception, names: dict[str, Any], **facts: Any) -> None:
+def run_message(error, names, **facts):
     """Run the Python of a message, with these facts for its ``[...]``."""
     found = re.search(r"(model = .*), then (model\.save_pretrained\(.*\)), and give", str(error))
     assert found, error

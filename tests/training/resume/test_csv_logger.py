@@ -1,10 +1,6 @@
-from __future__ import annotations
-
 import csv
 import signal
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -19,14 +15,12 @@ from revzoo.training.resume import RunStopped
 from revzoo.weights.source import LAST
 
 
-def rows(path: Path) -> list[dict[str, str]]:
+def rows(path):
     with path.open(newline="") as file:
         return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
-def write(
-    path: Path, *metrics: tuple[int, dict[str, float]], first_step: int | None = None
-) -> None:
+def write(path, *metrics, first_step=None):
     logger = MetricsCSV(path, first_step=first_step)
     for step, figures in metrics:
         logger.log_metrics(figures, step)
@@ -34,14 +28,14 @@ def write(
     logger.finalize("success")
 
 
-def test_new_figures_add_columns(tmp_path: Path) -> None:
+def test_new_figures_add_columns(tmp_path):
     path = tmp_path / "run" / "metrics.csv"
     write(path, (0, {"a": 1.0}), (1, {"a": 0.5, "b": 2.0}))
     assert rows(path) == [{"step": "0", "a": "1.0"}, {"step": "1", "a": "0.5", "b": "2.0"}]
     assert [p.name for p in path.parent.iterdir()] == ["metrics.csv"]
 
 
-def test_a_resumed_run_keeps_earlier_rows(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_earlier_rows(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, *((step, {"a": float(step)}) for step in range(4)))
     with path.open("a") as file:
@@ -54,7 +48,7 @@ def test_a_resumed_run_keeps_earlier_rows(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_run_drops_later_rows_although_it_logs_none(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_later_rows_although_it_logs_none(tmp_path):
     """An i-RevNet stopped twice within log_every_n_steps kept the row of its first stop."""
     path = tmp_path / "metrics.csv"
     write(path, (3, {"a": 3.0}), (4, {"reconstruction/error": 0.0}))
@@ -63,7 +57,7 @@ def test_a_resumed_run_drops_later_rows_although_it_logs_none(tmp_path: Path) ->
     assert rows(path) == [{"step": "3", "a": "3.0"}, {"step": "9", "a": "9.0"}]
 
 
-def test_a_new_run_empties_the_file(tmp_path: Path) -> None:
+def test_a_new_run_empties_the_file(tmp_path):
     path = tmp_path / "metrics.csv"
     write(path, (0, {"a": 1.0}))
     write(path, (0, {"a": 2.0}))
@@ -82,15 +76,15 @@ IREVNET = {
 class Stopped(Checkpoint):
     """A signal ends the run in its third epoch."""
 
-    def __init__(self, stops: bool) -> None:
+    def __init__(self, stops):
         self.stops = stops
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, *args):
         if self.stops and trainer.global_step == 4:
             raise RunStopped(signal.SIGTERM)
 
 
-def fit(folder: Path, *, stops: bool = False, resume: bool = False) -> list[dict[str, str]]:
+def fit(folder, *, stops=False, resume=False):
     """The rows of a run of three epochs, each of two steps."""
     pl.seed_everything(0, verbose=False)
     path = folder / "checkpoints" / LAST
@@ -114,7 +108,7 @@ def fit(folder: Path, *, stops: bool = False, resume: bool = False) -> list[dict
     return rows(folder / "metrics.csv")
 
 
-def test_a_stop_leaves_no_trace(tmp_path: Path) -> None:
+def test_a_stop_leaves_no_trace(tmp_path):
     """Each stop of an i-RevNet added a row."""
     whole = fit(tmp_path / "whole")
     fit(tmp_path / "broken", stops=True)
@@ -122,9 +116,7 @@ def test_a_stop_leaves_no_trace(tmp_path: Path) -> None:
     assert len([row for row in whole if "train/loss" in row]) == 3
 
 
-def test_a_disk_that_refuses_rows_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_refuses_rows_does_not_end_the_run(tmp_path, caplog):
     """A read-only folder, metrics.csv or checkpoint folder ended the run with a traceback."""
     path = tmp_path / "run" / "metrics.csv"
     (tmp_path / "run").write_text("no folder")
@@ -142,7 +134,7 @@ def test_a_disk_that_refuses_rows_does_not_end_the_run(
     assert [row["a"] for row in rows(path)] == ["2.0"]
 
 
-def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:
+def test_figures_without_a_step_belong_to_the_newest(tmp_path):
     """Their row was lost when the next column came."""
     path = tmp_path / "metrics.csv"
     write(path, (3, {"a": 1.0}), (None, {"b": 2.0}), (4, {"c": 3.0}))

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -17,25 +13,23 @@ from revzoo.training.resume import SIGNALS, GracefulStop, RunStopped
 class SignalIn(pl.Callback):
     """Sends a signal to this process in a hook, once."""
 
-    def __init__(self, hook: str, signum: int) -> None:
+    def __init__(self, hook, signum):
         self.batches, self.validated, self.sent, self.signum = 0, 0, False, signum
         setattr(self, hook, self._send)
 
-    def _send(self, *args: Any) -> None:
+    def _send(self, *args):
         if not self.sent:
             self.sent = True
             os.kill(os.getpid(), self.signum)
 
-    def on_train_batch_end(self, *args: Any) -> None:
+    def on_train_batch_end(self, *args):
         self.batches += 1
 
-    def on_validation_batch_end(self, *args: Any) -> None:
+    def on_validation_batch_end(self, *args):
         self.validated += 1
 
 
-def fit(
-    tmp_path: Path, hook: str, signum: int, **options: Any
-) -> tuple[SignalIn, GracefulStop, int]:
+def fit(tmp_path, hook, signum, **options):
     stop, sender = GracefulStop(), SignalIn(hook, signum)
     runner = trainer(tmp_path, callbacks=[sender, stop], **options)
     with stop.listening(), pytest.raises(RunStopped) as stopped:
@@ -47,7 +41,7 @@ def fit(
     ("signum", "status"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)],
 )
-def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None:
+def test_the_batch_is_finished(signum, status, tmp_path):
     sender, stop, ended = fit(tmp_path, "on_before_backward", signum)
     assert (sender.batches, ended) == (1, status)
     assert stop.requested == signum
@@ -55,16 +49,14 @@ def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("patience", "validated"), [(60.0, 4), (0.0, 1)])
 def test_a_validation_is_finished_unless_it_takes_too_long(
-    patience: float, validated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    patience, validated, tmp_path, monkeypatch
+):
     monkeypatch.setattr(stop_module, "PATIENCE", patience)
     sender, _, ended = fit(tmp_path, "on_validation_batch_start", signal.SIGTERM)
     assert (sender.batches, sender.validated, ended) == (4, validated, 143)
 
 
-def test_accumulated_gradients_are_dropped_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accumulated_gradients_are_dropped_after_a_while(tmp_path, monkeypatch):
     batches = []
     for patience in (60.0, 0.0):
         monkeypatch.setattr(stop_module, "PATIENCE", patience)
@@ -75,15 +67,13 @@ def test_accumulated_gradients_are_dropped_after_a_while(
     assert batches == [3, 1]
 
 
-def test_outside_of_loops_the_run_stops_at_once() -> None:
+def test_outside_of_loops_the_run_stops_at_once():
     with GracefulStop().listening(), pytest.raises(RunStopped, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_second_interrupt_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    statuses: list[int] = []
+def test_a_second_interrupt_ends_at_once(monkeypatch, capfd):
+    statuses = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     stop = GracefulStop()
     stop.hint = lambda: "to resume: it"
@@ -97,7 +87,7 @@ def test_a_second_interrupt_ends_at_once(
     assert capfd.readouterr().err.endswith("revzoo: stopped; to resume: it\n")
 
 
-def test_the_old_handlers_are_restored() -> None:
+def test_the_old_handlers_are_restored():
     before = [signal.getsignal(s) for s in SIGNALS]
     with GracefulStop().listening():
         assert not {signal.getsignal(s) for s in SIGNALS} & set(before)
@@ -105,9 +95,9 @@ def test_the_old_handlers_are_restored() -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGUSR1])
-def test_an_ignored_or_used_signal_is_left_alone(signum: int) -> None:
+def test_an_ignored_or_used_signal_is_left_alone(signum):
     """A run under nohup must not end with its terminal."""
-    received: list[int] = []
+    received = []
     for handler in (signal.SIG_IGN, lambda number, frame: received.append(number)):
         before = signal.signal(signum, handler)
         try:

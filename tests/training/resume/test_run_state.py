@@ -1,11 +1,6 @@
 """A resumed run equals an uninterrupted run, bit for bit."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,10 +34,10 @@ SIGTERM = 15
 class StopIn(pl.Callback):
     """Requests a stop during optimiser step ``step``."""
 
-    def __init__(self, stop: GracefulStop, step: int) -> None:
+    def __init__(self, stop, step):
         self.stop, self.step = stop, step
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, *args):
         if trainer.global_step == self.step:
             self.stop.requested = SIGTERM
 
@@ -50,21 +45,14 @@ class StopIn(pl.Callback):
 class Rates(pl.Callback):
     """Keeps the rate of each step."""
 
-    def __init__(self, rates: list[float]) -> None:
+    def __init__(self, rates):
         self.rates = rates
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_batch_start(self, trainer, *args):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-def fit(
-    folder: Path,
-    *,
-    stop_in: int | None = None,
-    resume: bool = False,
-    rates: list[float] | None = None,
-    **options: Any,
-) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
+def fit(folder, *, stop_in=None, resume=False, rates=None, **options):
     """Weights and figures of a run, or None if it was stopped."""
     pl.seed_everything(99 if resume else 0, workers=True, verbose=False)
     random.seed(1 if resume else 0)
@@ -92,18 +80,18 @@ def fit(
         runner.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     except RunStopped:
         return None
-    (state,) = [c for c in runner.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
+    (state,) = [c for c in runner.callbacks if isinstance(c, RunState)]
     figures = {name: float(v) for name, v in runner.callback_metrics.items()}
     return module.state_dict(), {**state.figures, **figures}
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def unbroken(tmp_path_factory):
     with torch.random.fork_rng():
         return fit(tmp_path_factory.mktemp("unbroken"))
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found, expected):
     assert found is not None
     assert found[1] == expected[1]
     for name, value in expected[0].items():
@@ -121,9 +109,7 @@ def assert_same(found: Any, expected: Any) -> None:
         (11, 12),  # in the last batch of the run
     ],
 )
-def test_a_resumed_run_is_bit_equal(
-    stop_in: int, saved: int, unbroken: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_equal(stop_in, saved, unbroken, tmp_path):
     assert fit(tmp_path, stop_in=stop_in) is None
     last = read_checkpoint(tmp_path / "checkpoints" / LAST)
     assert last["global_step"] == saved
@@ -132,16 +118,14 @@ def test_a_resumed_run_is_bit_equal(
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
-def test_a_run_with_its_images_on_the_device_is_bit_equal(
-    before: bool, after: bool, unbroken: Any, tmp_path: Path
-) -> None:
+def test_a_run_with_its_images_on_the_device_is_bit_equal(before, after, unbroken, tmp_path):
     """``auto`` asks what is free, so it may decide otherwise when the run resumes."""
     assert fit(tmp_path, stop_in=5, on_device=before) is None
     assert_same(fit(tmp_path, resume=True, on_device=after), unbroken)
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch):
     """A stop waits only for the batch."""
     monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
 
@@ -155,9 +139,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         (11, 8),  # in the last batch of the run
     ],
 )
-def test_a_run_whose_validation_was_cut_off_is_bit_equal(
-    stop_in: int, saved: int, unbroken: Any, tmp_path: Path
-) -> None:
+def test_a_run_whose_validation_was_cut_off_is_bit_equal(stop_in, saved, unbroken, tmp_path):
     assert fit(tmp_path, stop_in=stop_in) is None
     assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == saved
     assert_same(fit(tmp_path, resume=True), unbroken)
@@ -181,9 +163,7 @@ def test_a_run_whose_validation_was_cut_off_is_bit_equal(
         (STEPS, 9, 10),  # in the last batch of the run
     ],
 )
-def test_other_intervals_of_validation_are_bit_equal(
-    options: dict[str, Any], stop_in: int, saved: int, tmp_path: Path
-) -> None:
+def test_other_intervals_of_validation_are_bit_equal(options, stop_in, saved, tmp_path):
     whole = fit(tmp_path / "whole", **options)
     folder = tmp_path / "broken"
     assert fit(folder, stop_in=stop_in, **options) is None
@@ -194,9 +174,7 @@ def test_other_intervals_of_validation_are_bit_equal(
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize("options", [{}, STEPS])
-def test_a_finished_run_does_not_train_again_and_keeps_its_figures(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_finished_run_does_not_train_again_and_keeps_its_figures(options, tmp_path):
     finished = fit(tmp_path, **options)
     assert finished is not None
     assert_same(fit(tmp_path, resume=True, **options), finished)
@@ -205,7 +183,7 @@ def test_a_finished_run_does_not_train_again_and_keeps_its_figures(
 SHORT = {"max_epochs": 1, "limit_train_batches": 2}
 
 
-def change_saved(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_saved(folder, change):
     """Change the :class:`RunState` in the checkpoint of a run in ``folder``."""
     path = folder / "checkpoints" / LAST
     state = read_checkpoint(path)
@@ -222,9 +200,7 @@ def change_saved(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
         ("step", {"max_epochs": 3, "accumulate_grad_batches": 2}, 3),
     ],
 )
-def test_another_number_of_steps_is_refused(
-    schedule: str, options: dict[str, Any], steps: int, tmp_path: Path
-) -> None:
+def test_another_number_of_steps_is_refused(schedule, options, steps, tmp_path):
     fit(tmp_path, **SHORT, schedule=schedule)
     path = tmp_path / "checkpoints" / LAST
     before = path.read_bytes()
@@ -237,9 +213,7 @@ def test_another_number_of_steps_is_refused(
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize("stop_in", [None, 2])
 @pytest.mark.parametrize("schedule", ["onecycle", "cosine", "step"])
-def test_a_longer_run_has_the_rates_of_a_run_of_that_length(
-    schedule: str, stop_in: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_longer_run_has_the_rates_of_a_run_of_that_length(schedule, stop_in, tmp_path, caplog):
     whole, longer = [], []
     fit(tmp_path / "whole", schedule=schedule, rates=whole, max_epochs=3)
     fit(tmp_path, schedule=schedule, stop_in=stop_in, max_epochs=1)
@@ -251,7 +225,7 @@ def test_a_longer_run_has_the_rates_of_a_run_of_that_length(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path: Path) -> None:
+def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path):
     constant = {**SHORT, "schedule": "constant"}
     fit(tmp_path, **constant)
     found = fit(tmp_path, resume=True, **{**constant, "max_epochs": 2})
@@ -259,7 +233,7 @@ def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_another_number_of_processes_is_refused_with_other_data(tmp_path: Path) -> None:
+def test_another_number_of_processes_is_refused_with_other_data(tmp_path):
     fit(tmp_path, **SHORT)
     change_saved(tmp_path, lambda state: state.update(random=state["random"] * 2))
     change_saved(tmp_path, lambda state: state.update(step_images=None))
@@ -268,13 +242,13 @@ def test_another_number_of_processes_is_refused_with_other_data(tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_checkpoint_without_planned_steps_resumes(unbroken: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_planned_steps_resumes(unbroken, tmp_path):
     assert fit(tmp_path, stop_in=5) is None
     change_saved(tmp_path, lambda state: state.pop("planned_steps"))
     assert_same(fit(tmp_path, resume=True), unbroken)
 
 
-def test_random_states_are_restored() -> None:
+def test_random_states_are_restored():
     states = generator_states()
     drawn = (torch.rand(1), np.random.rand(), np.random.randn(), random.random())
     assert (torch.rand(1), random.random()) != (drawn[0], drawn[3])

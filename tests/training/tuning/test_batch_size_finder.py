@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +10,22 @@ from revzoo.training import Classifier, tuning
 from revzoo.training.tuning import find_batch_size
 
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
-CPU: dict[str, Any] = {"trainer": {"accelerator": "cpu"}}
+CPU = {"trainer": {"accelerator": "cpu"}}
 
 
 @pytest.fixture
-def data() -> Digits:
+def data():
     data = Digits()
     data.setup("fit")
     return data
 
 
 @pytest.mark.parametrize("mode", ["store", "invert"])
-def test_a_step_of_the_largest_batch_takes_the_memory(data: Digits, mode: str) -> None:
+def test_a_step_of_the_largest_batch_takes_the_memory(data, mode):
     """Counted as ``audit`` does, with the momentum of SGD; one image more does not fit."""
     module = Classifier({**TEN, "memory": mode})
 
-    def need(images: int) -> int:
+    def need(images):
         momentum = sum(p.nbytes for p in module.model.parameters())
         shape = (images, 1, 8, 8)
         return revzoo.audit(module.model, shape, modes=[], extra=momentum).peak_bytes
@@ -38,14 +35,14 @@ def test_a_step_of_the_largest_batch_takes_the_memory(data: Digits, mode: str) -
     assert need(found.batch_size) <= 2 * need(8) < need(found.batch_size + 1)
 
 
-def test_half_precision_doubles_the_batch(data: Digits) -> None:
+def test_half_precision_doubles_the_batch(data):
     module = Classifier({**TEN, "memory": "store"})
     options = [{**CPU["trainer"], "precision": p} for p in ("32-true", "bf16-mixed")]
     full, half = (find_batch_size(module, data, max_bytes=4e6, trainer=o) for o in options)
     assert 1.3 * full.batch_size < half.batch_size < 2.1 * full.batch_size
 
 
-def test_other_limits(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_limits(data, monkeypatch):
     found = find_batch_size(Classifier(TEN), data, max_size=3, **CPU)
     assert (found.batch_size, found.limited_by) == (3, "max_size")
     monkeypatch.setattr(Digits, "train_count", 70)
@@ -53,7 +50,7 @@ def test_other_limits(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.batch_size, found.limited_by) == (70, "training images")
 
 
-def test_no_room_raises(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_raises(data, monkeypatch):
     with pytest.raises(ValueError, match=r"not even a batch of two .* raise tuner\.max_bytes"):
         find_batch_size(Classifier(TEN), data, max_bytes=1e3, **CPU)
     monkeypatch.setattr(tuning, "free_bytes", lambda device: None)
@@ -61,8 +58,8 @@ def test_no_room_raises(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
         find_batch_size(Classifier(TEN), data, **CPU)
 
 
-def test_other_errors_pass(data: Digits, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
+def test_other_errors_pass(data, monkeypatch):
+    def broken(*args):
         raise RuntimeError("shapes do not fit")
 
     module = Classifier(TEN)
@@ -71,7 +68,7 @@ def test_other_errors_pass(data: Digits, monkeypatch: pytest.MonkeyPatch) -> Non
         find_batch_size(module, data, **CPU)
 
 
-def test_arguments_stay_unchanged(data: Digits) -> None:
+def test_arguments_stay_unchanged(data):
     module = Classifier(TEN)
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     find_batch_size(module, data, max_size=2, **CPU)

@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -22,13 +18,13 @@ TEN = {**TINY, "num_classes": 10, "memory": "invert"}
 
 
 @pytest.fixture
-def data() -> Digits:
+def data():
     digits = Digits(augment={"crop_padding": 0, "flip": False})
     digits.setup("fit")
     return digits
 
 
-def test_arguments_stay_unchanged(data: Digits) -> None:
+def test_arguments_stay_unchanged(data):
     module = Classifier(TEN, optim={"lr": 0.3})
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     curve = find_lr(module, data, steps=15, trainer=CPU)
@@ -39,7 +35,7 @@ def test_arguments_stay_unchanged(data: Digits) -> None:
     assert (data._order_seed, data.trainer) == (None, None)
 
 
-def test_gradients_are_clipped_as_in_the_run(data: Digits) -> None:
+def test_gradients_are_clipped_as_in_the_run(data):
     module, clipped = Classifier(TEN), {**CPU, "gradient_clip_val": 1e-3}
     norm, again, value = (
         find_lr(module, data, steps=15, trainer={**clipped, "gradient_clip_algorithm": kind})
@@ -49,14 +45,14 @@ def test_gradients_are_clipped_as_in_the_run(data: Digits) -> None:
     assert norm.losses != value.losses
 
 
-def test_a_step_of_more_batches_than_an_epoch_has_is_swept(data: Digits) -> None:
+def test_a_step_of_more_batches_than_an_epoch_has_is_swept(data):
     """The curve was empty, and ended in a traceback."""
     data.batch_size = 512  # two batches
     module, trainer = Classifier(TEN), {**CPU, "accumulate_grad_batches": 64}
     assert len(find_lr(module, data, steps=15, trainer=trainer).rates) == 15
 
 
-def test_the_curve_begins_with_the_first_loss(data: Digits) -> None:
+def test_the_curve_begins_with_the_first_loss(data):
     module = Classifier(TEN)
     images, labels = next(iter(copy.copy(data).train_dataloader()))
     model = copy.deepcopy(module.model).train()
@@ -65,13 +61,13 @@ def test_the_curve_begins_with_the_first_loss(data: Digits) -> None:
     assert curve.losses[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_the_rates_span_the_sweep(data: Digits) -> None:
+def test_the_rates_span_the_sweep(data):
     curve = find_lr(Classifier(TEN), data, min_lr=1e-3, max_lr=1.0, steps=20, trainer=CPU)
     assert curve.rates[0] == pytest.approx(1e-3)
     assert curve.rates[-1] == pytest.approx(1.0)
 
 
-def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
+def test_a_sweep_ends_where_training_diverges(data):
     curve = find_lr(Classifier(TEN), data, max_lr=1e30, steps=30, trainer=CPU)
     assert len(curve.rates) < 30
     assert all(loss < float("inf") for loss in curve.losses)
@@ -84,10 +80,10 @@ def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
         {"lr": 0.2, "layer_decay": 0.5},
     ],
 )
-def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
+def test_each_group_follows_the_recipe(optim):
     """Lightning gave all groups one rate: sgd_lr and layer_decay had no effect in the sweep."""
     module, sweep = Classifier(TEN, optim=optim), _Sweep([0.7])
-    runner: Any = None
+    runner = None
     optimizer = build_optimizer(module.model, module.optim)
     sweep.on_before_optimizer_step(runner, module, optimizer)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -97,11 +93,11 @@ def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
     assert 0.1 in rates or "layer_decay" in optim
 
 
-def curve_of(losses: list[float]) -> LRCurve:
+def curve_of(losses):
     return LRCurve(tuple(10.0**i for i in range(len(losses))), tuple(losses))
 
 
-def test_the_steepest_fall_is_suggested() -> None:
+def test_the_steepest_fall_is_suggested():
     # per rate, not per its logarithm, the small fall after the skipped steps would win
     losses = [9.0] * 11 + [8.9, 8.8, 7.0, 5.0, 4.0, 3.9, 6.0]
     assert curve_of(losses).suggestion == pytest.approx(10.0**13)
@@ -109,7 +105,7 @@ def test_the_steepest_fall_is_suggested() -> None:
     assert curve_of([1.0, 0.5]).suggestion is None
 
 
-def test_a_curve_is_written(tmp_path: Path) -> None:
+def test_a_curve_is_written(tmp_path):
     table, picture = curve_of([2.0 - 0.1 * i for i in range(15)]).write(tmp_path)
     lines = table.read_text().splitlines()
     assert lines[:2] == ["lr,loss", "1.0,2.0"]
@@ -118,7 +114,7 @@ def test_a_curve_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"min_lr": 0.0}, {"max_lr": 1e-9}, {"steps": 5}])
-def test_a_wrong_range_is_refused(data: Digits, options: dict[str, Any]) -> None:
+def test_a_wrong_range_is_refused(data, options):
     with pytest.raises(ValueError, match="expected"):
         find_lr(Classifier(TEN), data, **options)
 
@@ -127,7 +123,7 @@ MUON = {"name": "muon", "lr": 0.03, "sgd_lr": 0.1}
 
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
-def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
+def test_a_sweep_that_moves_no_rate_is_refused(data):
     """With Muon, a classifier trains at sgd_lr: the sweep suggested a random rate."""
     module = Classifier(TEN, optim=MUON)
     finetuning = Finetuning(unfreeze=[1])
@@ -138,16 +134,16 @@ def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
     assert len(find_lr(module, data, steps=15, trainer=CPU).rates) == 15
 
 
-def test_a_sweep_without_a_range_is_refused(data: Digits) -> None:
+def test_a_sweep_without_a_range_is_refused(data):
     with pytest.raises(ValueError, match=r"max_lr=0\.1: expected a number in \(0\.1"):
         find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)
 
 
-def test_a_training_step_of_ones_own_is_swept(data: Digits) -> None:
+def test_a_training_step_of_ones_own_is_swept(data):
     """The finder trained a plain classifier instead."""
 
     class Own(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def training_step(self, batch, batch_idx):
             return 2 * super().training_step(batch, batch_idx)
 
     module = Own(TEN)
