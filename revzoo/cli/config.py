@@ -87,6 +87,10 @@ _REFERENCE = re.compile(
 )
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 WHOLE_WEIGHTS = ("ema", "finetuning", "compiled_branches", *OF_SAMPLES)  # callbacks, too
+_SHORT = {
+    "compile=true": "callbacks.compiled_branches={}",
+    "compile=false": "callbacks.compiled_branches=null",
+}
 REASONS = {
     "reversible_bits": ": it makes plain networks reversible; the others of the zoo are "
     "reversible without it",
@@ -130,7 +134,7 @@ def compose(
         complete: whether every option that must be given is needed.
     """
     with hydra_of(source) as hydra:
-        parsed = parse(with_models(overrides), hydra.config_loader)
+        parsed = parse(spelled_out(overrides), hydra.config_loader)
         words = [_checked(override, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
     # Hydra locks the configuration: no key can be added or removed
@@ -279,11 +283,12 @@ def load_yaml(path: Path) -> Any:
 # --- overrides ---
 
 
-def with_models(overrides: Sequence[str]) -> list[str]:
+def spelled_out(overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra takes them.
 
     ``model=timm:vit_tiny`` becomes ``model=timm model.name=timm:vit_tiny``, and
-    ``model=revnet38.cifar10`` ``model=revnet38 model.name=revnet38.cifar10 model.pretrained=true``.
+    ``model=revnet38.cifar10`` ``model=revnet38 model.name=revnet38.cifar10 model.pretrained=true``;
+    ``compile=true`` adds a callback.
     """
     expanded = []
     for override in overrides:
@@ -294,7 +299,7 @@ def with_models(overrides: Sequence[str]) -> list[str]:
         elif tagged := re.match(r"model=(\w+)\.[\w.]+$", override):
             expanded += [f"model={tagged[1]}", named, "model.pretrained=true"]
         else:
-            expanded.append(override)
+            expanded.append(_SHORT.get(override.lower(), override))
     return expanded
 
 
@@ -486,7 +491,7 @@ def unknown(name: str, value: Any, config: Config, root: Section = RUN) -> Confi
     # Hydra puts the keys of such a file below its group
     if name.partition(".")[0] in ("experiment", "debug"):
         hint = "; the first line of its file must be '# @package _global_'"
-    sections = ["hydra", "debug", *root.options]
+    sections = ["hydra", "debug", *root.options, *(["compile"] if root is RUN else [])]
     # the other options of the trainer are Lightning's
     for spelling in (name, leaf) if path != "trainer" else (name,):
         hint = hint or our_spelling(spelling, typed(value), sections)

@@ -701,7 +701,7 @@ OF_PLUGIN = Option(Any, None, "of the plugin")
 _OURS = {
     "monitor=val/acc": "callbacks=model_checkpoint eval_metric",
     "callbacks.best_checkpoint=null callbacks.last_checkpoint=null": "trainer.enable_checkpointing",
-    "'callbacks.compiled_branches={}'": "compile model.compile torchcompile",
+    "compile=true": "compile model.compile torchcompile",
     "callbacks.early_stopping.patience=10": "callbacks=early_stopping",
     "callbacks.early_stopping=null, one key for each": "trainer.callbacks",
     "callbacks.ema.decay=0.999": "model_ema use_ema",

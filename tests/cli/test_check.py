@@ -159,6 +159,11 @@ def test_wrong_configurations_are_refused(overrides: list[str], message: str, co
     assert len(str(error.value).splitlines()) <= 2
 
 
+@pytest.mark.parametrize(("word", "options"), [("compile=true", {}), ("compile=False", None)])
+def test_compile_is_short_for_a_callback(word: str, options: object, compose: Any) -> None:
+    assert compose(word)["callbacks"]["compiled_branches"] == options
+
+
 @pytest.mark.parametrize("name", OF_SAMPLES)
 def test_gradients_of_samples_and_compiled_branches_exclude_each_other(
     name: str, compose: Any
