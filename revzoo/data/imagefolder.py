@@ -118,6 +118,10 @@ class ImageFolder(ImageData):
         found = {"num_classes": len(self.listing().classes), "in_chans": self._wanted_chans}
         return {**found, "sizes": sizes}
 
+    @property
+    def train_sizes(self) -> tuple[int, ...]:
+        return (self._progressive[-1][1],) * 2 if self._progressive else self.sizes
+
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)
 

@@ -201,6 +201,11 @@ class ImageData(pl.LightningDataModule, ABC):
         return {**found, "sizes": self.sizes}
 
     @property
+    def train_sizes(self) -> tuple[int, ...]:
+        """``sizes`` of the largest training images, which a plan of memory counts."""
+        return self.sizes
+
+    @property
     def num_classes(self) -> int:
         """Number of classes, after ``setup("fit")``."""
         return len(self.classes)

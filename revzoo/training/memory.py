@@ -138,7 +138,7 @@ def memory_errors(
 def memory_advice(module: Classifier, data: ImageData, limit: int | None = None) -> str:
     """The activations of a training step in each mode; ``limit``: bytes before memory ran out."""
     smaller = f"lower data.batch_size ({data.batch_size})"
-    shape = (data.batch_size, module.hparams["model"]["in_chans"], *data.sizes)
+    shape = (data.batch_size, module.hparams["model"]["in_chans"], *data.train_sizes)
     # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
         from revzoo.profiling.audit import audit  # only this error needs it

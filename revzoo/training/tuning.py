@@ -223,7 +223,7 @@ def find_batch_size(
 
     def need(images: int) -> int:
         twin = fake_twin(model, device)  # a step changes it
-        shape = (images, data.in_chans, *data.sizes)
+        shape = (images, data.in_chans, *data.train_sizes)
         return trace_step(twin, images_for(twin, shape)).peak + extra
 
     most = min(max_size, data.train_count)

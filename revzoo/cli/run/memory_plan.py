@@ -158,7 +158,7 @@ def _conditions(
     return {
         "inverting": memory.get("inverting"),
         "budget": memory.get("bytes"),
-        "input": [data.batch_size, data.in_chans, *data.sizes],
+        "input": [data.batch_size, data.in_chans, *data.train_sizes],
         "precision": dict(config["precision"]),
         "device": trainer.strategy.root_device.type,
         "extra_bytes": _extra_bytes(module, trainer),

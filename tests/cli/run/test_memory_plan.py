@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
+from small_images import image_folder
 
 from revzoo.cli.run import memory_plan
 from revzoo.cli.run.train import train
@@ -97,6 +98,16 @@ def test_auto_stores_if_the_device_has_room(
         line,
     )
     assert modes_of(trained[0]) == {"store"}
+
+
+def test_a_plan_counts_the_largest_training_images(compose: Any, tmp_path: Path) -> None:
+    """It counted images of the evaluation's size."""
+    root = image_folder(tmp_path / "images")
+    growing = ("data.image_size=48", "data.progressive=[[1,32],[3,96]]", "data.batch_size=2")
+    folder = ("data=imagefolder", f"data.root={root}", "data.num_workers=0", *growing)
+    train(compose(*FEW, *folder, "+model.units=[1,1,1]"), run_dir=tmp_path / "run")
+    memory = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["memory"]
+    assert memory["planned_for"]["input"] == [2, 3, 96, 96]
 
 
 def returns_blocks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -23,7 +23,7 @@ SMALL = ("debug=smoke", "trainer=cpu")
 
 
 def advice(had: int | None = None, **spec: Any) -> str:
-    data: Any = SimpleNamespace(batch_size=64, sizes=(32, 32))
+    data: Any = SimpleNamespace(batch_size=64, train_sizes=(32, 32))
     return memory_advice(Classifier({**SPEC, "units": [1, 1, 1], **spec}), data, had)
 
 
@@ -46,7 +46,7 @@ def test_the_advice_names_a_batch_that_fits(had: int, fits: int | None) -> None:
 def test_a_planned_run_is_listed_first() -> None:
     module = Classifier({**SPEC, "units": [1, 1, 1], "memory": None})
     set_memory(module.model, {"stages.2": "store"})
-    data: Any = SimpleNamespace(batch_size=64, sizes=(32, 32))
+    data: Any = SimpleNamespace(batch_size=64, train_sizes=(32, 32))
     assert re.search(r"activations take [\d.]+ MiB in as set; ", memory_advice(module, data))
 
 
