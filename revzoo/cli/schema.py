@@ -35,7 +35,7 @@ ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 PROFILERS = ("simple", "advanced", "pytorch")
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 PLANS = ("auto", "balanced", "budget")
-OPTIMIZERS = ("sgd", "adamw", "muon")
+OPTIMIZERS = ("sgd", "adamw", "muon", "lamb")
 BITS = ("saved", *range(1, 9))
 MONITORED = {
     f"{split}/{name}": "max" if higher_is_better(name) else "min"
@@ -120,6 +120,7 @@ AUGMENT = section(
         choices=("randaugment", "trivialaugment", "augmix"),
         registry="transforms",
     ),
+    magnitude=Option(int, 9, "of randaugment, up to 30; timm's m9 is 27", "[0, 30]"),
     rotation=Option(float, 0.0, "degrees, to both sides", "[0, 180]"),
     color=Option(float, 0.0, "largest change of brightness, contrast, saturation", "[0, 1]"),
     blur=Option(float, 0.0, "probability of a Gaussian blur", "[0, 1]"),
@@ -405,7 +406,7 @@ SCHEDULES = {
 OPTIM = section(
     "optimiser, schedule and loss",
     default=MISSING,
-    name=Option(str, MISSING, "sgd, adamw, muon or a registered optimiser"),
+    name=Option(str, MISSING, "sgd, adamw, muon, lamb or a registered optimiser"),
     lr=Option(float, MISSING, "peak rate; with muon, of the hidden weights", RATE),
     sgd_lr=Option(float | None, None, "with muon: rate of norms, biases, the classifier", RATE),
     momentum=Option(float, 0.9, "of sgd and muon", PART),

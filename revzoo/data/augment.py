@@ -96,6 +96,7 @@ class Augment:
             epochs.
         flip: mirror left and right with probability 1/2; volumes along each axis.
         policy: name in :data:`POLICIES`, or None.
+        magnitude: of RandAugment, 0 to 30; timm counts the same changes from 0 to 10.
         rotation: largest angle in degrees, to both sides.
         color: largest relative change of brightness, contrast and saturation; of the hue, a quarter
             of it.
@@ -114,6 +115,7 @@ class Augment:
     crop_scale: float = 0.08
     flip: bool = True
     policy: str | None = None
+    magnitude: int = 9
     rotation: float = 0.0
     color: float = 0.0
     blur: float = 0.0
@@ -128,6 +130,7 @@ class Augment:
         check_number("augment.crop_scale", self.crop_scale, high=1, open_low=True)
         if self.policy is not None:
             check_choice("augment.policy", self.policy, POLICIES)
+        check_choice("augment.magnitude", self.magnitude, range(31))
         check_number("augment.rotation", self.rotation, high=180)
         check_number("augment.color", self.color, high=1)
         check_number("augment.blur", self.blur, high=1)
@@ -167,8 +170,9 @@ class Augment:
     @cached_property
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
+        options = {"magnitude": self.magnitude} if self.policy == "randaugment" else {}
         return [
-            *([POLICIES[self.policy]()] if self.policy else []),
+            *([POLICIES[self.policy](**options)] if self.policy else []),
             *([v2.RandomRotation(self.rotation)] if self.rotation else []),
             *([v2.ColorJitter(*[self.color] * 3, self.color / 4)] if self.color else []),
             *([v2.RandomApply([v2.GaussianBlur(5, (0.1, 2.0))], self.blur)] if self.blur else []),

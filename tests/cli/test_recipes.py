@@ -234,6 +234,20 @@ def test_ffcvs_recipes_have_ffcvs_values(
     assert np.abs(rates - published).max() < 0.01
 
 
+def test_a3_has_the_papers_values(compose: Any) -> None:
+    """Table 2 of arXiv 2110.00476."""
+    config = compose("experiment=imagenet_a3", "data.root=DIR")
+    data, spec = config["data"], OptimSpec.of(config["optim"])
+    assert (data["batch_size"], data["image_size"], data["progressive"]) == (256, 224, [[0, 160]])
+    assert (spec.name, spec.lr, spec.weight_decay) == ("lamb", 8e-3, 0.02)
+    assert (spec.loss, spec.label_smoothing, spec.decay_all) == ("bce", 0.0, False)
+    assert spec.schedule == {"name": "cosine", "warmup": 0.05, "end": 0.0}
+    augment = build_data(data).augment
+    assert (augment.policy, augment.magnitude / 3) == ("randaugment", 6)
+    assert (augment.mixup, augment.cutmix, augment.erasing) == (0.1, 1.0, 0)
+    assert config["trainer"]["max_epochs"] == 100
+
+
 @pytest.mark.parametrize("name", ["cifar_revnet", "cifar_irevnet", "cifar_short", "cifar_long"])
 def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
     shallow = ("data=digits", "memory=exact", "+model.units=[1,1,1]", "data.batch_size=32")

@@ -131,7 +131,7 @@ def test_words() -> None:
     assert tuple(CORE_MODES) == schema.MODES
     assert tuple(PLANNED) == schema.PLANS
     assert schema.MEMORY.options["inverting"].choices == INVERTING
-    assert {"sgd", "adamw", "muon"} == set(schema.OPTIMIZERS) <= set(optimizers.OPTIMIZERS)
+    assert {"sgd", "adamw", "muon", "lamb"} == set(schema.OPTIMIZERS) <= set(optimizers.OPTIMIZERS)
     assert tuple(ACTIVATIONS) == schema.ACTIVATIONS
     assert {*schema.NETWORK.options["global_pool"].choices, ""} == {*POOLS, ""}
     assert set(schema.REVNET.options["convention"].choices) == set(CONVENTIONS)

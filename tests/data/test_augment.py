@@ -125,6 +125,13 @@ def test_each_option_has_a_range(option: str) -> None:
         Augment(**{option: -1})
 
 
+def test_randaugment_has_a_magnitude() -> None:
+    (policy,) = Augment(policy="randaugment", magnitude=18).single
+    assert policy.magnitude == 18  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"augment.magnitude=31: expected one of 0, 1, .*, 30"):
+        Augment(magnitude=31)
+
+
 def test_a_policy_is_one_of_torchvisions() -> None:
     with pytest.raises(ValueError, match=r"policy=randaug: expected one of randaugment, .*mean"):
         Augment(policy="randaug")

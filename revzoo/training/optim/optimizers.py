@@ -1,6 +1,7 @@
 """Optimisers and learning-rate schedules.
 
-SGD is for RevNets and i-RevNets, AdamW for transformers, Muon for short runs. For fine-tuning,
+SGD is for RevNets and i-RevNets, AdamW for transformers, Muon for short runs, LAMB for steps of
+thousands of images (Y. You et al. 2020, arXiv 1904.00962; timm's). For fine-tuning,
 ``layer_decay`` lowers the learning rate from the classifier to the stem, by a factor for each part
 of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
 
@@ -35,6 +36,7 @@ from revzoo._checks import (
     check_registered,
     did_you_mean,
     is_number,
+    package_needed,
 )
 from revzoo.models.network import parts
 from revzoo.training.optim.muon import Muon
@@ -51,10 +53,11 @@ class OptimSpec:
 
     Attributes:
         name: ``sgd``, ``adamw`` (for transformers), ``muon`` (see
-            :mod:`revzoo.training.optim.muon`) or a registered optimiser.
+            :mod:`revzoo.training.optim.muon`), ``lamb`` (needs timm; clips all gradients together
+            to a norm of 1) or a registered optimiser.
         lr: the peak learning rate; with Muon, for the hidden weights.
         sgd_lr: with Muon, the peak rate of all other parameters.
-        momentum: in [0, 1); AdamW and registered optimisers ignore it.
+        momentum: in [0, 1); AdamW, LAMB and registered optimisers ignore it.
         nesterov: use Nesterov momentum; needs momentum above 0. Muon always uses it.
         weight_decay: for the weights of convolutions, linear layers and attention; with Muon, for
             the hidden weights only, and decoupled (``lr * weight_decay`` per step).
@@ -228,6 +231,19 @@ def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[
     return split
 
 
+def lamb(groups: list[Group]) -> Optimizer:
+    """LAMB as timm has it.
+
+    Raises:
+        ValueError: timm is not installed.
+    """
+    try:
+        from timm.optim import Lamb  # an extra, which takes seconds to import
+    except ImportError:
+        raise ValueError(package_needed("optim.name=lamb needs the package", "timm")) from None
+    return Lamb(groups)
+
+
 Divide = Callable[[nn.Module, OptimSpec], list[Group]]
 Build = Callable[[list[Group]], Optimizer]
 
@@ -236,6 +252,7 @@ OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
     "sgd": (sgd_groups, SGD),
     "adamw": (plain_groups, AdamW),
     "muon": (muon_groups, Muon),
+    "lamb": (plain_groups, lamb),
 }
 
 

@@ -74,6 +74,14 @@ def binary_cross_entropy(
     return functional.binary_cross_entropy_with_logits(logits, soft, pos_weight=weight)
 
 
+def one_against_rest(
+    logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, smoothing: float = 0.0
+) -> Tensor:
+    """Binary cross-entropy of single classes, each against all others (arXiv 2110.00476)."""
+    shares = _shares(labels, logits, smoothing)
+    return functional.binary_cross_entropy_with_logits(logits, shares, pos_weight=weight)
+
+
 def binary_focal(
     logits: Tensor, labels: Tensor, *, weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
@@ -131,6 +139,7 @@ CLASSIFICATION: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "focal": focal,
     "ordinal": ordinal,
+    "bce": one_against_rest,
 }
 MULTILABEL: dict[str, Loss] = {"bce": binary_cross_entropy, "focal": binary_focal}
 # Huber first: its gradients are bounded as those of cross-entropy, so the same rates work

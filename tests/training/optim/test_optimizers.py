@@ -1,5 +1,6 @@
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -253,6 +254,28 @@ def test_adamw_is_torchs_and_decays_only_weights():
             net(x).square().sum().backward()
             steps.step()
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_lamb_moves_each_weight_in_proportion_to_its_norm() -> None:
+    pytest.importorskip("timm")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.mul_(100)
+    optimizer = build_optimizer(model, OptimSpec(name="lamb", lr=0.01, weight_decay=0.02))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.02, 0]
+    before = [layer.weight.detach().clone() for layer in model]
+    model(torch.randn(8, 4)).square().sum().backward()
+    optimizer.step()
+    for layer, start in zip(model, before, strict=True):
+        assert float((layer.weight.detach() - start).norm() / start.norm()) == pytest.approx(
+            0.01, rel=1e-4
+        )
+
+
+def test_lamb_without_timm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ValueError, match=r"optim.name=lamb needs the package timm: pip install"):
+        build_optimizer(net(), OptimSpec(name="lamb"))
 
 
 def test_a_networks_own_parameters_are_optimised_with_rates_by_depth() -> None:

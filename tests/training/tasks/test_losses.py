@@ -80,6 +80,16 @@ def test_losses_of_labels_by_hand(smoothing: float) -> None:
         torch.testing.assert_close(losses.binary_focal(logits, labels, **options), each.mean())
 
 
+def test_binary_cross_entropy_of_single_classes_by_hand() -> None:
+    logits, labels = logits_of(4, 3), torch.tensor([2, 0, 1, 1])
+    shares = 0.7 * functional.one_hot(labels, 3) + 0.3 * functional.one_hot(labels.flip(0), 3)
+    for given, soft in ((labels, functional.one_hot(labels, 3)), (shares, shares)):
+        soft, p = soft * 0.9 + 0.1 / 3, logits.sigmoid()
+        each = -(WEIGHT * soft * p.log() + (1 - soft) * (1 - p).log())
+        found = Classifier.losses["bce"](logits, given, weight=WEIGHT, smoothing=0.1)
+        torch.testing.assert_close(found, each.mean())
+
+
 def test_weights_and_smoothing_are_for_training() -> None:
     labels, logits = (torch.rand(4, 3) > 0.5).float(), torch.randn(4, 3)
     optim = {"class_weights": [1, 3, 0.5], "label_smoothing": 0.1}
@@ -105,7 +115,7 @@ def test_each_task_names_its_losses() -> None:
         assert kind.task == task
         with pytest.raises(ValueError, match=f"optim.loss=mango with task={task}: expected one of"):
             kind(TinyNet(3), optim={"loss": "mango"})
-    with pytest.raises(ValueError, match="expected one of cross_entropy, focal, ordinal"):
+    with pytest.raises(ValueError, match="expected one of cross_entropy, focal, ordinal, bce"):
         Classifier(TinyNet(3), optim={"loss": "mse"})
     with pytest.raises(ValueError, match=r"class_weights=\(1.0,\) with task=regression: there are"):
         Regressor(TinyNet(1), optim={"class_weights": [1]})
