@@ -38,7 +38,13 @@ from revzoo.training.checkpoint.files import (
     check_model_options,
     read_checkpoint,
 )
-from revzoo.training.lightning_compat import all_callbacks, batches_of_step, data_of, trainer_of
+from revzoo.training.lightning_compat import (
+    all_callbacks,
+    batches_of_step,
+    check_accumulation,
+    data_of,
+    trainer_of,
+)
 from revzoo.training.metrics import (
     classification_metrics,
     count_unrepeated,
@@ -275,6 +281,7 @@ class Classifier(pl.LightningModule):
                 f"classes: create the model with num_classes={classes}"
             )
         if stage == "fit":
+            check_accumulation(self.trainer)
             self.balance(data)
 
     def balance(self, data: Any) -> None:

@@ -95,6 +95,16 @@ def allow_unused_parameters(trainer: pl.Trainer) -> None:
         trainer.strategy._ddp_kwargs.setdefault("find_unused_parameters", True)
 
 
+def check_accumulation(trainer: pl.Trainer) -> None:
+    """Refuse a static graph of DistributedDataParallel whose first step sums several batches."""
+    options = getattr(trainer.strategy, "_ddp_kwargs", {})
+    if options.get("static_graph") and (count := trainer.accumulate_grad_batches) > 1:
+        raise ValueError(
+            f"static_graph=True with accumulate_grad_batches={count}: torch fails in the first "
+            "step, in which it looks for the graph; leave one of them out"
+        )
+
+
 def limit_waits(trainer: pl.Trainer, seconds: float) -> None:
     """Let a collective operation fail if a process does not join it within ``seconds``."""
     # set here for the same reason; strategies for one device have no process group
