@@ -55,7 +55,7 @@ class ActNorm(Joint):
     so it has an inverse in training, too.
 
     Known limit: each process of a distributed run would initialise from its own batch. Run one
-    batch through the model before you wrap it in DistributedDataParallel.
+    batch through the model before you wrap it in DistributedDataParallel; a ``Classifier`` raises.
 
     Args:
         channels: C, of all streams together.

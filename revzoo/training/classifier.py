@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -27,6 +28,7 @@ from revzoo.data import DataError, ImageData
 from revzoo.data.images import Batch
 from revzoo.data.state import check_state, normalisation_for
 from revzoo.layers.make_reversible import described_runs
+from revzoo.layers.norm_act import ActNorm
 from revzoo.layers.side_bits import NAME, SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
@@ -313,6 +315,18 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
+        blank = [
+            name
+            for name, m in self.model.named_modules()
+            if isinstance(m, ActNorm) and not m.initialised
+        ]
+        divided = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        if blank and (divided or self.trainer.world_size > 1):
+            raise ValueError(
+                f"the first batch sets {shortened(blank, 2)} (ActNorm), and each process would set "
+                "its own: train a step in one process without fsdp2, and begin with its weights, "
+                "model.checkpoint_path=RUN/checkpoints/last.ckpt"
+            )
         data = data_of(self.trainer)
         self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
 

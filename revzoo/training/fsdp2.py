@@ -33,7 +33,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from revzoo._checks import shortened
 from revzoo.core.invertible import Step, steps_in
+from revzoo.layers.contractive import ContractiveBlock
 
 
 class FSDP2(ModelParallelStrategy):
@@ -127,6 +129,14 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
     ``half`` gathers them in bfloat16, except units with running statistics: torch's norms need
     weights of the dtype of their statistics.
     """
+    own, every = (dict(network.named_parameters(remove_duplicate=alone)) for alone in (True, False))
+    if shared := [name for name in every if name not in own]:
+        raise ValueError(
+            f"trainer=fsdp2 divides each parameter once, but modules share {shortened(shared)}: "
+            "use trainer=ddp"
+        )
+    # torch divides no other layout; images keep theirs
+    network.to(memory_format=torch.contiguous_format)
     units = {unit_of(network, path, step) for path, step in steps_in(network).items()}
     for unit in reversed([*network.modules()]):  # torch wants inner modules first
         if unit not in units or not any(True for _ in unit.parameters()):
@@ -144,6 +154,8 @@ def unit_of(network: nn.Module, path: str, step: Step) -> nn.Module | None:
         # torch copies the inputs of a unit, which would end a run of blocks with side bits
         blocks = network.get_submodule(path.rsplit(".", 2)[0])
         return blocks if isinstance(blocks, nn.Sequential) else step.subject
+    if isinstance(step, ContractiveBlock):
+        return None  # it reads the weights of its branch by itself
     # with hooks, an invertible step itself would be recomputed
     return getattr(step, "branch", None) if step.invertible else step
 

@@ -14,12 +14,17 @@ import torch
 import torch.multiprocessing as mp
 from resumed import resume
 from several_processes import COMMON, SignalledInStep5, config, figures, free_ports, weights
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from two_processes import run
 
+import revzoo
 from revzoo.cli.config import ConfigError
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.checkpoint.restore import restore
+from revzoo.training.fsdp2 import shard
 from revzoo.training.resume import GracefulStop
 from revzoo.weights.source import LAST
 
@@ -36,10 +41,12 @@ class EvaluatesTwice(GracefulStop):
 
 Scene = tuple[str, Sequence[str], type[GracefulStop]]
 BATCH_NORM = (*COMMON, "model.norm=batch", "trainer.max_epochs=1")
+# as precision=bf16 has it; torch refused to divide such weights
+CHANNELS_LAST = "precision.channels_last=true"
 SCENES: dict[int, list[Scene]] = {
     2: [
         ("ddp", ("trainer=ddp", *BATCH_NORM, "memory=store"), GracefulStop),
-        ("fsdp2", ("trainer=fsdp2", *BATCH_NORM, "memory=store"), GracefulStop),
+        ("fsdp2", ("trainer=fsdp2", *BATCH_NORM, "memory=store", CHANNELS_LAST), GracefulStop),
         ("stopped", ("trainer=fsdp2", *COMMON, "memory=exact"), SignalledInStep5),
     ],
     3: [
@@ -109,6 +116,32 @@ def test_another_number_of_processes_resumes(pair: tuple[Path, Path], tmp_path: 
     for name, value in weights(tmp_path).items():
         torch.testing.assert_close(weights(stopped)[name], value, rtol=1e-5, atol=1e-7, msg=name)
     assert figures(stopped)["val/loss"] == pytest.approx(figures(tmp_path)["val/loss"], rel=1e-5)
+
+
+def test_shared_weights_are_refused() -> None:
+    """Training failed in the first replay, or when the test loaded the weights."""
+    branch = nn.Linear(2, 2)
+    net = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(branch) for _ in range(2)])
+    mesh: Any = None
+    with pytest.raises(ValueError, match=r"modules share steps\.1\.branch\.weight.*trainer=ddp"):
+        shard(net, mesh, half=False)
+
+
+def contractive(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), revzoo.ContractiveBlock(revzoo.ContractiveLinear(4, 4)))
+    if rank >= 0:
+        shard(net, init_device_mesh("cpu", (2,)), half=False)
+    net(torch.ones(2, 4)).square().mean().backward()
+    grads: list[Any] = [p.grad for p in net.parameters()]
+    return [g.full_tensor() if rank >= 0 else g for g in grads]
+
+
+def test_a_contractive_block_reads_its_weights() -> None:
+    """Its power iteration runs before its branch, whose weights were still divided."""
+    expected = contractive(-1)
+    for found in run(contractive):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -239,9 +239,6 @@ def build_trainer(
         # Lightning moves callbacks that save after it
         callbacks.append(stop)
     options = dict(config["trainer"])
-    if options["strategy"] == "fsdp2":
-        import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
-    timeout = options.pop("timeout", None)
     graph, accelerator = options.pop("cuda_graph", "auto"), options.get("accelerator", "auto")
     if graph and device_kind(accelerator) == "cuda":
         from revzoo.training.callbacks.cuda_graph import CudaGraph
@@ -263,8 +260,6 @@ def build_trainer(
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
     )
-    if timeout is not None:
-        limit_waits(trainer, timeout)
     if specs.get("finetuning") is not None:
         allow_unused_parameters(trainer)  # frozen parameters get no gradient
     return trainer
@@ -272,8 +267,11 @@ def build_trainer(
 
 def make_trainer(**options: Any) -> pl.Trainer:
     """Lightning's Trainer, reading and writing checkpoints with our plugin."""
+    if options.get("strategy") == "fsdp2":
+        import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
+    timeout = options.pop("timeout", None)
     try:
-        return pl.Trainer(
+        trainer = pl.Trainer(
             **options,
             plugins=[PlainCheckpointIO()],
             enable_model_summary=False,  # the start of the log has it in one line
@@ -282,6 +280,9 @@ def make_trainer(**options: Any) -> pl.Trainer:
         raise ConfigError(str(error)) from error
     except TypeError as error:  # max_time={dayz: 1}
         raise ConfigError(f"trainer: {error}") from error
+    if timeout is not None:
+        limit_waits(trainer, timeout)
+    return trainer
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from revzoo.cli.config import compose
-from revzoo.cli.run.build import build_trainer, run_description
+from revzoo.cli.run.build import build_trainer, make_trainer, run_description
 
 
 def test_tables_that_compare_runs_have_columns_of_numbers():
@@ -20,3 +20,9 @@ def test_a_timeout_limits_the_waits_of_the_process_group(tmp_path):
     config = compose(["trainer=ddp", *devices, "trainer.timeout=60"]).config
     strategy = build_trainer(config, run_dir=tmp_path).strategy
     assert strategy._timeout == timedelta(seconds=60)
+
+
+def test_an_evaluation_takes_the_trainers_of_several_processes() -> None:
+    """``timeout`` ended it with a TypeError, and ``fsdp2`` had no strategy."""
+    config = compose(["trainer=fsdp2", "trainer.accelerator=cpu", "trainer.devices=2"]).config
+    assert type(make_trainer(**config["trainer"]).strategy).__name__ == "FSDP2"
