@@ -238,7 +238,7 @@ def lamb(groups: list[Group]) -> Optimizer:
         ValueError: timm is not installed.
     """
     try:
-        from timm.optim import Lamb  # an extra, which takes seconds to import
+        from timm.optim.lamb import Lamb  # an extra, which takes seconds to import
     except ImportError:
         raise ValueError(package_needed("optim.name=lamb needs the package", "timm")) from None
     return Lamb(groups)

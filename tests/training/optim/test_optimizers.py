@@ -273,7 +273,7 @@ def test_lamb_moves_each_weight_in_proportion_to_its_norm() -> None:
 
 
 def test_lamb_without_timm_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    monkeypatch.setitem(sys.modules, "timm.optim.lamb", None)
     with pytest.raises(ValueError, match=r"optim.name=lamb needs the package timm: pip install"):
         build_optimizer(net(), OptimSpec(name="lamb"))
 
