@@ -22,6 +22,7 @@ import time
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ import revzoo
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from two_processes import run
 
-ROUNDS = 9  # of the check; the first one is not counted
+ROUNDS = 31  # of the check; the first two are not counted
 BUCKET = 25 * MIB  # bucket_cap_mb of DistributedDataParallel
 NVLINK = 450e9  # bytes a second and direction of an H100 (NVIDIA's data sheet: 900 GB/s in both)
 NDR = 50e9  # of one InfiniBand NDR adapter (400 Gb/s); a DGX H100 has one for each GPU
@@ -145,10 +146,14 @@ def hours(gflops: float, sides: dict[int, int], replay: float) -> float:
     return 1_281_167 * flops * (3 + replay) / (8 * MEASURED) / 3600
 
 
-def task(rank: int) -> dict[str, float]:
-    """Seconds in one of two processes: all-reduces, and steps alone and under DDP."""
+Taken = dict[str, list[tuple[float, float]]]  # seconds of the clock, and of the CPU, by round
+
+
+def task(rank: int) -> Taken:
+    """In one of two processes: all-reduces, and steps alone and under DDP, interleaved."""
     torch.manual_seed(rank)
-    images, labels = torch.randn(4, 3, 64, 64), torch.randint(10, (4,))
+    # one image: the smaller the kernels, the more of a step is communication
+    images, labels = torch.randn(1, 3, 64, 64), torch.randint(10, (1,))
     model = revzoo.create_model("revnet56", memory="store")
     ddp = DistributedDataParallel(model)
     tensors = {size: torch.zeros(size * MIB // 4) for size in (1, 25)}
@@ -162,33 +167,52 @@ def task(rank: int) -> dict[str, float]:
     for mode in ("store", "exact"):
         work[f"alone {mode}"] = lambda mode=mode: step(model, mode)
         work[f"ddp {mode}"] = lambda mode=mode: step(ddp, mode)
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for _ in range(ROUNDS + 1):
+    taken: Taken = {name: [] for name in work}
+    for _ in range(ROUNDS):
         for name, call in work.items():
             torch.distributed.barrier()
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             call()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: min(taken[1:]) for name, taken in seconds.items()}  # others share the cores
+            taken[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return {name: values[2:] for name, values in taken.items()}
 
 
 def check() -> None:
-    """Print predicted beside measured steps of two gloo processes."""
+    """Print measured steps of two gloo processes as multiples of the predicted ones."""
     results = run(task)
-    taken = {name: max(result[name] for result in results) for name in results[0]}
-    bandwidth = 24 * MIB / (taken["reduce 25"] - taken["reduce 1"])
-    latency = max(0.0, (taken["reduce 1"] - MIB / bandwidth) / 2)
-    print(f"gloo: {bandwidth / 1e9:.2f} GB/s, latency {latency * 1e3:.2f} ms\n")
     parts = units(revzoo.create_model("revnet56", memory="store"), 64)
-    forward = taken["alone store"] / 3
-    print("| mode | alone | predicted, overlapped | predicted, in turn | measured |")
+    size = sum(part.bytes for part in parts)
+    # by round: the slower process by the clock, both by the CPU
+    both = {name: [*zip(*(r[name] for r in results), strict=True)] for name in results[0]}
+    clock = {name: [max(wall for wall, _ in pair) for pair in p] for name, p in both.items()}
+    cpu = {name: [sum(used for _, used in pair) for pair in p] for name, p in both.items()}
+
+    def link(taken: dict[str, list[float]]) -> tuple[float, float]:
+        """Bytes a second, and seconds of latency."""
+        small, large = (median(taken[f"reduce {mib}"]) for mib in (1, 25))
+        bandwidth = 24 * MIB / (large - small)
+        return bandwidth, max(0.0, (small - MIB / bandwidth) / 2)
+
+    bandwidth, latency = link(clock)
+    print(f"gloo: {bandwidth / 1e9:.2f} GB/s, latency {latency * 1e3:.2f} ms\n")
+    print("| mode | alone, ms | measured / overlapped | measured / in turn | CPU time / in turn |")
     print("|---|---|---|---|---|")
     for mode in ("store", "exact"):
-        replay = (taken[f"alone {mode}"] - taken["alone store"]) / forward
-        step = predict(parts, forward, replay, 2, bandwidth, latency=latency)
-        both = (step.total, step.computed + step.communicated)  # gloo needs the core itself
-        cells = [taken[f"alone {mode}"], *both, taken[f"ddp {mode}"]]
-        print(f"| {mode} | {' | '.join(f'{1e3 * cell:.0f}' for cell in cells)} |")
+        rows = []
+        sent = size / link(cpu)[0]  # of the CPU, in all its all-reduces
+        for i, alone in enumerate(clock[f"alone {mode}"]):
+            forward = clock["alone store"][i] / 3
+            replay = (alone - clock["alone store"][i]) / forward
+            step = predict(parts, forward, replay, 2, bandwidth, latency=latency)
+            measured = clock[f"ddp {mode}"][i]
+            in_turn = step.computed + step.communicated
+            used = cpu[f"ddp {mode}"][i] / (cpu[f"alone {mode}"][i] + sent)
+            rows.append((measured / step.total, measured / in_turn, used))
+        cells = [f"{1e3 * median(clock[f'alone {mode}']):.0f}"]
+        for column in zip(*rows, strict=True):
+            low, middle, high = quantiles(column, n=4)
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        print(f"| {mode} | {' | '.join(cells)} |")
 
 
 def draw(path: Path) -> None:
