@@ -44,13 +44,18 @@ Points = Sequence[tuple[int, int]]
 """Epochs and sides of the training images in pixels, both rising."""
 
 
-def side_in(epoch: int, points: Points) -> int:
-    """Side of the training images in ``epoch``: interpolated, and rounded to a multiple of 32.
+def sizes_in(epoch: int, points: Points | None, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Height and width of the training images in ``epoch``; those of the evaluation are ``sizes``.
 
-    As FFCV's ``get_resolution`` (G. Leclerc et al. 2022, libffcv/ffcv-imagenet).
+    ``points`` have the shorter side, between them interpolated; the other one keeps the aspect.
+    Both are rounded to multiples of 32, as FFCV's ``get_resolution`` does (G. Leclerc et al. 2022,
+    libffcv/ffcv-imagenet). Without ``points``: ``sizes``.
     """
+    if not points:
+        return sizes
     epochs, sides = zip(*points, strict=True)
-    return 32 * round(float(np.interp(epoch, epochs, sides)) / 32)
+    side = 32 * round(float(np.interp(epoch, epochs, sides)) / 32)
+    return tuple(32 * round(n * side / min(sizes) / 32) for n in sizes)
 
 
 class FileImages(ImageSet):
@@ -66,8 +71,7 @@ class FileImages(ImageSet):
         training: whether this set is read for training.
         resize: whether images of other sizes are resized; if False, they raise.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
-        progressive: sizes of the training images by epoch, see :func:`side_in`; None for ``sizes``.
-            A number is the shorter side; the other one keeps the aspect.
+        progressive: sizes of the training images by epoch, see :func:`sizes_in`, or None.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
 
@@ -117,11 +121,7 @@ class FileImages(ImageSet):
         )
 
     def _sizes(self, epoch: int) -> tuple[int, ...]:
-        """Of the training images in ``epoch``; sides that grow are multiples of 32."""
-        if not self._progressive:
-            return self.sizes
-        scale = side_in(epoch, self._progressive) / min(self.sizes)
-        return tuple(32 * round(n * scale / 32) for n in self.sizes)
+        return sizes_in(epoch, self._progressive, self.sizes)
 
     def _evaluated(self, *parts: Any, sizes: Sequence[int]) -> Any:
         """The parts of an image for evaluation; a single one as it is, as v2 returns it."""

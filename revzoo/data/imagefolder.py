@@ -20,7 +20,7 @@ from revzoo._checks import Size, check_choice, check_count, is_count, sides_of
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, to_tensor
 from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
-from revzoo.data.file_images import FileImages, Points
+from revzoo.data.file_images import FileImages, Points, sizes_in
 from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
 from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
@@ -120,7 +120,8 @@ class ImageFolder(ImageData):
 
     @property
     def train_sizes(self) -> tuple[int, ...]:
-        return (self._progressive[-1][1],) * 2 if self._progressive else self.sizes
+        last = self._progressive[-1][0] if self._progressive else 0
+        return sizes_in(last, self._progressive, self.sizes)
 
     def has(self, split: Split) -> bool:
         return split in split_folders(self.root)

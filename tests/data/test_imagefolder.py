@@ -12,7 +12,7 @@ from PIL import Image
 from small_images import image_folder
 
 from revzoo.data import DataError, ImageFolder
-from revzoo.data.file_images import FileImages, side_in
+from revzoo.data.file_images import FileImages, sizes_in
 from revzoo.data.images import TensorImages
 
 MakeFolder = Callable[..., Path]
@@ -484,11 +484,13 @@ def test_growing_images_keep_the_aspect(make_folder: MakeFolder) -> None:
     loader = data.train_dataloader()
     sizes = [{tuple(images.shape[2:]) for images, _ in loader} for _ in range(4)]
     assert sizes == [{(32, 64)}, {(32, 64)}, {(64, 128)}, {(96, 192)}]
+    assert data.train_sizes == (96, 192)
 
 
 def test_sizes_between_two_points_are_ffcvs() -> None:
     """``get_resolution`` of rn50_88_epochs.yaml, with an epoch on each side of the step."""
-    sides = [side_in(epoch, [(65, 160), (76, 192)]) for epoch in (0, 65, 70, 71, 76, 87)]
+    points = [(65, 160), (76, 192)]
+    sides = [sizes_in(epoch, points, (224, 224))[0] for epoch in (0, 65, 70, 71, 76, 87)]
     assert sides == [160, 160, 160, 192, 192, 192]
 
 
