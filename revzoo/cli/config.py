@@ -24,6 +24,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ from revzoo._checks import (
     is_number,
     nearest,
     number_of,
+    package_needed,
     shortened,
 )
 from revzoo._files import TABLES, file_name
@@ -691,6 +693,9 @@ def check_machine(config: Config) -> None:
             "trainer.sync_batchnorm=true needs GPUs, this run is on the CPU: leave it out, or use "
             "model.norm=group, which needs no statistics of the batch"
         )
+    missing = [name for name in ("monai", "scipy") if find_spec(name) is None]
+    if config.get("surface_distances") and missing:
+        raise ConfigError(package_needed("surface_distances=true needs", *missing))
     if device != "cuda" and precision["tf32"]:
         raise ConfigError(
             f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "

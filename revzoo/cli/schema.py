@@ -21,7 +21,7 @@ from typing import Any
 from revzoo._checks import check_choice, did_you_mean, shortened
 from revzoo._libraries import LIBRARIES, check_library_name, library_hint
 from revzoo.cli.terminal import ConfigError
-from revzoo.training.figure_names import ORDER, higher_is_better
+from revzoo.training.figure_names import ORDER, SURFACES, higher_is_better
 
 MISSING: Any = "???"  # as in OmegaConf
 CONFIGS = Path(str(files("revzoo.configs")))
@@ -41,6 +41,7 @@ MONITORED = {
     f"{split}/{name}": "max" if higher_is_better(name) else "min"
     for split, names in (("val", ORDER), ("train", ("loss", "acc", "mae")))
     for name in names
+    if name not in SURFACES
 }  # logged figures -> whether the best is the largest or the smallest
 TASKS = ("classification", "multilabel", "regression", "segmentation")
 LOSSES = (
@@ -644,6 +645,7 @@ FITTED = {
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
     "reversible_size": "the size of the data's images; data.image_size=N for a folder of images",
 }  # arguments of create_model that a run fills in, and their sources
+SURFACE_DISTANCES = Option(bool, False, "of masks: also assd and hd95, in the test; slow")
 RUN = section(
     "revzoo train",
     model=Chosen("name", FAMILIES, "the network", MISSING),
@@ -675,6 +677,7 @@ RUN = section(
     seed=Option(int, MISSING, "of the initial weights, order and augmentation", "[0, 4294967295]"),
     threads=Option(int | None, None, "CPU threads; null: one per core, or OMP_NUM_THREADS", COUNT),
     test=Option(bool, MISSING, "evaluate the best checkpoint on the test split at the end"),
+    surface_distances=SURFACE_DISTANCES,
 )
 GIVE_CKPT = "give the folder of a run, ckpt=RUN_DIR, or weights such as ckpt=revnet38.cifar10"
 EVALUATION = section(
@@ -684,6 +687,7 @@ EVALUATION = section(
     batch_size=Option(int | None, None, "images per step; null: data.eval_batch_size", COUNT),
     bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
     tta=Option(str | None, None, "flip: mean over images and mirror images", choices=("flip",)),
+    surface_distances=SURFACE_DISTANCES,
     data=Chosen("_target_", DATA, "null: the run's"),
     precision=PRECISION,
     trainer=TRAINER,

@@ -46,6 +46,13 @@ class Volume:
         """The number of voxels along each axis."""
         return tuple(self.array.shape)
 
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """Millimetres between voxels along each axis; 1 in ``.npy`` files."""
+        if self.affine is None:
+            return (1.0,) * 3
+        return tuple(np.linalg.norm(self.affine[:3, :3], axis=0).tolist())
+
     def read(self, part: tuple[slice, ...] = ()) -> np.ndarray:
         """The values in a part, float32."""
         return np.asarray(self.array[part], dtype=np.float32)

@@ -217,9 +217,9 @@ def _check_geometry(volume: Volume, other: Volume, remedy: str) -> None:
     here, there = ("".join(aff2axcodes(affine)) for affine in affines)  # type: ignore[no-untyped-call]
     if here != there:
         raise ValueError(f"has the orientation {here}, not {there} as {remedy}")
-    mine, others = (np.linalg.norm(affine[:3, :3], axis=0) for affine in affines)
-    if not np.allclose(mine, others, rtol=TOLERANCE, atol=0):
-        here, there = (_by([f"{side:.3g}" for side in spacing]) for spacing in (mine, others))
+    spacings = (volume.spacing, other.spacing)
+    if not np.allclose(*spacings, rtol=TOLERANCE, atol=0):
+        here, there = (_by([f"{side:.3g}" for side in spacing]) for spacing in spacings)
         raise ValueError(f"has the spacing {here} mm, not {there} as {remedy}")
 
 
@@ -412,6 +412,12 @@ class Volumes(ImageData):
         cases = next(iter(self.listing().values()))
         found = {"num_classes": len(self._classes()), "in_chans": len(cases[0].images)}
         return {**found, "sizes": self.patch}
+
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """Millimetres between voxels along each axis, of all volumes."""
+        cases = next(iter(self.listing().values()))
+        return open_volume(cases[0].images[0]).spacing
 
     def has(self, split: Split) -> bool:
         return split in self.listing()

@@ -1,10 +1,11 @@
 """The names of a run's figures, their order, and which are better if low; imports no torch."""
 
+SURFACES = ("assd", "hd95")  # of evaluations with surface_distances=true
 ORDER = (
-    *("loss", "acc", "balanced_acc", "acc5", "dice", "iou", "mae", "rmse", "r2"),
+    *("loss", "acc", "balanced_acc", "acc5", "dice", "iou", *SURFACES, "mae", "rmse", "r2"),
     *("auroc", "ap", "f1", "sensitivity", "specificity", "ece"),
 )
-LOWER_IS_BETTER = ("loss", "mae", "rmse", "ece")
+LOWER_IS_BETTER = ("loss", *SURFACES, "mae", "rmse", "ece")
 
 
 def higher_is_better(figure: str) -> bool:

@@ -12,7 +12,8 @@ give the figures of each class beside the mean. Here one state serves all figure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -24,6 +25,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from revzoo.training.figure_names import ORDER
+from revzoo.training.tasks.losses import IGNORED
 
 BINS = 600  # of the log odds: 0.05 each
 LARGEST = 15.0  # of the log odds that a bin tells apart: a probability of 1 - 3e-7
@@ -210,13 +212,72 @@ class R2(Residual):
         return 1 - errors / (squares - sums.square() / self.number)
 
 
+class SurfaceDistance(PerClass):
+    """A distance between the borders of a class in mask and prediction, in pixels or millimetres.
+
+    The mean over the images. An image without the class in both does not count. One with the class
+    in only one of them counts with its diagonal, since there is no distance. The first class, the
+    background, is left out; pixels that do not count have no class.
+
+    Args:
+        count: of classes.
+        spacing: distance of neighbours along each axis; None for 1.
+    """
+
+    higher_is_better = False
+    first = 1
+    sums: Tensor  # of both figures over the images, and the number of images: (3, C)
+
+    def __init__(self, count: int, spacing: Sequence[float] | None = None) -> None:
+        super().__init__()
+        self.spacing = spacing
+        self.add_state("sums", torch.zeros(3, count), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add logits (B, C, *sizes), and classes (B, *sizes)."""
+        from monai.metrics.utils import get_mask_edges, get_surface_distance  # takes seconds
+
+        rows = torch.zeros_like(self.sums, device="cpu")
+        found = preds.argmax(1).where(target != IGNORED, IGNORED).cpu()
+        spacing = self.spacing or [1.0] * (target.dim() - 1)
+        diagonal = math.hypot(*(n * s for n, s in zip(target.shape[1:], spacing, strict=True)))
+        for here, true in zip(found, target.cpu(), strict=True):
+            for label in {*here.unique().tolist(), *true.unique().tolist()} - {0, IGNORED}:
+                masks = here == label, true == label
+                mean = largest = torch.tensor(diagonal)
+                if all(mask.any() for mask in masks):
+                    a, b = get_mask_edges(*masks)
+                    pairs = (a, b), (b, a)
+                    both = [
+                        torch.as_tensor(get_surface_distance(x, y, spacing=spacing))
+                        for x, y in pairs
+                    ]
+                    mean, largest = torch.cat(both).mean(), max(d.quantile(0.95) for d in both)
+                rows[:, label] += torch.stack([mean, largest, torch.tensor(1.0)])
+        self.sums = self.sums + rows.to(self.sums)
+
+
+class ASSD(SurfaceDistance):
+    """The average symmetric surface distance: the mean over both borders."""
+
+    def of_each(self) -> Tensor:
+        return self.sums[0] / self.sums[2]
+
+
+class HD95(SurfaceDistance):
+    """The 95th percentile of the distances from a border to the other, the larger of both."""
+
+    def of_each(self) -> Tensor:
+        return self.sums[1] / self.sums[2]
+
+
 def mean_loss() -> Metric:
     """The mean over the images."""
     # no checks of values: reading them at every step would make the host wait for the GPU
     return MeanMetric(nan_strategy="disable")
 
 
-SHARED = (Rate, Curve, Residual)  # figures of one kind have one state
+SHARED = (Rate, Curve, Residual, SurfaceDistance)  # figures of one kind have one state
 
 
 def by_split(metrics: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ def test_volumes_are_checked_trained_evaluated_and_predicted(
     capsys.readouterr()
     main(["eval", str(run), "trainer=cpu"])
     assert f"test/dice {figures['test/dice']:.4f}" in capsys.readouterr().out
+    assert "test/assd" not in figures
+    main(["eval", str(run), "trainer=cpu", "surface_distances=true"])
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert (
+        0 < float(lines["test/assd"]) <= float(lines["test/hd95"]) <= math.hypot(11, 2 * 8, 3 * 9)
+    )
 
     masks, images = tmp_path / "masks", root / "test" / "images"
     main(["predict", str(run), str(images), "--masks", str(masks), "--probabilities"])

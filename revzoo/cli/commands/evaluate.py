@@ -13,10 +13,11 @@ Other data must have the same classes (data=imagefolder data.root=DIR); they are
 checkpoint's mean and deviation. Prints one line per figure, and a table of each class to standard
 error. The memory mode does not matter: an evaluation keeps no activations. bits=null evaluates a
 network of reversible blocks as the plain network. tta=flip takes the mean over an image and its
-mirror image.
+mirror image. surface_distances=true also measures, for masks, the distances between the borders of
+prediction and mask: the mean (assd) and the 95th percentile (hd95), in mm for volumes.
 
-Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, tta, data, precision,
-trainer.
+Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, tta, surface_distances,
+data, precision, trainer.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def evaluate(
         paths: ``data.root`` and ``data.table``, if they are not where the run recorded them.
     """
     from revzoo.cli.config import check_machine
-    from revzoo.cli.run.build import apply_precision, build_data, make_trainer
+    from revzoo.cli.run.build import apply_precision, build_data, make_trainer, measure_surfaces
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
     from revzoo.training.class_table import class_table, lines_of
@@ -127,6 +128,8 @@ def evaluate(
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
     restored.module.tta = config.get("tta")
+    if config.get("surface_distances"):
+        measure_surfaces(restored.module)
     data_config = _data_section(config, paths or {})
     apply_precision(config["precision"])
     task = restored.data_state.get("task")

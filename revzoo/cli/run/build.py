@@ -39,6 +39,7 @@ from revzoo.training.lightning_compat import (
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume import GracefulStop
 from revzoo.training.tasks.registry import task_class
+from revzoo.training.tasks.segmentation import Segmenter
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
@@ -135,9 +136,24 @@ def build_module(
             remedies.append(f"model.img_size={sizes[-1]}")
         remedy = f"; try {' or '.join(remedies)}" if remedies else ""
         try_image(network, sizes, in_chans, remedy=remedy)
+    if config.get("surface_distances"):
+        measure_surfaces(module)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
+
+
+def measure_surfaces(module: Classifier) -> None:
+    """Let the tests of a module measure ``surface_distances``.
+
+    Raises:
+        ConfigError: its task has no masks.
+    """
+    if not isinstance(module, Segmenter):
+        raise ConfigError(
+            f"surface_distances=true with task={module.task}: there are no masks; leave it out"
+        )
+    module.surface_distances = True
 
 
 def check_network(

@@ -10,8 +10,9 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassStatScores
 
 from revzoo.training.classifier import Classifier, class_count
+from revzoo.training.figure_names import SURFACES
 from revzoo.training.lightning_compat import data_of
-from revzoo.training.metrics import PerClass, by_split, mean_loss
+from revzoo.training.metrics import ASSD, HD95, PerClass, by_split, mean_loss
 from revzoo.training.tasks.losses import IGNORED, SEGMENTATION, Loss
 from revzoo.training.windows import by_windows
 
@@ -45,7 +46,7 @@ class Segmenter(Classifier):
 
     As :class:`Classifier`, but labels are masks: int64 ``(B, H, W)``, -1 for positions that do not
     count. Logs ``train/acc``, ``val/acc``, ``test/acc``, the share of positions; ``val/dice``,
-    ``val/iou`` and the same of the test.
+    ``val/iou`` and the same of the test; with :attr:`surface_distances` also ``assd`` and ``hd95``.
 
     Args:
         model: a module ``(B, C, H, W) -> (B, num_classes, H, W)``, or the keywords of
@@ -62,15 +63,22 @@ class Segmenter(Classifier):
     task = "segmentation"
     losses: ClassVar[Mapping[str, Loss]] = SEGMENTATION
     monitor = "val/dice"
-    console = ("loss", "acc", "dice", "iou")
+    console = ("loss", "acc", "dice", "iou", *SURFACES)
 
     window: tuple[int, ...] | None = None
     """Of an evaluation of volumes: the size of the data's patches."""
+    surface_distances: bool = False
+    """Whether tests, and validations outside of a training, also log ``assd`` and ``hd95``."""
+    spacing: tuple[float, ...] | None = None
+    """Millimetres between the voxels of the evaluated volumes; None for pixels."""
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
         sizes: tuple[int, ...] = getattr(data_of(self.trainer), "sizes", ())
         self.window = sizes if len(sizes) == 3 else None
+        if self.surface_distances and stage != "fit":  # slow: not in each epoch
+            self.spacing = getattr(data_of(self.trainer), "spacing", None)
+            self.metrics = self.make_metrics()
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes, *sizes), in evaluation from windows if a volume is no patch."""
@@ -95,6 +103,9 @@ class Segmenter(Classifier):
             if evaluated:
                 found |= {"dice": Dice(average=None, **options)}
                 found |= {"iou": IoU(average=None, **options)}
+            if evaluated and self.surface_distances:
+                sides = class_count(self.model), self.spacing
+                found |= {"assd": ASSD(*sides), "hd95": HD95(*sides)}
             return found
 
         return by_split(metrics)

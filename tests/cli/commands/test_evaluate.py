@@ -237,6 +237,15 @@ def test_wrong_arguments_are_refused(overrides: list[str], message: str, run: An
     assert message in str(end.value)
 
 
+def test_surface_distances_need_masks_and_monai(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["eval", str(run[0]), "trainer=cpu", "surface_distances=true"]
+    with pytest.raises(SystemExit, match="task=classification: there are no masks; leave it out"):
+        main(arguments)
+    monkeypatch.setattr("revzoo.cli.config.find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="needs monai, scipy: pip install monai scipy"):
+        main(arguments)
+
+
 def test_a_lone_checkpoint_needs_data(run: Any, tmp_path: Path) -> None:
     lone = Path(shutil.copy(run[0], tmp_path / "a.ckpt"))
     with pytest.raises(SystemExit, match="is not in the folder of a run"):
