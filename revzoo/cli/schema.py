@@ -688,6 +688,7 @@ EVALUATION = section(
     bits=Option(int | str | None, "saved", "null: the plain network", choices=BITS),
     tta=Option(str | None, None, "flip: mean over images and mirror images", choices=("flip",)),
     surface_distances=SURFACE_DISTANCES,
+    csv=Option(str | None, None, "a file for the figures and those of each class"),
     data=Chosen("_target_", DATA, "null: the run's"),
     precision=PRECISION,
     trainer=TRAINER,

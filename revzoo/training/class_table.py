@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from torchmetrics import MetricCollection
@@ -55,12 +56,17 @@ def lines_of(table: Table, classes: Sequence[str]) -> list[str]:
     return lines
 
 
-def write(table: Table, classes: Sequence[str], path: Path) -> None:
-    """Write the whole table as CSV: a row for each class."""
+def write(
+    table: Table, classes: Sequence[str], path: Path, figures: Mapping[str, float] | None = None
+) -> None:
+    """Write the whole table as CSV: a row for each class, below those of ``figures`` of all."""
+    rows: list[dict[str, Any]] = [{"class": "all", **figures}] if figures else []
+    for i, name in enumerate(classes if table else ()):
+        rows.append({"class": name, **{figure: values[i] for figure, values in table.items()}})
     with replacing_table(path) as file:
-        writer = csv.writer(file)
-        writer.writerow(["class", *table])
-        writer.writerows(zip(classes, *table.values(), strict=True))
+        writer = csv.DictWriter(file, [*dict.fromkeys(["class", *(figures or ()), *table])])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def log_text(table: Table, classes: Sequence[str], loggers: Sequence[Logger], step: int) -> None:

@@ -14,10 +14,11 @@ checkpoint's mean and deviation. Prints one line per figure, and a table of each
 error. The memory mode does not matter: an evaluation keeps no activations. bits=null evaluates a
 network of reversible blocks as the plain network. tta=flip takes the mean over an image and its
 mirror image. surface_distances=true also measures, for masks, the distances between the borders of
-prediction and mask: the mean (assd) and the 95th percentile (hd95), in mm for volumes.
+prediction and mask: the mean (assd) and the 95th percentile (hd95), in mm for volumes. --csv FILE
+writes the figures, with a row for each class.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, tta, surface_distances,
-data, precision, trainer.
+csv, data, precision, trainer.
 """
 
 from __future__ import annotations
@@ -30,8 +31,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from revzoo._files import check_writable
 from revzoo.cli.commands._models import trained
-from revzoo.cli.terminal import ConfigError, FoldedFormat, override_argument, status_of
+from revzoo.cli.terminal import (
+    ConfigError,
+    FoldedFormat,
+    override_argument,
+    show_written,
+    status_of,
+)
 from revzoo.weights.source import resolve_source
 
 log = logging.getLogger(__name__)
@@ -118,12 +126,14 @@ def evaluate(
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer, measure_surfaces
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
-    from revzoo.training.class_table import class_table, lines_of
+    from revzoo.training.class_table import class_table, lines_of, write
     from revzoo.training.lightning_compat import is_first_process
     from revzoo.training.memory import memory_errors
     from revzoo.training.metrics import in_order
 
     check_machine(config)
+    target = Path(config["csv"]).expanduser() if config.get("csv") else None
+    check_writable(target)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
     restored = trained(config["ckpt"], config["bits"])
@@ -156,7 +166,7 @@ def evaluate(
         )
     # this run's precision section, not the checkpoint's: the layout changes speed and rounding
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
-    # an evaluation writes no files
+    # no logs and no checkpoints
     options = {**config["trainer"], "logger": False, "enable_checkpointing": False}
     precision = config["precision"]["trainer"]
     trainer = make_trainer(**options, precision=precision, callbacks=[Progress()])
@@ -164,9 +174,15 @@ def evaluate(
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
     table = class_table(restored.module.metrics_of(config["split"]), data.num_classes)
-    for line in lines_of(table, data.classes) if table and is_first_process() else ():
-        log.info("%s", line)
-    return in_order({name: float(value) for name, value in figures.items()})
+    figures = in_order({name: float(value) for name, value in figures.items()})
+    if is_first_process():
+        for line in lines_of(table, data.classes) if table else ():
+            log.info("%s", line)
+        if target is not None:
+            of_all = {name.partition("/")[2]: value for name, value in figures.items()}
+            write(table, data.classes, target, of_all)
+            show_written(target)
+    return figures
 
 
 def _data_section(config: Mapping[str, Any], paths: Mapping[str, str]) -> Mapping[str, Any]:

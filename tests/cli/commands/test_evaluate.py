@@ -116,6 +116,25 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
         assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
 
+def test_the_figures_are_written_as_a_table(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--csv", str(tmp_path / "a.csv")], [f"csv={tmp_path / 'a.csv'}"]):
+        main(["eval", str(run[0]), "trainer=cpu", *words])
+        assert f"wrote {tmp_path / 'a.csv'}" in capsys.readouterr().err
+        first, *classes = csv.DictReader((tmp_path / "a.csv").read_text().splitlines())
+        assert first["class"] == "all"
+        for name in ("loss", "acc", "auroc"):
+            assert float(first[name]) == pytest.approx(run[1][f"test/{name}"], rel=1e-6)
+        assert [row["class"] for row in classes] == [*"0123456789"]
+        mean = np.mean([float(row["auroc"]) for row in classes])
+        assert mean == pytest.approx(run[1]["test/auroc"], rel=1e-6)
+        assert classes[0]["loss"] == ""
+        (tmp_path / "a.csv").unlink()
+    with pytest.raises(SystemExit, match="cannot be written"):
+        main(["eval", str(run[0]), "trainer=cpu", f"csv={tmp_path / 'none' / 'a.csv'}"])
+
+
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
 def test_the_folder_of_a_run_stands_for_its_best_checkpoint(
     inner: str, run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
