@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from revzoo._files import replacing_table
+from revzoo.training.tasks.registry import task_class
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,8 @@ RENAMED = {
     "footprint/peak_bytes": ("memory_MiB", MIB),
     "footprint/activation_bytes": ("activations_MiB", MIB),
     "reconstruction/error": ("reconstruction_error", 1),
-    "test/acc": ("test/acc", 1),
     "drift/max": ("drift", 1),
 }  # a figure's chart in the group, and its unit
-COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's HPARAMS
 
 
 class MetricsCSV(Logger):
@@ -132,13 +131,13 @@ class TensorBoard(TensorBoardLogger):
     """Event files that read well in TensorBoard.
 
     TensorBoard orders groups of charts by name and opens the first two. So the figures besides
-    training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
-    throughput, rates, and the largest drift (``metrics.csv`` has the drift of each step). Other
-    test figures get no chart.
+    training and validation are in a group ``watch``, after ``val``: test figures, memory,
+    throughput, rates, and the largest drift (``metrics.csv`` has the drift of each step). Of
+    the test, only the figures in HPARAMS get a chart.
 
     TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
-    HPARAMS compares runs by :data:`COMPARED`; Lightning's logger writes all options of the
-    optimiser there.
+    HPARAMS compares runs by the figure of their task, such as ``val/dice``, and by the monitored
+    one; Lightning's logger writes all options of the optimiser there.
 
     From ``first_step`` on TensorBoard drops older figures; a resumed run logs them again.
     """
@@ -147,6 +146,10 @@ class TensorBoard(TensorBoardLogger):
         folder = re.sub(r"[^\w.]+", "-", f"{run['model']} {run['data']}".lower())
         super().__init__(save_dir=run_dir, name="", version=folder, purge_step=first_step)
         self.run = dict(run)
+        usual = task_class(run.get("task")).monitor
+        self.compared = [*dict.fromkeys([usual, run.get("monitor", usual)])]
+        validated = [name for name in self.compared if name.startswith("val/")]
+        self.tested = [name.replace("val", "test", 1) for name in validated]
 
     @rank_zero_only
     def save(self) -> None:
@@ -155,7 +158,7 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics(dict(_charts(metrics)), step)
+        super().log_metrics(dict(_charts(metrics, self.tested)), step)
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
@@ -163,12 +166,13 @@ class TensorBoard(TensorBoardLogger):
         self.hparams = self.run
         # torch's add_hparams would write these summaries into another run
         writer = self.experiment._get_file_writer()
-        figures = dict.fromkeys(COMPARED, 0.0)  # HPARAMS uses only the names
+        names = [*self.compared, *(f"{GROUP}/{name}" for name in self.tested)]
+        figures = dict.fromkeys(names, 0.0)  # HPARAMS uses only the names
         for summary in hparams(self.run, figures):  # type: ignore[no-untyped-call]
             writer.add_summary(summary)
 
 
-def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+def _charts(metrics: Mapping[str, float], tested: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Yield the figures that get a chart, with their names in TensorBoard."""
     # LearningRateMonitor logs one figure per group: lr/weights, lr/norms_biases
     rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
@@ -186,6 +190,8 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
             yield f"{GROUP}/{rest}", value
         elif group in ("train", "val"):
             yield name, value
+        elif name in tested:
+            yield f"{GROUP}/{name}", value
         elif name != "epoch" and group not in ("drift", "test"):
             # these get no chart; metrics.csv has them
             yield f"{GROUP}/{name.replace('/', '_')}", value

@@ -103,6 +103,24 @@ def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) ->
     assert [info.name.tag for info in experiment.metric_infos] == ["val/acc", "watch/test/acc"]
 
 
+def test_runs_are_compared_by_the_figure_of_their_task_and_by_the_monitored_one(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.plugins.hparams import metadata
+
+    run = {**RUN, "task": "segmentation", "monitor": "val/iou"}
+    logger = TensorBoard(tmp_path, run, None)
+    logger.log_hyperparams()
+    logger.log_metrics({"test/dice": 0.9, "test/iou": 0.8, "test/acc": 1.0, "val/dice": 0.7}, 3)
+    logger.save()
+    found = events(tmp_path)
+    content = found.PluginTagToContent("hparams")
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    compared = ["val/dice", "val/iou", "watch/test/dice", "watch/test/iou"]
+    assert [info.name.tag for info in experiment.metric_infos] == compared
+    assert {*found.Tags()["scalars"]} == {"val/dice", "watch/test/dice", "watch/test/iou"}
+
+
 @pytest.mark.parametrize(
     ("kind", "builder", "options", "given"),
     [

@@ -187,7 +187,11 @@ def check_parts(config: Mapping[str, Any]) -> None:
 
 
 def build_loggers(
-    config: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
+    config: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    first_step: int | None = None,
+    task: str = "classification",
 ) -> list[Logger]:
     """The run's loggers: ``metrics.csv`` and the section's logger; an empty list for ``none``.
 
@@ -204,11 +208,14 @@ def build_loggers(
         raise ConfigError(package_needed(f"logger={kind} needs the package", kind))
     # MetricsCSV ignores the other processes itself
     if kind != "csv" and is_first_process():
-        loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))
+        described = run_description(config, task)
+        loggers.append(LOGGERS[kind](run_dir, described, first_step, **options))
     return loggers
 
 
-def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
+def run_description(
+    config: Mapping[str, Any], task: str = "classification"
+) -> dict[str, str | int | float]:
     """A short description of a run, for tables that compare runs: numbers in columns of numbers.
 
     TensorBoard shows the columns in alphabetical order.
@@ -221,8 +228,11 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     default = default_memory(name, bits) if name in MODELS else "default"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
     length = {name: trainer[key] for key, name in ends.items() if (trainer.get(key) or -1) > 0}
+    best = config["callbacks"].get("best_checkpoint") or {}
     return {
         **length,
+        "task": task,
+        "monitor": best.get("monitor") or task_class(task).monitor,
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
         "memory": config["memory"]["mode"] or default,
@@ -241,12 +251,14 @@ def build_trainer(
     run_dir: Path,
     stop: GracefulStop | None = None,
     first_step: int | None = None,
+    task: str = "classification",
 ) -> pl.Trainer:
     """Lightning's Trainer with the run's callbacks, loggers and precision.
 
-    ``stop`` ends the run at a signal; ``first_step`` is the step at which a resumed run starts.
+    ``stop`` ends the run at a signal; ``first_step`` is the step at which a resumed run starts;
+    ``task`` is that of the data.
     """
-    loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
+    loggers = build_loggers(config, run_dir=run_dir, first_step=first_step, task=task)
     specs = dict(config["callbacks"])
     if not loggers:
         specs["learning_rate"] = None  # it refuses to start without a logger

@@ -280,7 +280,7 @@ def build(
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     data = build_data(config["data"], config.get("task"))
     config = with_monitor(config, data.task)
-    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step, task=data.task)
     if trainer.is_global_zero and (place := console.place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
