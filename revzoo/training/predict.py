@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import Size, check_count, sides_of
+from revzoo._checks import Size, check_choice, check_count, sides_of
 from revzoo.core.invertible import evaluation_mode
 from revzoo.data.decode import converted, open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.restore import restore
-from revzoo.training.tta import flipped_mean
+from revzoo.training.tta import CHOICES, flipped_mean
 from revzoo.training.windows import by_windows
 from revzoo.weights.transforms import covering
 
@@ -44,6 +44,7 @@ def predict(
     *,
     size: Size | None = ...,
     top: int | None = ...,
+    tta: str | None = ...,
 ) -> Probabilities: ...
 
 
@@ -54,6 +55,7 @@ def predict(
     *,
     size: Size | None = ...,
     top: int | None = ...,
+    tta: str | None = ...,
 ) -> list[Probabilities]: ...
 
 
@@ -63,6 +65,7 @@ def predict(
     *,
     size: Size | None = None,
     top: int | None = None,
+    tta: str | None = None,
 ) -> Probabilities | list[Probabilities]:
     """Classify an image, or a list of images.
 
@@ -77,6 +80,7 @@ def predict(
         size: in pixels, the side of a square or (height, width), to which images are resized and
             cropped; None for the weights' size.
         top: number of classes to return; None for all.
+        tta: ``"flip"`` for the mean over each image and its mirror image.
 
     Returns:
         The probability of each class by its name, the most probable first; of a regression, the
@@ -87,7 +91,7 @@ def predict(
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
         ValueError: the classes and the normalisation of the model are unknown; a tensor is not
             (C, H, W), or holds neither bytes nor floats in [0, 1]; ``size`` or ``top`` is out of
-            range.
+            range; ``tta`` is unknown.
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
@@ -98,6 +102,7 @@ def predict(
         sides_of("size", size)
     if top is not None:
         check_count("top", top)
+    check_choice("tta", tta, (None, *CHOICES))
     if isinstance(model, ImageNetwork):
         network = model
     elif not isinstance(model, str | Path):  # swapped arguments are the usual mistake
@@ -109,7 +114,8 @@ def predict(
         network = restore(model).network.to("cuda" if torch.cuda.is_available() else "cpu")
     sources = images if isinstance(images, list | tuple) else [images]
     opened = (opened_image(image, network.in_chans) for image in sources)
-    results = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
+    predictions = classify(network, opened, size=size, tta=tta)
+    results = [dict(islice(p.items(), top)) for p in predictions]
     return results if sources is images else results[0]
 
 

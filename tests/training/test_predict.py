@@ -66,6 +66,15 @@ def test_a_list_of_images_returns_a_list(folder: Path, image: Path) -> None:
     assert all(list(p) == list(one) for p in found)
 
 
+def test_the_mean_over_mirror_images(folder: Path, image: Path) -> None:
+    picture = torch.from_numpy(np.array(Image.open(image))).permute(2, 0, 1)
+    plain, mirrored = (revzoo.predict(p, folder) for p in (picture, picture.flip(-1)))
+    expected = {name: (p + mirrored[name]) / 2 for name, p in plain.items()}
+    assert revzoo.predict(image, folder, tta="flip") == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="tta=flop: expected one of None, flip"):
+        revzoo.predict(image, folder, tta="flop")
+
+
 def test_floats_that_overshoot_by_interpolation_are_clamped(folder: Path) -> None:
     tensor = torch.linspace(-0.05, 1.05, 192).view(3, 8, 8)
     clamped = revzoo.predict(tensor.clamp(0, 1), folder)
