@@ -370,7 +370,7 @@ def as_csv(predictions: Sequence[Prediction], top: int, task: str = "classificat
     writer = csv.writer(text, lineterminator="\n")
     # each image orders its classes by probability; columns need one order
     names = sorted(predictions[0][1]) if predictions else []
-    digits = ".6g" if task == "regression" else ".6f"
+    digits = ".9g" if task == "regression" else ".6f"  # 9 digits give each float32 back
     heads = {"classification": ["class"], "multilabel": ["labels"]}.get(task, [])
     writer.writerow(["path", *heads, *names])
     for path, found in predictions:

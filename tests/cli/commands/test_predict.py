@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 from small_images import image_folder
 
-from revzoo.cli.commands.predict import image_files, predict
+from revzoo.cli.commands.predict import as_csv, image_files, predict
 from revzoo.cli.main import main
 from revzoo.cli.run.train import train
 from revzoo.data import ImageFolder
@@ -181,3 +182,10 @@ def test_hidden_files_of_a_folder_are_not_images(tmp_path: Path) -> None:
     first = next(iter(sorted((root / "test").rglob("*.png"))))
     (first.parent / f"._{first.name}").write_bytes(b"no image")
     assert not [path for path in image_files([root / "test"]) if path.name.startswith(".")]
+
+
+def test_the_csv_of_a_regression_gives_each_float32_back() -> None:
+    """Six digits changed 1234.5678 by 0.0022."""
+    value = float(np.float32(1234.5678))
+    *_, row = as_csv([("a.png", {"age": value})], 1, "regression").splitlines()
+    assert np.float32(row.split(",")[1]) == np.float32(value)
