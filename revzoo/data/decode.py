@@ -45,6 +45,7 @@ Opened: TypeAlias = Image.Image | Tensor
 """A Pillow image of bytes, RGB or grey; or a tensor (C, H, W) of uint8 or uint16."""
 
 _ARRAY, _TIFF = ".npy", (".tif", ".tiff")
+_LARGEST = 2**16 - 1  # class number in a mask
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +175,18 @@ def read_mask(path: str, *, remedy: str = "replace it") -> np.ndarray[Any, Any]:
     """The pixel values of a mask, uint16 (H, W): grey values, or the numbers of a palette.
 
     Raises:
-        DataError: it is an image in colour, or cannot be read.
+        DataError: it is an image in colour, has other values, or cannot be read.
     """
     with decoding(path, remedy):
         if path.lower().endswith(_ARRAY):
             return np.asarray(_of_array(np.load(path, allow_pickle=False), 1, path))[0]
         with Image.open(path, "r", formats()) as image:
             if len(image.getbands()) == 1 and image.mode != "F":
-                return np.asarray(upright(image.copy())).astype(np.uint16)
+                values = np.asarray(upright(image.copy()))
+                if (wrong := values[(values < 0) | (values > _LARGEST)]).size:
+                    fault = f"the pixel value {wrong[0]}: expected class numbers up to {_LARGEST}"
+                    raise DataError(f"{path} has {fault}; renumber them", fault)
+                return values.astype(np.uint16)
             fault = f"a mask in colour (Pillow mode {image.mode})"
             fault += ": expected class numbers, in grey or with a palette"
             raise DataError(f"{path} is {fault}", fault)

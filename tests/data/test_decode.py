@@ -10,7 +10,7 @@ import torch
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from revzoo.data import Augment, DataError
-from revzoo.data.decode import open_image, suffixes
+from revzoo.data.decode import open_image, read_mask, suffixes
 from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files
 from revzoo.weights.transforms import cropped
@@ -256,6 +256,17 @@ def test_an_error_of_any_kind_in_a_decoder_names_the_file(
     monkeypatch.setattr(Image, "open", fail)
     with pytest.raises(DataError, match=r"a\.png \(IndexError: of a decoder\)"):
         open_image(path, 3)
+
+
+@pytest.mark.parametrize("value", [-1, 65536, 65537])
+def test_a_mask_of_32_bits_has_no_values_of_more_than_16(tmp_path: Path, value: int) -> None:
+    """65537 became class 1."""
+    path = str(tmp_path / "a.tif")
+    Image.fromarray(np.array([[1, value]], np.int32)).save(path)
+    with pytest.raises(DataError, match=rf"a\.tif has the pixel value {value}: .*renumber them"):
+        read_mask(path)
+    Image.fromarray(np.array([[1, 65535]], np.int32)).save(path)
+    assert read_mask(path).tolist() == [[1, 65535]]
 
 
 def test_no_other_program_decodes_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
