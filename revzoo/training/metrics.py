@@ -96,7 +96,11 @@ RATES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 
 
 class Curve(PerClass):
-    """A figure of a class against all others at every threshold: of bins of the log odds."""
+    """A figure of a class against all others at every threshold: of bins of the log odds.
+
+    Probabilities in one bin are equal: near 0.5 those that differ by less than 0.0125. So a network
+    whose probabilities are nearly constant gets a coarse figure.
+    """
 
     bins: Tensor  # images of the others, and of the class: (2, C, BINS)
 
