@@ -319,7 +319,8 @@ class BlockRow(NamedTuple):
         bits: bits kept per value if the block joins a run.
         role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input if no block
             follows; ``"ends"`` one, because its output changes shape or type, or leaves the range
-            of the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
+            of the grid; ``"alone"``, which both starts and ends; ``"not called"`` before the first
+            call. Audits and plans call copies.
         grid: fractional bits of the integers in the last call; None in floating point, before the
             first call, or if the values that entered the run were not finite.
     """
@@ -345,7 +346,7 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
     rows = []
     for path, step in model.named_modules():
         if isinstance(step, SideBits):
-            role, grid = "", None
+            role, grid = "not called", None
             if (call := step.last_call) is not None:
                 role = (("alone", "starts"), ("ends", "joins"))[call.joined][call.continues]
                 if call.scale is not None and has_values(call.scale.down):
