@@ -60,6 +60,7 @@ from revzoo._libraries import library_hint
 from revzoo.cli.schema import (
     CALLBACKS,
     CONFIGS,
+    DATA,
     EVALUATION,
     FITTED,
     MISSING,
@@ -87,6 +88,7 @@ FREE = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
 _REFERENCE = re.compile(
     r"\$\{(?:\w+(?:\.\w+)*|now:[^${}]*|folder_name:[^${}:]*|oc\.env:REVZOO_\w+(?:,[^${}]*)?)\}"
 )
+FROM_FILES = [f"revzoo.data.{n}" for n in ("ImageFolder", "Masks", "Shards", "Table", "Volumes")]
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
 WHOLE_WEIGHTS = ("ema", "finetuning", "compiled_branches", *OF_SAMPLES)  # callbacks, too
 _SHORT = {
@@ -704,20 +706,21 @@ def check_machine(config: Config) -> None:
 
 
 def check_root(data: Config) -> None:
-    """Check that the folder of an image folder, or the table of images, exists."""
-    if data["_target_"] == "revzoo.data.Table":
+    """Check that the table exists, or the folder, which must not be empty."""
+    if data["_target_"] not in FROM_FILES:
+        return
+    if data.get("table"):
         table = Path(data["table"]).expanduser().absolute()
         if table.suffix.lower() not in TABLES:
             raise ConfigError(f"data.table={data['table']}: expected one of {', '.join(TABLES)}")
         if not table.is_file():
             raise ConfigError(f"table {table} does not exist: set data.table=FILE")
-    if data["_target_"] == "revzoo.data.ImageFolder":
+    elif data["root"] is not None and "://" not in data["root"]:
         root = Path(data["root"]).expanduser().absolute()
-        if not root.is_dir():
-            raise ConfigError(
-                f"image folder {root} does not exist: set data.root=DIR, the folder above "
-                "train/CLASS/*.jpg"
-            )
+        if not root.is_dir() or not any(root.iterdir()):
+            fault = "is empty" if root.is_dir() else "does not exist"
+            about = DATA[data["_target_"]].options["root"].about
+            raise ConfigError(f"folder {root} {fault}: set data.root=DIR, {about}")
 
 
 def device_kind(accelerator: str) -> str:

@@ -52,6 +52,10 @@ WITHOUT_TORCH = {
     "train data.folds=3 data.fold=3": "expected 0 to 2, one of data.folds=3",
     "train trainer.deterministic=maybe": "expected one of true, false, warn, null",
     "train data=imagefolder data.root=nowhere": "nowhere does not exist: set data.root=DIR",
+    "train data=masks data.root=nowhere": "nowhere does not exist: set data.root=DIR, ",
+    "train data=masks data.table=nowhere.csv": "nowhere.csv does not exist: set data.table=FILE",
+    "train data=volumes data.root=empty": "empty is empty: set data.root=DIR, the folder above",
+    "train data=litdata data.root=empty": "empty is empty: set data.root=DIR, the output of revzoo",
     # names of other programs
     "train aa=rand-m9": "use data.augment.policy=randaugment",
     "train data.augment.color_jitter=0.4": "use data.augment.color=0.4",
