@@ -351,9 +351,10 @@ class ImageData(pl.LightningDataModule, ABC):
             parts = [labels.nonzero()[:, 1] for labels in parts]
         there, left = (set(torch.unique(labels).tolist()) for labels in parts)
         if lost := [n for i, n in enumerate(source.classes) if i in there - left]:
+            which = "they" if source.groups is None else "their groups"
             raise DataError(
-                f"{of} leaves no image of {shortened(lost)} to train with: their groups are all "
-                "held back. Change data.split_seed, or give them a split of their own"
+                f"{of} leaves no image of {shortened(lost)} to train with: {which} are all held "
+                "back. Change data.split_seed, add images, or give them a split of their own"
             )
 
     def _classes_seen(self) -> list[int]:

@@ -160,7 +160,16 @@ def test_labels_keep_their_numbers_in_every_process(tmp_path: Path) -> None:
             "image '.*/0.png' of .* is in two splits",
         ),
         ([_row(0), _row(1), ("2.png", "9")], {}, "line 4 has 2 values for 4 columns"),
-        ([_row(i) for i in range(8)], {"group_column": "label", "folds": 2}, "leaves no image of"),
+        (
+            [_row(i) for i in range(8)],
+            {"group_column": "label", "folds": 2},
+            "leaves no image of .* to train with: their groups are all held back",
+        ),
+        (
+            [(f"{i}.png", "9" if i else "10", "train", "x") for i in range(8)],
+            {"folds": 2, "fold": 1},
+            "leaves no image of 10 to train with: they are all held back",
+        ),
     ],
 )
 def test_bad_tables_are_refused(
