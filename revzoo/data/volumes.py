@@ -59,6 +59,7 @@ IGNORED = 255  # in masks
 FOREGROUND = 0.5  # share of the patches that are centred on foreground
 KEPT = 1000  # voxels of each class in each slab
 TOLERANCE = 0.01  # of spacings
+_NOT_FINITE = "has NaN or infinite voxels: replace them, such as by the background's"
 NNUNET: dict[str, Split] = {"Tr": "train", "Ts": "test"}
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def moments(volume: Volume) -> tuple[float, float]:
         values = values[values != 0]
         sums += [values.size, values.sum(), np.square(values).sum()]
     if not np.isfinite(sums).all():
-        raise ValueError("has NaN or infinite voxels: replace them, such as by the background's")
+        raise ValueError(_NOT_FINITE)
     count, total, squares = sums
     mean = total / max(count, 1)
     variance = squares / max(count, 1) - mean**2
@@ -594,11 +595,13 @@ def read_prepared(paths: Sequence[Path], state: Mapping[str, Any]) -> tuple[Tens
         state: of the training's data module.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read, or has NaN.
         ValueError: the state is not valid.
     """
     volumes = [open_volume(path) for path in paths]
     channels = [volume.read() for volume in volumes]
+    if wrong := [p for p, c in zip(paths, channels, strict=True) if not np.isfinite(c).all()]:
+        raise DataError(f"{wrong[0]} {_NOT_FINITE}")
     if "patch" in state:
         _, window = checked_preparation(state["patch"], state.get("window"))
         scales = [(0.0, 1.0) if window else moments(volume) for volume in volumes]

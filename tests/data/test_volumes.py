@@ -378,3 +378,11 @@ def test_generated_volumes() -> None:
         for v, m in zip(volumes, masks, strict=True)
     ]
     assert torch.stack(inside).min() > 20
+
+
+@pytest.mark.parametrize("window", [None, [0, 1]])
+def test_a_volume_with_nan_is_named_when_it_is_predicted(tmp_path: Path, window: Any) -> None:
+    """With a window, its prediction blamed the weights."""
+    np.save(tmp_path / "a.npy", np.full(SIZES, np.nan, np.float32))
+    with pytest.raises(DataError, match=r"a\.npy has NaN or infinite voxels: replace them"):
+        read_prepared([tmp_path / "a.npy"], {"patch": [4, 4, 4], "window": window})
