@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -290,12 +291,19 @@ class FolderReport:
     left_out: list[str]
 
 
-def check_folder(root: str | Path, *, workers: int | None = None) -> FolderReport:
+Check = Callable[[Any, str], object]
+"""Takes the pixel values of a mask and its path; raises a DataError for wrong ones."""
+
+
+def check_folder(
+    root: str | Path, *, workers: int | None = None, check: Check | None = None
+) -> FolderReport:
     """Decode every image below ``root``, even if the structure of its folders is wrong.
 
     Args:
         root: an image folder, see :class:`~revzoo.data.imagefolder.ImageFolder`, or a part of one.
         workers: number of processes; None for the CPUs minus one.
+        check: of masks.
 
     Raises:
         DataError: ``root`` is not a folder, or has no images.
@@ -318,7 +326,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     if not paths:
         raise no_images(root)
     images = [of_mask.get(path, "") for path in paths]
-    bad = unreadable(paths, reason_of, paths, images, workers=workers)
+    bad = unreadable(paths, partial(reason_of, check=check), paths, images, workers=workers)
     return FolderReport(len(paths), bad, faults, [*outside, *left_out(root, unread)])
 
 
@@ -388,11 +396,14 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def reason_of(path: str, image: str) -> str:
-    """Why an image, or the mask of an image, cannot be read; empty if it can."""
+def reason_of(path: str, image: str, check: Check | None = None) -> str:
+    """Why an image, or the mask of an image, cannot be used; empty if it can."""
     try:
         if image:
-            check_mask_size(read_mask(path), path, open_image(image, None), image)
+            values = read_mask(path)
+            check_mask_size(values, path, open_image(image, None), image)
+            if check is not None:
+                check(values, path)
         else:
             open_image(path, None)
     except DataError as error:

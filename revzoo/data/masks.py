@@ -6,6 +6,7 @@ by torchvision, which takes the nearest pixel of a mask; colours change in the i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
@@ -21,7 +22,7 @@ from revzoo.data.augment import Augment
 from revzoo.data.decode import IN_SET, check_mask_size, read_mask
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages
-from revzoo.data.folders import MASKS_LAYOUT, Files, Tree, no_masks, scan_masks
+from revzoo.data.folders import MASKS_LAYOUT, Check, Files, Tree, no_masks, scan_masks
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
 from revzoo.data.module import Split
 from revzoo.data.table import Table
@@ -79,12 +80,7 @@ class MaskImages(FileImages):
         path = self._masks[row]
         values = read_mask(path, remedy=IN_SET)
         check_mask_size(values, path, image, self._paths[row])
-        mask = self._table[values]
-        if (unknown := mask == _UNKNOWN).any():
-            fault = f"the pixel value {values[unknown][0]}, of no class"
-            remedy = f"name it in data.classes, or set it to {IGNORED}, which does not count"
-            raise DataError(f"{path} has {fault}: {remedy}", fault)
-        return image, _Mask(mask + np.uint8(1))
+        return image, _Mask(labels_of(values, path, self._table) + np.uint8(1))
 
     def _label(self, index: int, *parts: Any) -> Tensor:
         (mask,) = parts
@@ -233,11 +229,11 @@ class Masks(ImageFolder):
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
         assert self._values is not None
-        table, names = np.full(2**16, _UNKNOWN, np.uint8), self.listing().classes
-        table[IGNORED] = IGNORED
-        for value, name in self._values.items():
-            table[value] = names.index(name)
-        return MaskImages(files, table=table, **options)
+        return MaskImages(files, table=table_of(self._values), **options)
+
+    def check_of_values(self) -> Check | None:
+        """Finds the pixel values without a class in a mask; None if the classes are not given."""
+        return None if self._values is None else partial(labels_of, table=table_of(self._values))
 
     def _pixel_bytes(self) -> int:
         return super()._pixel_bytes() + 1
@@ -247,6 +243,31 @@ class Masks(ImageFolder):
 
     def _no_training(self) -> DataError:
         return self.rows._no_training() if self.rows else no_masks(self.root)
+
+
+def table_of(names: Mapping[int, str]) -> np.ndarray[Any, Any]:
+    """The label of each pixel value, uint8 (65536,), from the names of the classes."""
+    table, labels = np.full(2**16, _UNKNOWN, np.uint8), [*dict.fromkeys(names.values())]
+    table[IGNORED] = IGNORED
+    for value, name in names.items():
+        table[value] = labels.index(name)
+    return table
+
+
+def labels_of(
+    values: np.ndarray[Any, Any], path: str, table: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """The labels of a mask, uint8 (H, W), from its pixel values.
+
+    Raises:
+        DataError: a value has no class.
+    """
+    mask: np.ndarray[Any, Any] = table[values]
+    if (unknown := mask == _UNKNOWN).any():
+        fault = f"the pixel value {values[unknown][0]}, of no class"
+        remedy = f"name it in data.classes, or set it to {IGNORED}, which does not count"
+        raise DataError(f"{path} has {fault}: {remedy}", fault)
+    return mask
 
 
 def values_of(classes: Any) -> dict[int, str]:

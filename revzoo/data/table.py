@@ -13,13 +13,23 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
 
 from revzoo._checks import check_choice, did_you_mean, number_of, package_needed, shortened
 from revzoo._files import TABLES
 from revzoo.data.errors import DataError
-from revzoo.data.folders import NAMES, Files, FolderReport, Tree, reason_of, split_of, unreadable
+from revzoo.data.folders import (
+    NAMES,
+    Check,
+    Files,
+    FolderReport,
+    Tree,
+    reason_of,
+    split_of,
+    unreadable,
+)
 from revzoo.data.imagefolder import ImageFolder, ReadingOptions
 from revzoo.data.module import Split
 
@@ -342,19 +352,23 @@ class Table(ImageFolder):
         return f"{self.table} has no row with 'test' in column {self.split_column!r}"
 
 
-def check_table(data: ImageFolder, table: Table, *, workers: int | None = None) -> FolderReport:
+def check_table(
+    data: ImageFolder, table: Table, *, workers: int | None = None, check: Check | None = None
+) -> FolderReport:
     """Check every row of a table, and decode its files.
 
     Args:
         data: the data module that trains on the table.
         table: ``data``, or its part that reads the rows.
         workers: as :func:`~revzoo.data.folders.check_folder`.
+        check: likewise.
 
     Raises:
         DataError: the table cannot be read, or lacks a column.
     """
     faults, files = [*table.faults()], table.files()
-    bad = unreadable([*files], reason_of, files, files.values(), workers=workers)
+    reason = partial(reason_of, check=check)
+    bad = unreadable([*files], reason, files, files.values(), workers=workers)
     if not faults and not bad:  # only now: a wrong row would also seem to lack a class
         try:
             data.prepare_data()

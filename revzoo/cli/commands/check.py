@@ -5,7 +5,8 @@
 
 Of a table (.csv, .tsv, .parquet) it also lists every row that training would refuse: missing files,
 labels and groups. It takes the options of revzoo train: the columns, task, and data=masks for a
-table of masks.
+table of masks. With data=masks data.classes=[a,b], of a table or a folder, it also lists masks with
+values without a class.
 
 Only data can be checked; check data DIR means the same. revzoo info NAME shows a model, and
 revzoo train ... --cfg job checks a configuration and prints it.
@@ -24,6 +25,7 @@ from revzoo._files import TABLES
 from revzoo.cli.terminal import folded, override_argument, status_of
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
+    from revzoo.data import ImageData
     from revzoo.data.folders import FolderReport
 
 SHOWN = 10  # paths of each reason, on a terminal
@@ -50,10 +52,16 @@ def run(args: argparse.Namespace) -> None:
     if folder.suffix.lower() in TABLES and not folder.is_dir():
         _report(_check_table(folder, options, args.workers), folder)
         return
-    if options:
-        raise ValueError(f"{' '.join(options)}: options are for a table, got the folder {folder}")
+    if options and "data=masks" not in options:
+        raise ValueError(
+            f"{' '.join(options)}: options are for a table, or with data=masks for a folder of "
+            f"masks, got the folder {folder}"
+        )
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
+    if options:
+        _report(_check_masks(folder, options, args.workers), folder)
+        return
     with status_of("loading torch"):  # only now: it takes seconds
         from revzoo.data.folders import check_folder
         from revzoo.data.sharded import INDEX, check_shards
@@ -70,24 +78,44 @@ def run(args: argparse.Namespace) -> None:
     _report(report, folder)
 
 
+def _data_of(options: Sequence[str]) -> ImageData:
+    from revzoo.cli.config import compose
+
+    config = compose(options, complete=False).config
+    with status_of("loading torch"):
+        from revzoo.cli.run.build import build_data
+
+    return build_data(config["data"], config.get("task"))
+
+
 def _check_table(table: Path, options: Sequence[str], workers: int | None) -> FolderReport:
-    from revzoo.cli.config import compose, quoted
+    from revzoo.cli.config import quoted
 
     kind = [] if any(word.startswith("data=") for word in options) else ["data=table"]
     # what names the data comes before their options
-    words = [*kind, *options, f"data.table={quoted(table)}"]
-    config = compose(words, complete=False).config
-    with status_of("loading torch"):
-        from revzoo.cli.run.build import build_data
-        from revzoo.data.masks import Masks
-        from revzoo.data.table import Table, check_table
+    data = _data_of([*kind, *options, f"data.table={quoted(table)}"])
+    from revzoo.data.masks import Masks
+    from revzoo.data.table import Table, check_table
 
-    data = build_data(config["data"], config.get("task"))
-    rows = data.rows if isinstance(data, Masks) else data
+    masks = data if isinstance(data, Masks) else None
+    rows = data if masks is None else masks.rows
     if not (isinstance(data, Table | Masks) and isinstance(rows, Table)):
         raise ValueError(f"{' '.join(options)}: expected data=table or data=masks, for {table}")
+    check = None if masks is None else masks.check_of_values()
     with status_of(f"reading the images of {table}"):
-        return check_table(data, rows, workers=workers)
+        return check_table(data, rows, workers=workers, check=check)
+
+
+def _check_masks(folder: Path, options: Sequence[str], workers: int | None) -> FolderReport:
+    from revzoo.cli.config import quoted
+
+    data = _data_of([*options, f"data.root={quoted(folder)}"])
+    from revzoo.data.folders import check_folder
+    from revzoo.data.masks import Masks
+
+    assert isinstance(data, Masks)
+    with status_of(f"reading the images of {folder}"):
+        return check_folder(folder, workers=workers, check=data.check_of_values())
 
 
 def _report(report: FolderReport, source: Path) -> None:

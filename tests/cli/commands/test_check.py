@@ -209,6 +209,22 @@ def test_masks_of_a_table_are_read(root: Path, capsys: pytest.CaptureFixture[str
     assert f"line 3 of {table}: there is no file {root}/train/b/2.png\n" in found
 
 
+def test_values_of_masks_need_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, folder in ((f"{i}.png", f) for i in range(2) for f in ("images", "masks")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("L", (4, 4), int(name[0])).save(tmp_path / folder / name)
+    table = _table(
+        tmp_path, ("path", "mask"), ("images/0.png", "masks/0.png"), ("images/1.png", "masks/1.png")
+    )
+    for source in (str(tmp_path), table):
+        main(["check", source, "data=masks", "data.classes=[a,b]", "--workers", "1"])
+        assert capsys.readouterr().out.endswith("all 4 images can be read\n")
+        with pytest.raises(SystemExit, match="1 of 4 images cannot be read"):
+            main(["check", source, "data=masks", "data.classes={0: a, 2: b}", "--workers", "1"])
+        found = capsys.readouterr().out
+        assert f"1 image: the pixel value 1, of no class\n  {tmp_path}/masks/1.png\n" in found
+
+
 def test_a_folder_of_volumes_names_their_data_set(tmp_path: Path) -> None:
     """Training named it, but the check only listed the formats of images."""
     (tmp_path / "train" / "cat").mkdir(parents=True)
