@@ -1,12 +1,13 @@
-"""Images per second of ``revzoo train`` against a bare loop, and the time until the first step.
+"""Images per second of ``revzoo train`` against bare loops, and the time until the first step.
 
-    python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
+    python benchmarks/bench_training.py --rounds 21
 
-It uses the trainer of ``revzoo train``, with the default callbacks and loggers. Each round runs a
-few of its steps and as many steps of two bare loops, on networks with the same initial weights:
+It uses the trainer of ``revzoo train``, with the default callbacks and loggers, and the model of
+the data's experiment. Each round runs a few of its steps and as many steps of two bare loops, on
+networks with the same initial weights:
 
-- with data: same loader, augmentation, loss and optimiser; no metrics, no logs;
-- step alone: batches prepared beforehand.
+- step alone: batches prepared beforehand;
+- with data: same loader, augmentation, loss and optimiser; no metrics, no logs.
 
 A callback runs the bare loops between two steps of Lightning, so a slow moment of a shared machine
 hits all three. It times whole cycles of Lightning, with everything between two batches; validation
@@ -33,18 +34,23 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from measure import environment
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.cli.config import compose
-from revzoo.cli.run.build import build_trainer, model_spec
-from revzoo.data import Digits, ImageData
+from revzoo.cli.run.build import build_data, build_module, build_trainer, with_monitor
+from revzoo.data import ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule
 from revzoo.training.lightning_compat import quiet
 
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]
-TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
+TASKS = {
+    "digits": "data=digits",
+    "shapes": "experiment=segmentation",
+    "blobs3d": "experiment=volumes",
+    "cifar": "data=cifar10",
+}
 LOOPS = ("revzoo train", "bare loop with data", "bare step alone")
 FIRST_STEP = (
     "trainer.max_steps=1",
@@ -84,16 +90,14 @@ class BareLoop:
     """
 
     def __init__(self, module: Classifier, batches: Iterator[Batch]) -> None:
-        self.model, self.spec, self.batches = module.model, module.optim, batches
-        self.optimizer = build_optimizer(self.model, self.spec)
-        self.schedule = build_schedule(self.optimizer, self.spec, total_steps=100_000)
+        self.module, self.batches = module, batches
+        self.optimizer = build_optimizer(module.model, module.optim)
+        self.schedule = build_schedule(self.optimizer, module.optim, total_steps=100_000)
 
     def __call__(self, steps: int) -> None:
         for images, labels in islice(self.batches, steps):
             self.optimizer.zero_grad()
-            smoothing = self.spec.label_smoothing
-            logits = self.model(images)
-            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+            loss, _ = self.module.loss_and_logits(images, labels)
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -139,22 +143,26 @@ def with_data(data: ImageData) -> Iterator[Batch]:
     """An endless iterator of batches, epoch after epoch."""
     while True:
         for images, labels in data.train_dataloader():
-            yield data.transform(images, training=True), labels
+            if data.task == "segmentation":
+                yield data._augmented_masks(images, labels, None)
+            else:
+                yield data.transform(images, training=True), labels
 
 
 def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
     """Data and module; every call returns equal ones."""
-    options = {k: v for k, v in config["data"].items() if k in ("batch_size", "augment")}
-    data = Digits(**options) if task == "digits" else RandomCIFAR(**options)
+    data = build_data(config["data"])
+    if task == "cifar":
+        data = RandomCIFAR(batch_size=data.batch_size, augment=data.augment)
     data.setup("fit")
     torch.manual_seed(0)
-    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
-    return data, Classifier(spec, optim=config["optim"])
+    return data, build_module(config, **data.shape, task=data.task)
 
 
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
     """Seconds of each loop in each round, and images a step."""
-    overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
+    # store: what memory=auto chooses with room, and the fastest step
+    overrides = (TASKS[task], "memory=store", "trainer=cpu", "trainer.max_epochs=1000")
     config = compose(overrides).config
     data, module = make(task, config)
     fed, fixed = make(task, config), make(task, config)
@@ -166,7 +174,7 @@ def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times
         loop(steps)
     turns = Turns(loops, steps=steps, rounds=rounds)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        trainer = build_trainer(config, run_dir=Path(folder))
+        trainer = build_trainer(with_monitor(config, data.task), run_dir=Path(folder))
         trainer.callbacks.append(turns)
         trainer.fit(module, datamodule=data)
     return turns.seconds, data.batch_size
@@ -174,11 +182,11 @@ def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times
 
 def rows(task: str, seconds: dict[str, list[Times]], images: int) -> Iterator[str]:
     """The rows of one task: medians, and quartiles of the ratios within a round."""
-    base = seconds[LOOPS[0]]
+    base = seconds[LOOPS[-1]]
     for name, times in seconds.items():
         rate = images / statistics.median(t.cpu for t in times)
         pairs = list(zip(base, times, strict=True))
-        cpu, wall = (quartiles([t[i] / own[i] for own, t in pairs]) for i in range(2))
+        cpu, wall = (quartiles([alone[i] / t[i] for alone, t in pairs]) for i in range(2))
         yield f"| {task} | {name} | {rate:.0f} | {cpu} | {wall} |"
 
 
@@ -209,9 +217,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--starts", type=int, default=5)
     args = parser.parse_args()
-    print("# Training through revzoo train against a bare loop\n")
-    print(environment() + f"- revnet38, defaults; n = {args.rounds} rounds of {args.steps} steps\n")
-    print("| task | loop | images per CPU second | speed of revzoo train over it | by the wall |")
+    print("# Training through revzoo train against bare loops\n")
+    print(environment() + f"- n = {args.rounds} rounds of {args.steps} steps\n")
+    print("| task | loop | images per CPU second | speed over the step alone | by the wall |")
     print("|---|---|---|---|---|")
     for task in args.tasks:
         seconds, batch = compare(task, steps=args.steps, rounds=args.rounds)

@@ -264,10 +264,9 @@ class Augment:
     def _flipped(self, volumes: Tensor) -> Tensor:
         """Mirror volumes along each axis by itself, with probability 1/2."""
         draws = torch.rand(-(-len(volumes) // self.chunk), 3) < 0.5 * self.flip
-        flips = draws.repeat_interleave(self.chunk, 0)[: len(volumes)].to(volumes.device)
-        for axis, flip in enumerate(flips.T, 2):
-            volumes = torch.where(flip.view(-1, 1, 1, 1, 1), volumes.flip(axis), volumes)
-        return volumes
+        flips = draws.repeat_interleave(self.chunk, 0)[: len(volumes)].tolist()
+        axes = [[axis for axis, flip in enumerate(row, 1) if flip] for row in flips]
+        return torch.stack([volume.flip(a) for volume, a in zip(volumes, axes, strict=True)])
 
     def mix(self, images: Tensor, labels: Tensor, *, num_classes: int) -> tuple[Tensor, Tensor]:
         """Apply Mixup or CutMix; with both on, draw one of them. With neither, change nothing.

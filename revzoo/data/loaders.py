@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
-from revzoo.data.images import Batch, ImageSet, as_is
+from revzoo.data.images import Batch, ImageSet, TensorImages, as_is
 from revzoo.data.on_device import DeviceImages
 from revzoo.data.order import EpochSampler, PoissonSampler, ShardSampler, batches_of_epoch
 
@@ -133,8 +133,15 @@ class Loader(DataLoader[Batch]):
             # the sampler skips them, so their images are not read
             self.sampler.start, skipped = skipped, 0
             self.dataset.begin_epoch(self.sampler.epoch_seed, self.sampler.epoch)
-        on_device = isinstance(self.dataset, DeviceImages)
-        yield from islice(self._on_device() if on_device else super().__iter__(), skipped, None)
+        yield from islice(self._batches(), skipped, None)
+
+    def _batches(self) -> Iterator[Batch]:
+        if isinstance(self.dataset, DeviceImages):
+            return self._on_device()
+        if isinstance(self.dataset, TensorImages) and not (self.num_workers or self.pin_memory):
+            # without torch's fetcher, which takes longer than reading such a batch
+            return map(self.dataset.__getitems__, self._index_sampler)
+        return super().__iter__()
 
     def _on_device(self) -> Iterator[Batch]:
         """A pass whose indices go to the device at once, without torch's fetcher."""

@@ -45,6 +45,7 @@ from revzoo.training.lightning_compat import (
     batches_of_step,
     check_accumulation,
     data_of,
+    logs_step,
     trainer_of,
 )
 from revzoo.training.metrics import (
@@ -75,11 +76,11 @@ class Classifier(pl.LightningModule):
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
     labels (B,) or class probabilities (B, num_classes), whose largest counts for the accuracy. Logs
     ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and ``test/acc`` per
-    epoch, accuracies in [0, 1]; ``train/loss_step`` per step. Validation and test also log
-    ``balanced_acc``, ``f1``, ``auroc``, ``ap`` (average precision), ``sensitivity`` and
-    ``specificity``, means over the classes; ``ece``, the calibration error; and ``acc5`` if there
-    are more than five classes. With two classes ``ap``, ``sensitivity`` and ``specificity`` are
-    those of the second one.
+    epoch, accuracies in [0, 1]; ``train/loss_step`` every ``log_every_n_steps`` of the trainer.
+    Validation and test also log ``balanced_acc``, ``f1``, ``auroc``, ``ap`` (average precision),
+    ``sensitivity`` and ``specificity``, means over the classes; ``ece``, the calibration error; and
+    ``acc5`` if there are more than five classes. With two classes ``ap``, ``sensitivity`` and
+    ``specificity`` are those of the second one.
 
     A subclass may override :meth:`loss`.
 
@@ -382,8 +383,6 @@ class Classifier(pl.LightningModule):
         else:
             self.retry.begin(batch, batch_idx)
             loss, logits = self.retry.forward(lambda: self.loss_and_logits(images, labels))
-        if not self.retry.running:  # Lightning does not expect a figure from a backward pass
-            self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         self.update_metrics("train", loss, logits, labels)
         return loss
 
@@ -425,6 +424,11 @@ class Classifier(pl.LightningModule):
             # Lightning 2.6 validates before it obeys this, but not when it reaches max_steps by
             # itself: the final weights could never be the best
             trainer.should_stop = True
+        # here, since should_stop makes the loggers write this step; only then, since log is slow;
+        # and at the end of an epoch, for the summary of the run
+        if outputs and (logs_step(trainer) or trainer.is_last_batch):
+            loss = outputs["loss"] * trainer.accumulate_grad_batches  # Lightning has divided it
+            self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the logits (B, num_classes), for callbacks that show them."""

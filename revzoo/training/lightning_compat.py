@@ -66,6 +66,11 @@ def batches_of_step(trainer: pl.Trainer) -> int | None:
     return batches_of_epoch(trainer) % count or count
 
 
+def logs_step(trainer: pl.Trainer) -> bool:
+    """Whether the loggers write the figures of this training step."""
+    return trainer._logger_connector.should_update_logs
+
+
 def epoch_is_open(trainer: pl.Trainer) -> bool:
     """Whether an epoch is in progress: a state saved now resumes inside it."""
     epochs: Any = trainer.fit_loop.epoch_progress.current

@@ -238,11 +238,11 @@ class SurfaceDistance(PerClass):
         self.add_state("sums", torch.zeros(3, count), dist_reduce_fx="sum")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        """Add logits (B, C, *sizes), and classes (B, *sizes)."""
+        """Add the classes that were found and the true ones, int64 (B, *sizes)."""
         from monai.metrics.utils import get_mask_edges, get_surface_distance  # takes seconds
 
         rows = torch.zeros_like(self.sums, device="cpu")
-        found = preds.argmax(1).where(target != IGNORED, IGNORED).cpu()
+        found = preds.where(target != IGNORED, IGNORED).cpu()
         spacing = self.spacing or [1.0] * (target.dim() - 1)
         diagonal = math.hypot(*(n * s for n, s in zip(target.shape[1:], spacing, strict=True)))
         for here, true in zip(found, target.cpu(), strict=True):
@@ -281,7 +281,55 @@ def mean_loss() -> Metric:
     return MeanMetric(nan_strategy="disable")
 
 
-SHARED = (Rate, Curve, Residual, SurfaceDistance)  # figures of one kind have one state
+class Positions(PerClass):
+    """A figure of masks; -1 does not count."""
+
+    counts: Tensor  # positions of each class: found rightly, found, true: (3, C)
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(3, count, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Add the classes that were found and the true ones, int64 (B, *sizes)."""
+        count = self.counts.shape[1]
+        index = ((target + 1) * count + preds).flatten()  # the first row is for -1
+        cells = self.counts.new_zeros((count + 1) * count)
+        cells = cells.scatter_add(0, index, torch.ones_like(index)).view(-1, count)[1:]
+        self.counts = self.counts + torch.stack([cells.diagonal(), cells.sum(0), cells.sum(1)])
+
+
+class PositionAccuracy(Positions):
+    """The share of positions with the right class; it has no figures of classes."""
+
+    def compute(self) -> Tensor:
+        right, _, true = self.counts.sum(1)
+        return right / true
+
+
+class Dice(Positions):
+    """The mean over the classes but the first, the background, of ``2 TP / (2 TP + FP + FN)``.
+
+    Positions of all images count together. A class that is neither there nor predicted does not
+    count.
+    """
+
+    first = 1
+
+    def of_each(self) -> Tensor:
+        right, found, true = self.counts
+        return 2 * right / (found + true)  # 0 / 0 without any
+
+
+class IoU(Positions):
+    """The mean over all classes of ``TP / (TP + FP + FN)``, intersection over union."""
+
+    def of_each(self) -> Tensor:
+        right, found, true = self.counts
+        return right / (found + true - right)
+
+
+SHARED = (Rate, Curve, Residual, Positions, SurfaceDistance)  # figures of one kind have one state
 
 
 def by_split(metrics: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:

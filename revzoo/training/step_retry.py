@@ -95,6 +95,7 @@ class StepRetry:
         self.loss: Tensor | None = None
         self.lower: Callable[[int | None], str] | None = None
         self._attempt: Attempt | None = None
+        self._steps: list[Step] = []
         self._in_use: int | None = None  # bytes, when memory ran out
 
     def begin(self, batch: Any, batch_idx: int) -> None:
@@ -102,9 +103,11 @@ class StepRetry:
         if self.running:  # the copies are still of the first forward pass
             return
         self._attempt = self.loss = None
-        steps = all_steps(self.module).values()  # each time: modes may change between two steps
-        self.may_widen = any(step.grid is not None for step in steps)
-        if self.lower is not None or any(mode_of(step.memory).inverts for step in steps):
+        if batch_idx == 0 or not self._steps:  # once an epoch: finding them takes a millisecond
+            self._steps = [*all_steps(self.module).values()]
+        self.may_widen = any(step.grid is not None for step in self._steps)
+        # each time: modes may change between two steps
+        if self.lower is not None or any(mode_of(step.memory).inverts for step in self._steps):
             parameters = list(self.module.parameters())
             buffers = [buffer.clone() for buffer in self.module.buffers()]
             metrics = states_of(self.module.training_metrics())

@@ -153,6 +153,27 @@ def test_memory_modes_train_alike(tmp_path: Path, memory: str) -> None:
     assert losses(memory) == pytest.approx(stored, abs=1e-6)  # logged in float32
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_loss_is_logged_in_every_nth_step_and_the_last(tmp_path: Path, batches: int) -> None:
+    losses: list[float] = []
+
+    class Losing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(loss.item())
+            return loss
+
+    logger, options = CSVLogger(tmp_path), {"accumulate_grad_batches": batches, "max_steps": 8}
+    runner = trainer(tmp_path, logger=logger, log_every_n_steps=3, max_epochs=-1, **options)
+    runner.fit(Losing(TINY, optim=CONSTANT), loader(512))
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["train/loss_step"]]
+    expected = losses[batches - 1 :: batches]
+    assert {int(r["step"]): float(r["train/loss_step"]) for r in rows} == pytest.approx(
+        {step: expected[step] for step in (2, 5, 7)}
+    )
+
+
 def loader_float64() -> Any:
     images, labels = halves().tensors
     data = torch.utils.data.TensorDataset(images.double(), labels)

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from revzoo.training import Segmenter
-from revzoo.training.metrics import ASSD, HD95
+from revzoo.training.metrics import ASSD, HD95, Dice, IoU, PositionAccuracy
 from revzoo.training.tasks.losses import dice
-from revzoo.training.tasks.segmentation import Dice, IoU
 
 MODEL = {"name": "iunet2d", "num_classes": 3, "channels": [8, 16], "units": [1, 1]}
 
@@ -14,13 +13,13 @@ MODEL = {"name": "iunet2d", "num_classes": 3, "channels": [8, 16], "units": [1, 
 def test_dice_and_iou_are_those_of_the_counts() -> None:
     true = torch.tensor([[[0, 0, 1, 1], [2, 2, -1, -1]]])
     found = torch.tensor([[[0, 1, 1, 1], [2, 0, 0, 1]]])
-    options = {"num_classes": 4, "average": None, "ignore_index": -1, "validate_args": False}
-    metrics = Dice(**options), IoU(**options)
+    metrics = Dice(4), IoU(4), PositionAccuracy(4)
     for metric in metrics:
         metric.update(found, true)
     # class 1: TP 2, FP 1, FN 0; class 2: TP 1, FP 0, FN 1; class 0: TP 1, FP 1, FN 1; 3: absent
     assert float(metrics[0].compute()) == pytest.approx((4 / 5 + 2 / 3) / 2)
     assert float(metrics[1].compute()) == pytest.approx((2 / 3 + 1 / 2 + 1 / 3) / 3)
+    assert float(metrics[2].compute()) == pytest.approx(4 / 6)
 
 
 @pytest.mark.filterwarnings("ignore:monai.metrics.utils:FutureWarning")  # it calls itself so
@@ -43,7 +42,7 @@ def test_surface_distances_are_monais_in_millimetres() -> None:
     )
     for kind, value in zip((ASSD, HD95), expected, strict=True):
         metric = kind(3, spacing)
-        metric.update(found, true.argmax(1))
+        metric.update(found.argmax(1), true.argmax(1))
         assert metric.of_each()[1:].tolist() == pytest.approx([float(value.mean()), 0])
         assert float(metric.compute()) == pytest.approx(float(value.mean()) / 2)
         assert float(value.mean()) > 0.5
@@ -55,7 +54,7 @@ def test_a_class_that_only_the_mask_has_is_a_diagonal_away() -> None:
     true[0, 0, 0] = 1  # missed
     true[1, 0, 0], found[1, 1] = -1, torch.tensor([[2.0, 0, 0, 0]] + [[0.0] * 4] * 2)  # not counted
     metric = HD95(3)
-    metric.update(found, true)
+    metric.update(found.argmax(1), true)
     assert metric.of_each().tolist() == pytest.approx([float("nan"), 5, float("nan")], nan_ok=True)
 
 
