@@ -1,30 +1,42 @@
-"""Images a second from shards against the files of an image folder.
+"""Images a second from shards against the files of an image folder, and the wait for S3.
 
     python benchmarks/bench_streaming.py DIR --size 32
+    python benchmarks/bench_streaming.py DIR --size 32 --delay 0.2
 
 DIR has train/CLASS/*.jpg; ``--generate N`` first writes N smooth JPEGs of 256 pixels there. Each
 candidate reads an epoch of training images with ``--workers`` workers, decoded and augmented, and
 not from memory (``cache_bytes=0``). The files are in the page cache: the first epoch is not timed.
-With ``--workers 0`` and one thread, the seconds are those of the thread, without other programs.
+CPU time is that of all processes, which other programs hardly change.
+
+``--delay`` reads the first epoch of shards on a local S3 server (moto) that waits so many seconds
+before each answer, with and without ``prefetch``.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
+from multiprocessing import active_children
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import numpy as np
-import torch
-from measure import environment, interleaved
+from bench_training import Times, quartiles
+from measure import environment
 from PIL import Image
 
-from revzoo.data import ImageData, ImageFolder, Shards
+from revzoo.data import ImageData, ImageFolder, Shards, sharded
 from revzoo.data.folders import scan
 from revzoo.data.pack import FORMS, pack
 
 MIB = 2**20
+BATCH = 128
 
 
 def generate(root: Path, count: int) -> None:
@@ -49,6 +61,87 @@ def epoch(data: ImageData) -> Callable[[], object]:
     return read
 
 
+def now() -> Times:
+    """The CPU time of this process and its workers, and the time on the wall."""
+    ticks = 0
+    for pid in [os.getpid(), *(child.pid for child in active_children())]:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])  # in the program and in the kernel
+    return Times(ticks / os.sysconf("SC_CLK_TCK"), time.perf_counter())
+
+
+def timed(read: Callable[[], object]) -> Times:
+    """Seconds of a call by each clock."""
+    start = now()
+    read()
+    return Times(*(end - begin for begin, end in zip(start, now(), strict=True)))
+
+
+def compare(sets: dict[str, ImageData], rounds: int) -> None:
+    """Print the rows of all sets; ratios are to the first set in the same round."""
+    epochs = {name: epoch(data) for name, data in sets.items()}
+    seconds: dict[str, list[Times]] = {name: [] for name in sets}
+    for number in range(rounds + 1):
+        for name, read in epochs.items():
+            taken = timed(read)
+            if number:  # the first epoch fills the page cache
+                seconds[name].append(taken)
+    base = next(iter(seconds.values()))
+    images = sets["imagefolder"].train_count // BATCH * BATCH
+    print(f"- {images:,} images an epoch; n = {rounds} interleaved rounds\n")
+    print("| data | images a second | of imagefolder, by CPU time | by the wall |")
+    print("|---|---|---|---|")
+    for name, times in seconds.items():
+        pairs = list(zip(base, times, strict=True))
+        cpu, wall = (quartiles([folder[i] / t[i] for folder, t in pairs]) for i in range(2))
+        print(
+            f"| {name} | {images / statistics.median(t.wall for t in times):.0f} | {cpu} | {wall} |"
+        )
+
+
+def from_storage(shards: Path, delay: float, rounds: int, options: dict[str, Any]) -> None:
+    """Print the seconds of a first epoch of ``shards`` from a slow S3 server."""
+    import boto3  # of the extra "dev", as moto
+    from moto import server
+
+    os.environ |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    answer = server.DomainDispatcherApplication.__call__
+
+    def late(self: Any, request: dict[str, Any], start: Any) -> Any:
+        time.sleep(delay if request["REQUEST_METHOD"] in ("GET", "HEAD") else 0)
+        return answer(self, request, start)
+
+    server.DomainDispatcherApplication.__call__ = late
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    endpoint = "http://{}:{}".format(*running.get_host_and_port())
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.create_bucket(Bucket="images")
+    files = [path for path in shards.rglob("*") if path.is_file()]
+    for path in files:
+        client.upload_file(str(path), "images", f"set/{path.relative_to(shards)}")
+    seconds: dict[int, list[float]] = {0: [], 8: []}
+    for _ in range(rounds):
+        for prefetch, samples in seconds.items():
+            with tempfile.TemporaryDirectory() as cache:
+                os.environ["REVZOO_CACHE"] = cache
+                root = "s3://images/set"
+                data = Shards(root, endpoint_url=endpoint, prefetch=prefetch, window=2, **options)
+                read = epoch(data)
+                rmtree(cache)  # setup has read the first 1,000 images
+                sharded._opened.cache_clear()
+                Path(cache).mkdir()
+                samples.append(timed(read).wall)
+    running.stop()
+    print(f"- {len(files) - 1} shards in windows of 2, {delay} s a request; n = {rounds} rounds\n")
+    print("| prefetch | seconds of the first epoch (quartiles) |")
+    print("|---|---|")
+    for prefetch, samples in seconds.items():
+        print(f"| {prefetch} | {quartiles(samples)} |")
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -58,29 +151,23 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shard-mb", type=float, default=4)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--delay", type=float, metavar="SECONDS")
     args = parser.parse_args()
-    if args.workers:  # with one thread, interleaved() would take the clock of this thread alone
-        torch.set_num_threads(2)
     if args.generate:
         generate(args.root, args.generate)
-    options = {"image_size": args.size, "batch_size": 128, "num_workers": args.workers}
+    options = {"image_size": args.size, "batch_size": BATCH, "num_workers": args.workers}
     options |= {"cache_bytes": 0}
     with tempfile.TemporaryDirectory() as folder:
         sets: dict[str, ImageData] = {"imagefolder": ImageFolder(args.root, **options)}
         for form in FORMS:
             out, shard_bytes = Path(folder, form), int(args.shard_mb * MIB)
-            shards = pack(scan(args.root), out, form=form, shard_bytes=shard_bytes)
+            pack(scan(args.root), out, form=form, shard_bytes=shard_bytes)
             sets[form] = Shards(out, **options)
-        timings = interleaved({name: epoch(data) for name, data in sets.items()}, args.rounds)
-    images = sets["imagefolder"].train_count // 128 * 128
-    print(environment(root=args.root), end="")
-    print(f"- {images:,} images an epoch, {shards} shards; n = {args.rounds} interleaved rounds\n")
-    print("| data | images a second | of imagefolder (quartiles) |")
-    print("|---|---|---|")
-    for name, t in timings.items():
-        # interleaved() compares seconds; here images a second
-        ratio = f"{1 / t.ratio:.2f} ({1 / t.high:.2f} to {1 / t.low:.2f})"
-        print(f"| {name} | {images / t.seconds:.0f} | {ratio} |")
+        print(environment(root=args.root), end="")
+        if args.delay is None:
+            compare(sets, args.rounds)
+        else:
+            from_storage(out, args.delay, args.rounds, options)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class FileImages(ImageSet):
         self._rows = torch.arange(len(files.paths))
         if files.shards is not None:
             self.shards, self.window = torch.tensor(files.shards), files.window
+            self.ahead = files.ahead
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
         self._progressive = progressive
@@ -268,8 +269,11 @@ class FileImages(ImageSet):
     def begin_epoch(self, seed: int, epoch: int) -> None:
         self._epoch.copy_(torch.tensor([seed, *self._sizes(epoch)]))
 
+    def fetch(self, shards: Sequence[int]) -> None:
+        self._files.fetch(shards)
+
     def sample(self) -> Tensor:
-        """Up to 1,000 evenly spaced images, prepared for evaluation."""
+        """Up to 1,000 images, prepared for evaluation: evenly spaced, or the first in shards."""
         return self._sampled()[0]
 
     def _sampled(self) -> Batch:
@@ -277,9 +281,11 @@ class FileImages(ImageSet):
         return few.__getitems__(range(len(few)))
 
     def _few(self) -> Self:
-        """Up to 1,000 evenly spaced images, prepared for evaluation."""
+        """Up to 1,000 images, prepared for evaluation."""
         step = -(-len(self) // _SAMPLE)  # rounded up
-        return self.subset(torch.arange(0, len(self), step), training=False)
+        if self.shards is not None:  # the first: each shard may be a download, its order is random
+            step = 1
+        return self.subset(torch.arange(0, len(self), step)[:_SAMPLE], training=False)
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
         part = copy(self)

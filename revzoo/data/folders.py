@@ -51,6 +51,7 @@ class Files:
         masks: by image; the paths of masks, whose pixels are the labels.
         shards: the file that holds the image, by image; None if each is a file.
         window: number of shards whose images are shuffled together.
+        ahead: number of shards that are downloaded before they are needed.
     """
 
     paths: list[str]
@@ -59,10 +60,14 @@ class Files:
     masks: list[str] | None = None
     shards: list[int] | None = None
     window: int = 1
+    ahead: int = 0
 
     def source(self, row: int) -> str | BinaryIO:
         """The file of an image, or its bytes."""
         return self.paths[row]
+
+    def fetch(self, shards: Sequence[int]) -> None:
+        """Start to download shards, if they are elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,14 @@ def train_loader(
     options = {"batch_size": batch_size, "seed": seed, "processes": processes, "rank": rank}
     sampler: EpochSampler
     if images.shards is not None and not poisson:
-        sampler = ShardSampler(images.shards, window=images.window, stretches=stretches, **options)
+        sampler = ShardSampler(
+            images.shards,
+            window=images.window,
+            stretches=stretches,
+            fetch=images.fetch,
+            ahead=images.ahead,
+            **options,
+        )
     else:
         sampler = (PoissonSampler if poisson else EpochSampler)(len(images), **options)
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches

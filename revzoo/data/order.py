@@ -6,8 +6,9 @@ has the augmentation of each batch (or of each image, in sets that augment thems
 that stops in the middle of an epoch resumes with the same images and the same crops.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -80,8 +81,11 @@ class EpochSampler(DistributedSampler[int]):
         start, self.start = self.start * self.batch_size, 0
         # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
-        yield from self._share(generator)[start:].tolist()
+        yield from self._rows(self._share(generator)[start:])
         self.epoch += 1
+
+    def _rows(self, order: Tensor) -> Iterator[int]:
+        yield from order.tolist()
 
     def _share(self, generator: torch.Generator) -> Tensor:
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
@@ -103,17 +107,46 @@ class ShardSampler(EpochSampler):
         shards: int64 (N,), the shard of each image.
         window: number of shards.
         stretches: processes with which the run began.
+        fetch: starts to download shards, given their numbers; called before the first image of each
+            shard with the next ones.
+        ahead: number of shards that it gets before they are needed.
         **options: see :class:`EpochSampler`.
     """
 
-    def __init__(self, shards: Tensor, *, window: int, stretches: int, **options: Any) -> None:
+    def __init__(
+        self,
+        shards: Tensor,
+        *,
+        window: int,
+        stretches: int,
+        fetch: Callable[[list[int]], object] = lambda shards: None,
+        ahead: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(len(shards), **options)
-        self.shards, self.window = torch.unique(shards, return_inverse=True)[1], window
+        self.numbers, self.shards = torch.unique(shards, return_inverse=True)
+        self.window, self.fetch, self.ahead = window, fetch, ahead
         # other processes and images a step without a checkpoint of ours: any number that divides
         self.stretches = gcd(stretches, self.batch_size * self.num_replicas)
 
     def __len__(self) -> int:
         return len(self.shards) // (self.batch_size * self.num_replicas) * self.batch_size
+
+    def _rows(self, order: Tensor) -> Iterator[int]:
+        if not self.ahead:
+            yield from super()._rows(order)
+            return
+        # of each shard that is read, the place of its first image
+        places = torch.full((len(self.numbers),), len(order))
+        places.scatter_reduce_(0, self.shards[order], torch.arange(len(order)), "amin")
+        starts, shards = places.sort()
+        starts, shards = starts[starts < len(order)], self.numbers[shards]
+        known = 0
+        for rank, (start, end) in enumerate(pairwise([*starts.tolist(), len(order)]), 1):
+            wanted = min(rank + self.ahead, len(starts))
+            self.fetch(shards[known:wanted].tolist())
+            known = wanted
+            yield from order[start:end].tolist()
 
     def _share(self, generator: torch.Generator) -> Tensor:
         place = torch.randperm(int(self.shards.max()) + 1, generator=generator)[self.shards]

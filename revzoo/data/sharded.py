@@ -10,8 +10,9 @@ nor a position. Here an index (``images.json``, written by ``revzoo pack-data``)
 each image, ``order.py`` the order, and litdata's clients download whole shards. The shards are
 those of the libraries, and other programs read them with these.
 
-Known limits: a shard is downloaded when its first image is needed, not before; the index takes
-about 25 bytes an image.
+In training, threads of the process that draws the order download the next shards; workers read the
+copies. Known limits: at the start of an epoch, and in evaluations, a shard is downloaded when its
+first image is needed; the index takes about 25 bytes an image.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Unpack
 
 import numpy as np
@@ -41,6 +44,7 @@ from revzoo.weights.files import cache_folder
 
 INDEX = "images.json"
 _GIB = 2**30
+_DOWNLOADS = 4  # at once, of a process; each is in parts if its shard is large
 _TRIES = 5  # of a request; with litdata's 1,000 a wrong address would wait for hours
 _REMEDY = (
     "check data.root, your credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and "
@@ -94,7 +98,7 @@ class Storage:
             DataError: it is missing, or has another size.
         """
         while True:
-            path = self._path(name)
+            path = self.path(name)
             try:
                 if (found := path.stat().st_size) == size:
                     return np.memmap(path, mode="r")  # stays readable if the file is removed
@@ -109,7 +113,7 @@ class Storage:
                 "again"
             )
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
         """Where a file is; downloaded if necessary."""
         if self.cache is None:
             return Path(self.root, name)
@@ -132,17 +136,9 @@ class Storage:
         Only its ``download_fileobj``: ``download_file`` uses obstore, which refuses ``http://``.
         """
         try:
-            from litdata.streaming.downloader import get_downloader
+            yield _client_of(self, os.getpid())
         except ImportError:
             raise DataError(package_needed(f"data.root={self.root} needs", "litdata")) from None
-        options: dict[str, Any] = {}
-        if self.root.startswith("s3://"):
-            from botocore.config import Config
-
-            retries = Config(retries={"max_attempts": _TRIES})
-            options = {"endpoint_url": self.endpoint_url, "config": retries}
-        try:
-            yield get_downloader(self.root, str(self.cache), [], options)
         except Exception as error:  # the clients of the services raise many types
             fault = " ".join(f"{type(error).__name__}: {error}".split())
             raise DataError(f"cannot read {self.root} ({fault:.200}): {_REMEDY}") from error
@@ -161,10 +157,40 @@ class Storage:
                 total -= size
 
 
+@lru_cache(maxsize=2)  # a new one takes a tenth of a second
+def _client_of(storage: Storage, process: int) -> Any:
+    """The client of a process, for all its threads; boto3's must not be shared with a fork."""
+    from litdata.streaming.downloader import get_downloader
+
+    options: dict[str, Any] = {}
+    if storage.root.startswith("s3://"):
+        from botocore.config import Config
+
+        retries = Config(retries={"max_attempts": _TRIES}, max_pool_connections=10 * _DOWNLOADS)
+        options = {"endpoint_url": storage.endpoint_url, "config": retries}
+    return get_downloader(storage.root, str(storage.cache), [], options)
+
+
 # in each process: a batch needs a window of shards
 @lru_cache(maxsize=64)
 def _opened(storage: Storage, name: str, size: int) -> Any:
     return storage.shard(name, size)
+
+
+@lru_cache(maxsize=1)  # in each process, for all sets
+def _downloads() -> SimpleQueue[tuple[Storage, str]]:
+    """The shards that threads download, one after the other."""
+    queue: SimpleQueue[tuple[Storage, str]] = SimpleQueue()
+
+    def run() -> None:
+        while True:
+            storage, name = queue.get()
+            with suppress(DataError, OSError):  # who needs the shard tries again, and raises
+                storage.path(name)
+
+    for _ in range(_DOWNLOADS):
+        Thread(target=run, daemon=True).start()  # a run that ends does not wait for them
+    return queue
 
 
 @dataclass(frozen=True)
@@ -183,9 +209,12 @@ class ShardFiles(Files):
     sizes: Any = None
 
     @classmethod
-    def of(cls, split: Mapping[str, Any], storage: Storage, window: int) -> ShardFiles:
+    def of(
+        cls, split: Mapping[str, Any], storage: Storage, window: int, prefetch: int
+    ) -> ShardFiles:
         """The files of a split in the index."""
         names = tuple((str(shard["file"]), int(shard["bytes"])) for shard in split["shards"])
+        room = storage.cache_bytes // max((size for _, size in names), default=1)
         counts = [int(shard["images"]) for shard in split["shards"]]
         places = [(shard, i) for shard, count in enumerate(counts) for i in range(count)]
         return cls(
@@ -194,11 +223,16 @@ class ShardFiles(Files):
             split["groups"],
             shards=[shard for shard, _ in places],
             window=window,
+            ahead=max(0, min(prefetch, room - 2 * window)),  # two: at the end of a window
             storage=storage,
             names=names,
             starts=np.array(split["starts"]),
             sizes=np.array(split["sizes"]),
         )
+
+    def fetch(self, shards: Sequence[int]) -> None:
+        for number in shards:
+            _downloads().put((self.storage, self.names[number][0]))
 
     def source(self, row: int) -> io.BytesIO:
         assert self.shards is not None
@@ -216,6 +250,8 @@ class Shards(ImageFolder):
         endpoint_url: of an S3 service other than AWS. boto3 also reads ``AWS_ENDPOINT_URL``.
         shard_cache_bytes: of an address: largest size of the copies in ``$REVZOO_CACHE/shards``.
         window: number of shards whose images are shuffled together.
+        prefetch: of an address: number of shards that are downloaded before training needs them; as
+            many as ``shard_cache_bytes`` has room for beside two windows.
         **options: see :class:`~revzoo.data.ImageFolder`; with ``cache_bytes=0`` images are always
             read from their shards.
 
@@ -231,12 +267,14 @@ class Shards(ImageFolder):
         endpoint_url: str | None = None,
         shard_cache_bytes: int = 64 * _GIB,
         window: int = 8,
+        prefetch: int = 8,
         **options: Unpack[ReadingOptions],
     ) -> None:
         super().__init__(root, **options)
         check_count("shard_cache_bytes", shard_cache_bytes, least=0)
         check_count("window", window)
-        self.window = window
+        check_count("prefetch", prefetch, least=0)
+        self.window, self.prefetch = window, prefetch
         if "://" in str(root):
             address = str(root).rstrip("/")
             cache = cache_folder() / "shards" / hashlib.sha256(address.encode()).hexdigest()[:16]
@@ -255,7 +293,7 @@ class Shards(ImageFolder):
         return self._digest
 
     def _scan(self) -> Tree:
-        tree, self._digest = listed(self._storage, self.window)
+        tree, self._digest = listed(self._storage, self.window, self.prefetch)
         return tree
 
     @property
@@ -269,7 +307,7 @@ class Shards(ImageFolder):
         return f"{self._where} has no test split: pack a set with test/"
 
 
-def listed(storage: Storage, window: int = 1) -> tuple[Tree, str]:
+def listed(storage: Storage, window: int = 1, prefetch: int = 0) -> tuple[Tree, str]:
     """The splits in the index, and a hash of the images to train and to validate with.
 
     Raises:
@@ -281,7 +319,7 @@ def listed(storage: Storage, window: int = 1) -> tuple[Tree, str]:
         found = {name: index["splits"][name] for name in names if name in index["splits"]}
         splits: dict[Split, ShardFiles] = {}
         for name, split in found.items():
-            splits[name] = files = ShardFiles.of(split, storage, window)
+            splits[name] = files = ShardFiles.of(split, storage, window, prefetch)
             lengths = {len(files.paths), len(files.labels), len(files.starts), len(files.sizes)}
             if len(lengths) > 1 or not {*files.labels} <= {*range(len(index["classes"]))}:
                 raise ValueError(f"the numbers of {name} do not fit together")

@@ -95,7 +95,7 @@ class StepRetry:
         self.loss: Tensor | None = None
         self.lower: Callable[[int | None], str] | None = None
         self._attempt: Attempt | None = None
-        self._steps: list[Step] = []
+        self._steps: list[Step] | None = None
         self._in_use: int | None = None  # bytes, when memory ran out
 
     def begin(self, batch: Any, batch_idx: int) -> None:
@@ -103,7 +103,7 @@ class StepRetry:
         if self.running:  # the copies are still of the first forward pass
             return
         self._attempt = self.loss = None
-        if batch_idx == 0 or not self._steps:  # once an epoch: finding them takes a millisecond
+        if batch_idx == 0 or self._steps is None:  # once an epoch: finding them takes a millisecond
             self._steps = [*all_steps(self.module).values()]
         self.may_widen = any(step.grid is not None for step in self._steps)
         # each time: modes may change between two steps

@@ -78,6 +78,21 @@ def test_shards_are_shuffled_in_windows() -> None:
     assert not torch.equal(order, _shares(1, **options, seed=1).flatten())
 
 
+def test_shards_are_announced_before_they_are_read() -> None:
+    told: list[int] = []
+    shards = torch.arange(40) // 4 * 7  # the numbers of a part of a set have gaps
+    options = {"window": 2, "stretches": 1, "batch_size": 4, "seed": 0}
+    sampler = ShardSampler(shards, fetch=told.extend, ahead=3, **options)
+    read: list[int] = []
+    for index in sampler:
+        read += [int(shards[index])] * (int(shards[index]) not in read)
+        assert told == told[: len(read) + 3]
+        assert told[: len(read)] == read
+    assert sorted(told) == torch.unique(shards).tolist()
+    sampler.epoch = 0
+    assert [*sampler] == [*ShardSampler(shards, **options)]
+
+
 def test_a_step_has_the_same_images_with_any_number_of_processes() -> None:
     shares = {
         n: _shares(n, batch_size=24 // n, window=5, stretches=4, seed=0) for n in (1, 2, 4, 8)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from revzoo.data import DataError, ImageFolder, Shards
+from revzoo.data import DataError, ImageFolder, Shards, file_images
 from revzoo.data import sharded as module
 from revzoo.data.folders import scan
 from revzoo.data.pack import FORMS, pack
@@ -184,6 +186,45 @@ def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
     assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
     sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
     assert limit / 2 < sum(sizes) <= limit
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_next_shards_are_downloaded(
+    prefetch: int, bucket: str, tars: Path, tmp_path: Path
+) -> None:
+    def copies() -> int:
+        return len([*(tmp_path / "cache").rglob("*.tar")])
+
+    options = {"window": 1, "batch_size": 1, "prefetch": prefetch}
+    data = ready("s3://images/set", endpoint_url=bucket, **options)
+    shutil.rmtree(tmp_path / "cache")  # setup has read all of so few images
+    module._opened.cache_clear()
+    batches = iter(data.train_dataloader())
+    first, until = next(batches), time.monotonic() + 30
+    while copies() < 1 + prefetch and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert copies() == 1 + prefetch
+    assert colours([first, *batches]) == colours(ready(tars).train_dataloader())
+
+
+def test_the_pixels_are_measured_on_the_first_shards(
+    bucket: str, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_images, "_SAMPLE", 1)
+    module._opened.cache_clear()
+    ready("s3://images/set", endpoint_url=bucket)
+    assert len([*tars.rglob("*.tar")]) > len([*(tmp_path / "cache").rglob("*.tar")]) == 1
+
+
+def test_the_cache_limits_the_downloads(bucket: str, tars: Path) -> None:
+    size = max(path.stat().st_size for path in tars.rglob("*.tar"))
+    ahead = {}
+    for room in (0, 3, 6, 100):
+        options = {"window": 2, "shard_cache_bytes": room * size}
+        data = Shards("s3://images/set", endpoint_url=bucket, **options)
+        ahead[room] = data.listing().splits["train"].ahead
+    assert ahead == {0: 0, 3: 0, 6: 2, 100: 8}
 
 
 @pytest.mark.parametrize(
