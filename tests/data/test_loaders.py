@@ -42,7 +42,9 @@ def test_files_are_augmented_by_epoch_and_image(tmp_path: Path) -> None:
     noise = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8).numpy()
     Image.fromarray(noise).save(tmp_path / "0.png")
     files = Files([str(tmp_path / "0.png")] * 2, [0, 0])
-    images = FileImages(files, classes=["a"], channels=3, size=16, augment=Augment(), training=True)
+    images = FileImages(
+        files, classes=["a"], channels=3, sizes=(16, 16), augment=Augment(), training=True
+    )
 
     def drawn(seed: int) -> list[torch.Tensor]:
         images.begin_epoch(seed, 0)
