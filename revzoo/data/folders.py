@@ -110,6 +110,8 @@ def scan(root: Path) -> Tree:
     """List the images of every split under ``root``."""
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
+    if is_mask_folder(root):  # otherwise the two would be classes
+        raise DataError(f"{root.absolute()} has images and masks: use data=masks")
     folders = split_folders(root)
     if not folders:
         raise no_training(root)

@@ -5,6 +5,7 @@ folder after the other would give shards of one class, and an epoch shuffles onl
 together.
 """
 
+import hashlib
 import json
 import tarfile
 from collections.abc import Callable, Iterator
@@ -65,6 +66,8 @@ def pack(
                     {
                         "file": f"{split}/{name}",
                         "bytes": (folder / name).stat().st_size,
+                        # so that the index of other images is never the same
+                        "sha256": hashlib.sha256(np.memmap(folder / name, mode="r")).hexdigest(),
                         "images": len(starts),
                     }
                     for name, starts, _ in shards
@@ -95,7 +98,7 @@ def _read(
             raise DataError(
                 f"{path} has {len(content):,} bytes, a shard {shard_bytes:,}: raise --shard-mb"
             )
-        yield path.suffix[1:].lower(), content, files.labels[row]
+        yield path.suffix[1:].lower() or "image", content, files.labels[row]
 
 
 def _litdata(folder: Path, images: Images, shard_bytes: int) -> Places:
@@ -127,7 +130,8 @@ def _webdataset(folder: Path, images: Images, shard_bytes: int) -> Places:
         from webdataset import ShardWriter
     except ImportError:
         raise DataError(package_needed("--format webdataset needs", "webdataset")) from None
-    pattern = str(folder).replace("%", "%%") + "/%06d.tar"
+    # absolute: it would take "a:b/c" for an address
+    pattern = str(folder.absolute()).replace("%", "%%") + "/%06d.tar"
     options = {"maxsize": shard_bytes, "maxcount": 10**9, "verbose": 0}
     # encoder=False: bytes as they are; mtime=0: equal images, equal shards, and no
     # longer headers for fractions of seconds

@@ -17,13 +17,14 @@ first image is needed; the index takes about 25 bytes an image.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -61,15 +62,18 @@ class Storage:
         cache: folder of the copies; None for a folder, which needs none.
         cache_bytes: size of the cache; the shards that were opened longest ago are removed.
         endpoint_url: of an S3 service other than AWS.
+        version: hash of the index. Shards that were packed anew often have the names and sizes of
+            the former ones; copies of those must not pass for them.
     """
 
     root: str
     cache: Path | None = None
     cache_bytes: int = 0
     endpoint_url: str | None = None
+    version: str = ""
 
-    def index(self) -> dict[str, Any]:
-        """The content of the index.
+    def index(self) -> tuple[dict[str, Any], str]:
+        """The content of the index, and its hash.
 
         Raises:
             DataError: it is missing or damaged.
@@ -79,7 +83,7 @@ class Storage:
             if self.cache is None:
                 content = Path(where).read_bytes()
             else:
-                with self._client() as client:
+                with self._client(INDEX) as client:
                     client.download_fileobj(where, buffer := io.BytesIO())
                 content = buffer.getvalue()
             found: dict[str, Any] = json.loads(content)
@@ -89,7 +93,7 @@ class Storage:
             ) from None
         except ValueError as error:
             raise DataError(f"{where} is damaged ({error}): copy it again") from error
-        return found
+        return found, hashlib.sha256(content).hexdigest()[:16]
 
     def shard(self, name: str, size: int) -> Any:
         """The bytes of a shard, uint8 (size,), mapped into memory.
@@ -98,14 +102,14 @@ class Storage:
             DataError: it is missing, or has another size.
         """
         while True:
-            path = self.path(name)
             try:
+                path = self.path(name)
                 if (found := path.stat().st_size) == size:
                     return np.memmap(path, mode="r")  # stays readable if the file is removed
             except FileNotFoundError:
                 if self.cache is not None:  # another process has made room for its shards
                     continue
-                raise DataError(f"shard {path} is missing: copy it again") from None
+                raise DataError(f"shard {self.root}/{name} is missing: copy it again") from None
             if self.cache is not None:
                 path.unlink(missing_ok=True)
             raise DataError(
@@ -117,21 +121,22 @@ class Storage:
         """Where a file is; downloaded if necessary."""
         if self.cache is None:
             return Path(self.root, name)
-        path = self.cache / name
+        path = self.cache / self.version / name
         with suppress(FileNotFoundError):
             os.utime(path)  # used now
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):  # one process downloads it, for all
             if not path.exists():
-                with self._client() as client, replacing(path) as copy, copy.open("wb") as to:
+                # outside of the client: another process may remove the file, to make room
+                with replacing(path) as copy, copy.open("wb") as to, self._client(name) as client:
                     client.download_fileobj(f"{self.root}/{name}", to)
         self._make_room(path)
         return path
 
     @contextmanager
-    def _client(self) -> Iterator[Any]:
-        """A client of litdata; its errors become a DataError.
+    def _client(self, name: str) -> Iterator[Any]:
+        """A client of litdata, for one file; its errors become a DataError.
 
         Only its ``download_fileobj``: ``download_file`` uses obstore, which refuses ``http://``.
         """
@@ -141,12 +146,17 @@ class Storage:
             raise DataError(package_needed(f"data.root={self.root} needs", "litdata")) from None
         except Exception as error:  # the clients of the services raise many types
             fault = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"cannot read {self.root} ({fault:.200}): {_REMEDY}") from error
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DataError(
+                    f"no space in {self.cache} for {name} ({fault:.200}): lower "
+                    "data.shard_cache_bytes, or set REVZOO_CACHE to a folder on a larger disk"
+                ) from error
+            raise DataError(f"cannot read {self.root}/{name} ({fault:.200}): {_REMEDY}") from error
 
     def _make_room(self, newest: Path) -> None:
         assert self.cache is not None
         copies = []
-        for path in self.cache.glob("*/*"):
+        for path in self.cache.glob("*/*/*"):
             with suppress(FileNotFoundError):  # another process has removed it
                 if path.suffix in (".bin", ".tar"):
                     copies.append((path.stat().st_mtime, path.stat().st_size, path))
@@ -313,7 +323,8 @@ def listed(storage: Storage, window: int = 1, prefetch: int = 0) -> tuple[Tree, 
     Raises:
         DataError: the index is missing or damaged, or a shard of a folder is missing.
     """
-    index = storage.index()
+    index, version = storage.index()
+    storage = replace(storage, version=version)
     try:
         names: tuple[Split, ...] = ("train", "val", "test")
         found = {name: index["splits"][name] for name in names if name in index["splits"]}

@@ -1,5 +1,6 @@
 """Images in shards of litdata and webdataset, local and in object storage."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from revzoo.data import DataError, ImageFolder, Shards, file_images
 from revzoo.data import sharded as module
 from revzoo.data.folders import scan
 from revzoo.data.pack import FORMS, pack
-from revzoo.data.sharded import check_shards
+from revzoo.data.sharded import Storage, check_shards
 
 litdata = pytest.importorskip("litdata")
 webdataset = pytest.importorskip("webdataset")
@@ -160,13 +162,17 @@ def bucket(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    client = boto3.client("s3", endpoint_url=endpoint)
-    client.create_bucket(Bucket="images")
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="images")
+    upload(tars, endpoint)
+    yield endpoint
+    server.stop()
+
+
+def upload(tars: Path, endpoint: str) -> None:
+    client = pytest.importorskip("boto3").client("s3", endpoint_url=endpoint)
     for path in tars.rglob("*.*"):
         if path.is_file():
             client.upload_file(str(path), "images", f"set/{path.relative_to(tars)}")
-    yield endpoint
-    server.stop()
 
 
 def test_object_storage(bucket: str, tars: Path, tmp_path: Path) -> None:
@@ -177,6 +183,74 @@ def test_object_storage(bucket: str, tars: Path, tmp_path: Path) -> None:
     assert colours(remote.val_dataloader()) == colours(local.val_dataloader())
     sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
     assert sum(sizes) == sum(path.stat().st_size for path in tars.rglob("*.tar"))
+
+
+def test_shards_that_were_packed_anew_are_downloaded_anew(
+    bucket: str, tars: Path, tmp_path: Path
+) -> None:
+    before = colours(ready("s3://images/set", endpoint_url=bucket).train_dataloader())
+    sizes = {path.name: path.stat().st_size for path in (tars / "train").iterdir()}
+    for path in (tmp_path / "images").rglob("*.png"):
+        Image.eval(Image.open(path), lambda value: value ^ 64).save(path)
+    shutil.rmtree(tars)
+    pack(scan(tmp_path / "images"), tars, form="webdataset", shard_bytes=5000)
+    assert sizes == {path.name: path.stat().st_size for path in (tars / "train").iterdir()}
+    upload(tars, bucket)
+    after = colours(ready("s3://images/set", endpoint_url=bucket).train_dataloader())
+    assert before != after == colours(ready(tars).train_dataloader())
+
+
+class Client:
+    """Downloads a shard of 4 bytes; with a fault at first."""
+
+    def __init__(self, fault: Callable[[], object]) -> None:
+        self.faults = [fault]
+
+    def download_fileobj(self, address: str, to: Any) -> None:
+        to.write(b"1234")
+        while self.faults:
+            self.faults.pop()()
+
+
+@pytest.fixture
+def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., bytes]:
+    """Reads a shard with a fault in its download."""
+
+    def read(fault: Callable[[], object]) -> bytes:
+        monkeypatch.setattr(module, "_client_of", lambda *_, client=Client(fault): client)
+        return bytes(Storage("s3://images/set", tmp_path / "cache").shard("train/0.tar", 4))
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, "full"),
+            "no space in .*/cache for train/0.tar .*: lower data.shard",
+        ),
+        (ConnectionResetError("gone"), "cannot read s3://images/set/train/0.tar .*gone.: check"),
+    ],
+)
+def test_the_shard_that_fails_is_named(
+    error: Exception, message: str, shard: Callable[..., bytes]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(DataError, match=message):
+        shard(fail)
+
+
+def test_a_shard_is_downloaded_again_if_another_process_makes_room(
+    shard: Callable[..., bytes], tmp_path: Path
+) -> None:
+    def make_room() -> None:
+        for path in tmp_path.rglob("*.tar"):
+            path.unlink()
+
+    assert shard(make_room) == b"1234"
 
 
 def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
@@ -242,7 +316,7 @@ def test_object_storage_that_cannot_be_read(
         monkeypatch.delenv(without)
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(DataError, match=f"cannot read {root} .*{fault}") as caught:
+    with pytest.raises(DataError, match=f"cannot read {root}/images.json .*{fault}") as caught:
         Shards(root, endpoint_url=bucket).prepare_data()
     assert "check data.root, your credentials" in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -34,7 +34,18 @@ def test_a_table_becomes_shards(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == "all 20 images can be read\n"
 
 
-def test_columns_need_a_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--label-column", "kind"], "--label-column needs a table as SOURCE: .csv, .tsv, .parq"),
+        (["--shard-mb", "5000"], "--shard-mb=5000.0: expected a number in (0, 4000]"),
+        ([], "has images and masks: use data=masks"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    for kind in ("images", "masks"):
+        (tmp_path / "set" / "train" / kind).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / "set" / "train" / kind / "0.png")
     with pytest.raises(SystemExit) as caught:
-        main(["pack-data", str(tmp_path), str(tmp_path / "out"), "--label-column", "kind"])
-    assert "--label-column needs a table as SOURCE: .csv, .tsv, .parquet" in str(caught.value)
+        main(["pack-data", str(tmp_path / "set"), str(tmp_path / "out"), *words])
+    assert message in " ".join(str(caught.value).split())
