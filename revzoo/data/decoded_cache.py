@@ -75,7 +75,8 @@ def store(entry: Path | None, tensors: Mapping[str, Tensor]) -> None:
             return
         with replacing(entry) as file:
             save_file(dict(tensors), file)
-        ages = sorted((f.stat().st_mtime, f) for f in entry.parent.glob(f"[!.]*{_SUFFIX}"))
+        # also what a run that was killed while it wrote has left
+        ages = sorted((f.stat().st_mtime, f) for f in entry.parent.glob(f"*{_SUFFIX}"))
         total = sum(file.stat().st_size for _, file in ages)
         for _, file in ages:
             if total > LIMIT and file != entry:

@@ -124,11 +124,14 @@ def test_the_least_recently_used_entries_go(
 ) -> None:
     for size in (8, 7, 6):
         _pixels(root, image_size=size)
-    for age, entry in enumerate(_entries(tmp_path)):
+    killed = tmp_path / "cache" / "images" / ".0.1.safetensors"  # while it wrote
+    killed.write_bytes(b"0")
+    for age, entry in enumerate(_entries(tmp_path), 1):
         os.utime(entry, (age, age))
+    os.utime(killed, (0, 0))
     _pixels(root, image_size=8)  # used again
-    oldest = min(_entries(tmp_path), key=lambda entry: entry.stat().st_mtime)
-    total = sum(entry.stat().st_size for entry in _entries(tmp_path))
+    _, oldest, *_ = sorted(_entries(tmp_path), key=lambda entry: entry.stat().st_mtime)
+    total = sum(entry.stat().st_size for entry in _entries(tmp_path) if entry != killed)
     monkeypatch.setattr(decoded_cache, "LIMIT", total)
     _pixels(root, image_size=5)
     left = _entries(tmp_path)
