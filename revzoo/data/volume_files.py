@@ -156,11 +156,16 @@ def _unpacked(path: Path, write: Callable[[Path], None]) -> Path:
     return target
 
 
+def files_in(path: Path) -> list[Path]:
+    """The file, or the slices in a folder."""
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
 def fingerprint(paths: Sequence[Path]) -> str:
     """A hash of the places, sizes and times of files; of all files in a folder."""
     digest = hashlib.sha256()
     for path in paths:
-        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        for file in files_in(path):
             status = file.stat()
             digest.update(repr((str(file.absolute()), status.st_size, status.st_mtime_ns)).encode())
     return digest.hexdigest()[:32]

@@ -48,6 +48,7 @@ from revzoo.data.volume_files import (
     Volume,
     case_name,
     channels_of,
+    files_in,
     fingerprint,
     open_volume,
     volumes_in,
@@ -492,8 +493,9 @@ class Volumes(ImageData):
         digest = hashlib.sha256()
         for split in ("train", "val"):
             for case in self.listing().get(split, ()):
-                sizes = [(p.name, p.stat().st_size) for p in (*case.images, case.mask)]
-                digest.update(repr((split, sizes)).encode())
+                files = [f for path in (*case.images, case.mask) for f in files_in(path)]
+                sizes = [(file.name, file.stat().st_size) for file in files]
+                digest.update(repr((split, case.group, sizes)).encode())
         return digest.hexdigest()
 
     def _classes_seen(self) -> list[int]:

@@ -217,7 +217,8 @@ def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., byte
     """Reads a shard with a fault in its download."""
 
     def read(fault: Callable[[], object]) -> bytes:
-        monkeypatch.setattr(module, "_client_of", lambda *_, client=Client(fault): client)
+        client = Client(fault)
+        monkeypatch.setattr(module, "_client_of", lambda *_: client)
         return bytes(Storage("s3://images/set", tmp_path / "cache").shard("train/0.tar", 4))
 
     return read

@@ -16,7 +16,7 @@ import torch
 
 from revzoo.data import Blobs3d, DataError, Volumes
 from revzoo.data.volume_files import open_volume
-from revzoo.data.volumes import check_volumes, checked_preparation, read_prepared
+from revzoo.data.volumes import Case, check_volumes, checked_preparation, read_prepared
 from revzoo.training import Segmenter, quiet
 
 SIZES = (12, 10, 9)
@@ -274,6 +274,19 @@ def test_a_table_with_patients(root: Path) -> None:
         assert (data.train_count, data.val_count) == (2, 2)
         held = {int(i) // 2 for i in data._images("val")._rows}  # type: ignore[attr-defined]
         assert len(held) == 1
+
+
+def test_the_digest_has_the_slices_and_the_groups(tmp_path: Path) -> None:
+    data = Volumes(tmp_path, patch=[4, 4, 4])
+
+    def digest(group: str, slices: int) -> str:
+        for number in range(slices):
+            (tmp_path / f"{number}.dcm").write_bytes(b"1")
+        data._found = {"train": [Case((tmp_path,), tmp_path / "0.dcm", group)]}
+        return data.digest()
+
+    assert len({digest("a", 2), digest("b", 2), digest("b", 3)}) == 3
+    assert digest("b", 3) == digest("b", 3)
 
 
 @pytest.mark.parametrize(("patch", "window"), [([4, 4], None), ([4] * 3, [3, 1]), ([4] * 3, [1])])
