@@ -46,7 +46,8 @@ def _load(load: Any, name: str) -> None:
     try:
         load()
     except Exception as error:  # a user's module can raise anything
-        hint = f"; did you mean {name.removesuffix('.py')}?" if name.endswith(".py") else ""
+        meant = name.removesuffix(".py").replace(" ./", " ").replace("/", ".")
+        hint = f"; did you mean {meant}?" if name.endswith(".py") else ""
         reason = f"{type(error).__name__}: {one_line(error)}{hint}"
         raise ConfigError(f"{name} failed: {reason}") from error
 

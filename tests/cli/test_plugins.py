@@ -127,8 +127,9 @@ def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         plugins.load_plugins(["broken_module"], [])
     with pytest.raises(ConfigError, match="--import not_there failed"):
         plugins.load_plugins(["not_there"], [])
-    with pytest.raises(ConfigError, match=r"did you mean --import not_there\?"):
-        plugins.load_plugins(["not_there.py"], [])
+    for given, meant in (("not_there.py", "not_there"), ("./a/not_there.py", "a.not_there")):
+        with pytest.raises(ConfigError, match=rf"did you mean --import {meant}\?"):
+            plugins.load_plugins([given], [])
 
 
 def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ revzoo options GROUP shows every option of a group with its comment; try revzoo 
 
 revzoo train --resume RUN_DIR continues a run in its folder with its configuration; --resume last
 the newest run below outputs, --resume DIR the newest below DIR. Only these may change: memory=MODE,
-with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR; data.table=FILE;
-trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; trainer.devices,
-trainer.num_nodes and data.batch_size, if their product stays; precision=NAME with
+with memory.bytes=BUDGET or memory.fraction=PART; data.root=DIR; data.table=FILE; data.endpoint_url;
+trainer.accelerator=cpu, gpu or auto; trainer.cuda_graph; data.on_device; data.num_workers;
+trainer.devices, trainer.num_nodes and data.batch_size, if their product stays; precision=NAME with
 --allow-precision-change; and trainer.max_epochs=N or trainer.max_steps=N, which train longer.
 
 revzoo train --auto-resume hydra.run.dir=RUN_DIR ... begins a run, or resumes it if the folder holds

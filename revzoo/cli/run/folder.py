@@ -53,10 +53,13 @@ METRICS_FILE = "metrics.csv"
 LOG_FILE = "train.log"
 LOCK_FILE = ".lock"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
-PATHS = ("data.root", "data.table")  # the data may move
+PATHS = ("data.root", "data.table", "data.endpoint_url")  # the data may move
 # settings of the machine, which leave the run as it is, up to rounding
 PROCESSES = ("trainer.devices", "trainer.num_nodes", "data.batch_size")  # their product stays
-MACHINE = ("trainer.accelerator", "trainer.cuda_graph", "data.on_device", *PROCESSES)
+MACHINE = (
+    *("trainer.accelerator", "trainer.cuda_graph", "data.on_device", "data.num_workers"),
+    *PROCESSES,
+)
 LENGTH = ("trainer.max_epochs", "trainer.max_steps")  # it may grow
 CHANGEABLE = (
     *("memory", "memory.bytes", "memory.fraction", "precision"),
@@ -379,7 +382,9 @@ def take_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         value: Any = override.value()
         path = value.text if isinstance(value, QuotedString) else value
         if not isinstance(path, str) or not path or "${" in path:
-            raise ConfigError(f"{override.input_line}: expected the path of a folder or a table")
+            raise ConfigError(
+                f"{override.input_line}: expected the path of a folder or a table, or an address"
+            )
         paths[str(override.key_or_group)] = path
     return others, paths
 
@@ -468,10 +473,11 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
-                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR and "
-                "data.table=FILE, where the data are now, trainer.accelerator=cpu, gpu or auto, "
-                "where it runs now, trainer.cuda_graph, data.on_device, trainer.devices, "
-                "trainer.num_nodes and data.batch_size, whose product stays, and, to train longer, "
+                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, "
+                "data.table=FILE and data.endpoint_url, where the data are now, "
+                "trainer.accelerator=cpu, gpu or auto, where it runs now, trainer.cuda_graph, "
+                "data.on_device, data.num_workers, trainer.devices, trainer.num_nodes and "
+                "data.batch_size, whose product stays, and, to train longer, "
                 "trainer.max_epochs=N or trainer.max_steps=N. Start a new run for the rest (with "
                 "its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"

@@ -291,9 +291,10 @@ def test_the_run_may_move_to_another_device(stopped):
     (stopped / "config.yaml").write_text(yaml.safe_dump(edited))
     if not torch.cuda.is_available():
         assert "use trainer.accelerator=cpu or auto" in refused(stopped)
-    go_on(stopped, "trainer.accelerator=cpu", "trainer.cuda_graph=false", "data.on_device=true")
+    machine = ("trainer.cuda_graph=false", "data.on_device=true", "data.num_workers=1")
+    go_on(stopped, "trainer.accelerator=cpu", *machine)
     edited["trainer"] |= {"accelerator": "cpu", "cuda_graph": False}
-    edited["data"]["on_device"] = True
+    edited["data"] |= {"on_device": True, "num_workers": 1}
     assert config_of(stopped) == edited
     assert "a resumed run keeps its configuration" in refused(stopped, "trainer=cpu")
     message = refused(stopped, "trainer.accelerator=tpu")
@@ -317,6 +318,9 @@ def test_the_new_place_has_the_grammar_of_overrides(tmp_path):
     new = moved({"root": "old", "table": "old"}, {**paths, "data.root": str(tmp_path / "a,b")})
     assert new == {"root": str(tmp_path / "a,b"), "table": str(Path("c.csv").absolute())}
     assert moved({"root": "old"}, {"data.root": "s3://bucket/x"})["root"] == "s3://bucket/x"
+    assert moved({"endpoint_url": "old"}, take_paths(["data.endpoint_url=http://h:1"])[1]) == {
+        "endpoint_url": "http://h:1"
+    }
     with pytest.raises(ConfigError, match="the data of this run have no table"):
         moved({"root": "old"}, {"data.table": "c.csv"})
     for value in ("", "null", "${oc.env:HOME}"):
