@@ -176,7 +176,8 @@ class FileImages(ImageSet):
             try:
                 yield index, self[index]
             except DataError as error:
-                if self._skipped is None:
+                # without a reason, it is a fault of the set or its storage, not of the file
+                if self._skipped is None or not error.reason:
                     raise
                 among = self._rows if self._training else None  # without those held back
                 self._skipped.add(int(self._rows[index]), error, among)

@@ -254,6 +254,14 @@ def test_a_shard_is_downloaded_again_if_another_process_makes_room(
     assert shard(make_room) == b"1234"
 
 
+def test_images_of_a_shard_that_cannot_be_read_are_not_skipped(bucket: str) -> None:
+    client = pytest.importorskip("boto3").client("s3", endpoint_url=bucket)
+    client.delete_object(Bucket="images", Key="set/val/000000.tar")
+    data = ready("s3://images/set", endpoint_url=bucket, on_error="skip")
+    with pytest.raises(DataError, match="cannot read s3://images/set/val/000000.tar .*404"):
+        colours(data.val_dataloader())
+
+
 def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
     module._opened.cache_clear()
     limit = 2 * max(path.stat().st_size for path in tars.rglob("*.tar"))
