@@ -117,12 +117,15 @@ def open_volume(path: Path) -> Volume:
 
     Raises:
         DataError: the file cannot be read, is not a volume of three axes, or needs a package.
+        OSError: it cannot be unpacked into the cache.
     """
     try:
         volume = _open(path)
     except ImportError as error:
         raise DataError(package_needed(f"{path} needs", str(error.name))) from None
     except Exception as error:  # damaged files raise anything
+        if str(getattr(error, "filename", "")).startswith(str(cache_folder())):
+            raise  # a full disk, say: no fault of this file
         raise DataError(f"{path} cannot be read ({error!s:.200}): replace or remove it") from error
     if len(volume.sizes) != 3 or 0 in volume.sizes:
         raise DataError(

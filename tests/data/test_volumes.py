@@ -276,6 +276,15 @@ def test_a_table_with_patients(root: Path) -> None:
         assert len(held) == 1
 
 
+def test_a_cache_that_cannot_be_written_is_named(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(NotADirectoryError, match="file/cache/volumes"):
+        open_volume(root / "train" / "images" / "0.nii.gz")
+
+
 def test_the_digest_has_the_slices_and_the_groups(tmp_path: Path) -> None:
     data = Volumes(tmp_path, patch=[4, 4, 4])
 
