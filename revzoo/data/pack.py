@@ -67,7 +67,7 @@ def pack(
                         "file": f"{split}/{name}",
                         "bytes": (folder / name).stat().st_size,
                         # so that the index of other images is never the same
-                        "sha256": hashlib.sha256(np.memmap(folder / name, mode="r")).hexdigest(),
+                        "sha256": hashlib.sha256(np.memmap(folder / name).data).hexdigest(),
                         "images": len(starts),
                     }
                     for name, starts, _ in shards

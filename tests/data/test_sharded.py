@@ -258,7 +258,7 @@ def test_images_of_a_shard_that_cannot_be_read_are_not_skipped(bucket: str) -> N
     client = pytest.importorskip("boto3").client("s3", endpoint_url=bucket)
     client.delete_object(Bucket="images", Key="set/val/000000.tar")
     data = ready("s3://images/set", endpoint_url=bucket, on_error="skip")
-    with pytest.raises(DataError, match="cannot read s3://images/set/val/000000.tar .*404"):
+    with pytest.raises(DataError, match=r"cannot read s3://images/set/val/000000.tar .*404"):
         colours(data.val_dataloader())
 
 
