@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
             modules = getattr(args, "imports", None)
-            imported[:] = dict.fromkeys(modules or ())  # a notebook calls this more than once
+            imported[:] = dict.fromkeys(modules or ())
             if modules is not None:
                 # metadata only: the registries would import torch
                 plugins = entry_points(group="revzoo.plugins")
@@ -107,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # outside of a run, which handles it
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)  # 128 + SIGINT, as in a shell
+    finally:
+        imported.clear()  # what else runs in a notebook needs no --import
 
 
 @contextmanager

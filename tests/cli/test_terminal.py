@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from revzoo.cli import terminal
 from revzoo.cli.commands.predict import as_table
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat
@@ -109,6 +110,7 @@ def test_a_plugin_prints_on_its_own_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main(["train", "--import", "printing_plugin", "--cfg", "job", "-p", "seed"])
     assert "loading torch and Lightning ...\r\033[Khello" in capsys.readouterr().err
+    assert not terminal.imported  # a later command or run in this process has no plugins
 
 
 def test_errors_of_arguments_are_folded(monkeypatch, capsys):
