@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 
 # the reason why an evaluation lacks a section
 REASONS = {
+    "compile": "; only a training compiles",
     "memory": "; the memory mode does not matter: an evaluation keeps no activations",
     "model": "; the checkpoint contains the model, and bits=null makes its blocks plain",
 }
@@ -103,7 +104,8 @@ def _check_keys(overrides: Iterable[str]) -> None:
         if key == "model":
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
         section = key.lstrip("+").partition(".")[0]
-        if (CONFIGS / section).is_dir() and section not in EVALUATION.options:
+        trains = section in REASONS or (CONFIGS / section).is_dir()
+        if trains and section not in EVALUATION.options:
             keys = ", ".join(EVALUATION.options)
             raise ConfigError(
                 f"{override}: expected one of the keys of an evaluation, {keys}"
