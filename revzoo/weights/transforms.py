@@ -10,7 +10,8 @@ RGB images.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torchvision.transforms import v2
@@ -40,17 +41,6 @@ def cropped(image: _Pixels, sizes: Sequence[int], crop_pct: float = 1.0) -> _Pix
     return centre
 
 
-class ResizeAndCrop(v2.Transform):  # type: ignore[misc]  # torchvision has no types
-    """:func:`cropped` as a transform."""
-
-    def __init__(self, sizes: Sequence[int], crop_pct: float) -> None:
-        super().__init__()
-        self.sizes, self.crop_pct = tuple(sizes), crop_pct
-
-    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:  # torchvision's names
-        return cropped(inpt, self.sizes, self.crop_pct)
-
-
 def eval_transforms(
     *,
     input_size: Sequence[int],
@@ -76,7 +66,7 @@ def eval_transforms(
             conversion.get(channels, v2.Identity()),
             # resized before the conversion to floats, so Pillow images use Pillow's filter, as in
             # training
-            ResizeAndCrop(sizes, crop_pct or 1.0),
+            v2.Lambda(partial(cropped, sizes=sizes, crop_pct=crop_pct or 1.0)),
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),  # bytes to [0, 1]; floats stay as they are
             v2.Normalize(list(mean), list(std)),
