@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -230,6 +231,7 @@ class SurfaceDistance(PerClass):
 
     higher_is_better = False
     first = 1
+    row: int  # of the figure in the sums
     sums: Tensor  # of both figures over the images, and the number of images: (3, C)
 
     def __init__(self, count: int, spacing: Sequence[float] | None = None) -> None:
@@ -244,6 +246,7 @@ class SurfaceDistance(PerClass):
         rows = torch.zeros_like(self.sums, device="cpu")
         found = preds.where(target != IGNORED, IGNORED).cpu()
         spacing = self.spacing or [1.0] * (target.dim() - 1)
+        distances = partial(get_surface_distance, spacing=spacing)
         diagonal = math.hypot(*(n * s for n, s in zip(target.shape[1:], spacing, strict=True)))
         for here, true in zip(found, target.cpu(), strict=True):
             for label in {*here.unique().tolist(), *true.unique().tolist()} - {0, IGNORED}:
@@ -251,28 +254,25 @@ class SurfaceDistance(PerClass):
                 mean = largest = torch.tensor(diagonal)
                 if all(mask.any() for mask in masks):
                     a, b = get_mask_edges(*masks)
-                    pairs = (a, b), (b, a)
-                    both = [
-                        torch.as_tensor(get_surface_distance(x, y, spacing=spacing))
-                        for x, y in pairs
-                    ]
+                    both = [torch.as_tensor(distances(x, y)) for x, y in ((a, b), (b, a))]
                     mean, largest = torch.cat(both).mean(), max(d.quantile(0.95) for d in both)
                 rows[:, label] += torch.stack([mean, largest, torch.tensor(1.0)])
         self.sums = self.sums + rows.to(self.sums)
+
+    def of_each(self) -> Tensor:
+        return self.sums[self.row] / self.sums[2]
 
 
 class ASSD(SurfaceDistance):
     """The average symmetric surface distance: the mean over both borders."""
 
-    def of_each(self) -> Tensor:
-        return self.sums[0] / self.sums[2]
+    row = 0
 
 
 class HD95(SurfaceDistance):
     """The 95th percentile of the distances from a border to the other, the larger of both."""
 
-    def of_each(self) -> Tensor:
-        return self.sums[1] / self.sums[2]
+    row = 1
 
 
 def mean_loss() -> Metric:
