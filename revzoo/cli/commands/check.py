@@ -25,7 +25,6 @@ from revzoo._files import TABLES
 from revzoo.cli.terminal import folded, override_argument, status_of
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
-    from revzoo.data import ImageData
     from revzoo.data.folders import FolderReport
 
 SHOWN = 10  # paths of each reason, on a terminal
@@ -49,18 +48,16 @@ def run(args: argparse.Namespace) -> None:
         check_count("--workers", args.workers)
     words = [word for word in args.words if "=" not in word or Path(word).exists()]
     folder, options = _folder(words), [word for word in args.words if word not in words]
-    if folder.suffix.lower() in TABLES and not folder.is_dir():
-        _report(_check_table(folder, options, args.workers), folder)
-        return
-    if options and "data=masks" not in options:
+    is_table = folder.suffix.lower() in TABLES and not folder.is_dir()
+    if options and not is_table and "data=masks" not in options:
         raise ValueError(
             f"{' '.join(options)}: options are for a table, or with data=masks for a folder of "
             f"masks, got the folder {folder}"
         )
-    if not folder.is_dir():
+    if not is_table and not folder.is_dir():
         raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
-    if options:
-        _report(_check_masks(folder, options, args.workers), folder)
+    if is_table or options:
+        _report(_check_set(folder, options, args.workers), folder)
         return
     with status_of("loading torch"):  # only now: it takes seconds
         from revzoo.data.folders import check_folder
@@ -78,44 +75,30 @@ def run(args: argparse.Namespace) -> None:
     _report(report, folder)
 
 
-def _data_of(options: Sequence[str]) -> ImageData:
-    from revzoo.cli.config import compose
-
-    config = compose(options, complete=False).config
-    with status_of("loading torch"):
-        from revzoo.cli.run.build import build_data
-
-    return build_data(config["data"], config.get("task"))
-
-
-def _check_table(table: Path, options: Sequence[str], workers: int | None) -> FolderReport:
-    from revzoo.cli.config import quoted
+def _check_set(source: Path, options: Sequence[str], workers: int | None) -> FolderReport:
+    """Check a table, or a folder of masks, with the options of a run."""
+    from revzoo.cli.config import compose, quoted
 
     kind = [] if any(word.startswith("data=") for word in options) else ["data=table"]
+    place = f"data.{'root' if source.is_dir() else 'table'}={quoted(source)}"
     # what names the data comes before their options
-    data = _data_of([*kind, *options, f"data.table={quoted(table)}"])
-    from revzoo.data.masks import Masks
-    from revzoo.data.table import Table, check_table
+    config = compose([*kind, *options, place], complete=False).config
+    with status_of("loading torch"):
+        from revzoo.cli.run.build import build_data
+        from revzoo.data.folders import check_folder
+        from revzoo.data.masks import Masks
+        from revzoo.data.table import Table, check_table
 
+    data = build_data(config["data"], config.get("task"))
+    if not isinstance(data, Table | Masks):
+        raise ValueError(f"{' '.join(options)}: expected data=table or data=masks, for {source}")
     masks = data if isinstance(data, Masks) else None
     rows = data if masks is None else masks.rows
-    if not (isinstance(data, Table | Masks) and isinstance(rows, Table)):
-        raise ValueError(f"{' '.join(options)}: expected data=table or data=masks, for {table}")
     check = None if masks is None else masks.check_of_values()
-    with status_of(f"reading the images of {table}"):
+    with status_of(f"reading the images of {source}"):
+        if not isinstance(rows, Table):
+            return check_folder(source, workers=workers, check=check)
         return check_table(data, rows, workers=workers, check=check)
-
-
-def _check_masks(folder: Path, options: Sequence[str], workers: int | None) -> FolderReport:
-    from revzoo.cli.config import quoted
-
-    data = _data_of([*options, f"data.root={quoted(folder)}"])
-    from revzoo.data.folders import check_folder
-    from revzoo.data.masks import Masks
-
-    assert isinstance(data, Masks)
-    with status_of(f"reading the images of {folder}"):
-        return check_folder(folder, workers=workers, check=data.check_of_values())
 
 
 def _report(report: FolderReport, source: Path) -> None:
