@@ -9,7 +9,6 @@ evaluation resize to 256/224 of the crop and cut out the centre.
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -287,10 +286,3 @@ class FileImages(ImageSet):
         if self.shards is not None:  # the first: each shard may be a download, its order is random
             step = 1
         return self.subset(torch.arange(0, len(self), step)[:_SAMPLE], training=False)
-
-    def subset(self, indices: Tensor, *, training: bool) -> Self:
-        part = copy(self)
-        part._rows, part.labels = self._rows[indices], self.labels[indices]
-        part._training = training
-        part.shards = None if self.shards is None else self.shards[indices]
-        return part

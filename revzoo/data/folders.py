@@ -333,21 +333,21 @@ def check_folder(
     if not paths:
         raise no_images(root)
     images = [of_mask.get(path, "") for path in paths]
-    bad = unreadable(paths, partial(reason_of, check=check), paths, images, workers=workers)
+    bad = unreadable(paths, partial(read_file, check=check), paths, images, workers=workers)
     return FolderReport(len(paths), bad, faults, [*outside, *left_out(root, unread)])
 
 
 def unreadable(
     paths: Sequence[str],
-    reason_of: Callable[..., str],
+    read: Callable[..., object],
     *arguments: Iterable[Any],
     workers: int | None,
 ) -> dict[str, list[str]]:
-    """The paths of images by the reason why they cannot be read, which ``reason_of`` returns."""
+    """The paths of images by the reason of the DataError that ``read`` raises."""
     bad: dict[str, list[str]] = {}
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
-        reasons = pool.map(reason_of, *arguments, chunksize=64)
+        reasons = pool.map(partial(_reason_of, read), *arguments, chunksize=64)
         for path, reason in zip(paths, reasons, strict=True):
             if reason:
                 bad.setdefault(reason, []).append(path)
@@ -403,16 +403,24 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def reason_of(path: str, image: str, check: Check | None = None) -> str:
-    """Why an image, or the mask of an image, cannot be used; empty if it can."""
+def _reason_of(read: Callable[..., object], *arguments: Any) -> str:
     try:
-        if image:
-            values = read_mask(path)
-            check_mask_size(values, path, open_image(image, None), image)
-            if check is not None:
-                check(values, path)
-        else:
-            open_image(path, None)
+        read(*arguments)
     except DataError as error:
         return error.reason
     return ""
+
+
+def read_file(path: str, image: str, check: Check | None = None) -> None:
+    """Read an image, or the mask of an image.
+
+    Raises:
+        DataError: it cannot be used.
+    """
+    if not image:
+        open_image(path, None)
+        return
+    values = read_mask(path)
+    check_mask_size(values, path, open_image(image, None), image)
+    if check is not None:
+        check(values, path)

@@ -21,7 +21,7 @@ from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, to_
 from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
 from revzoo.data.file_images import FileImages, Points, sizes_in
-from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan, split_folders
+from revzoo.data.folders import Files, Tree, fingerprint, no_training, scan
 from revzoo.data.images import ImageSet
 from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.state import BYTE_MAX
@@ -124,7 +124,7 @@ class ImageFolder(ImageData):
         return sizes_in(last, self._progressive, self.sizes)
 
     def has(self, split: Split) -> bool:
-        return split in split_folders(self.root)
+        return split in self.listing().splits
 
     def prepare_data(self) -> None:
         """List and check the folders, so that errors come before anything else is built."""

@@ -58,6 +58,8 @@ class ImageSet(Dataset[Batch]):
     sizes: tuple[int, ...]
     dtype: torch.dtype = torch.uint8
     in_memory: bool
+    _rows: Tensor  # of the whole set, int64 (N,)
+    _training: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -91,7 +93,11 @@ class ImageSet(Dataset[Batch]):
 
     def subset(self, indices: Tensor, *, training: bool) -> Self:
         """The images at ``indices``, prepared for training or for evaluation."""
-        raise NotImplementedError
+        part = copy(self)  # shares the pixels
+        part._rows, part.labels = self._rows[indices], self.labels[indices]
+        part.shards = None if self.shards is None else self.shards[indices]
+        part._training = training
+        return part
 
 
 class TensorImages(ImageSet):
@@ -124,8 +130,3 @@ class TensorImages(ImageSet):
     def sample(self) -> Tensor:
         # indexing would copy the whole set
         return self._images[self._rows] if len(self) < len(self._images) else self._images
-
-    def subset(self, indices: Tensor, *, training: bool) -> Self:
-        part = copy(self)  # shares the pixels
-        part._rows, part.labels = self._rows[indices], self.labels[indices]
-        return part

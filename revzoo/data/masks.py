@@ -198,9 +198,6 @@ class Masks(ImageFolder):
         train = self._images("train")
         return train.classes_seen() if isinstance(train, MaskImages) else super()._classes_seen()
 
-    def has(self, split: Split) -> bool:
-        return split in self.listing().splits
-
     def _scan(self) -> Tree:
         tree = self._scan_table() if self.rows else scan_masks(self.root)
         if self._values is None:
@@ -218,14 +215,12 @@ class Masks(ImageFolder):
     def _scan_table(self) -> Tree:
         assert self.rows
         splits: dict[Split, Files] = {}
-        start, column = self.root.absolute(), self.rows.label_columns[0]
-        for split, rows in self.rows.rows_by_split().items():
+        by_split, column = self.rows.rows_by_split(), self.rows.label_columns[0]
+        for split, rows in by_split.items():
             files = self.rows.files_of(rows, [0] * len(rows))
-            masks = [row[column] for row in rows]
-            splits[split] = replace(files, masks=masks)
-            self.rows.check_files([*files.paths, *masks])
-        self.rows._check_links(path for files in splits.values() for path in files.paths)
-        return Tree([], splits, dict.fromkeys(splits, start), [])
+            splits[split] = replace(files, masks=[row[column] for row in rows])
+        self.rows.check_files([row for rows in by_split.values() for row in rows])
+        return Tree([], splits, dict.fromkeys(splits, self.root.absolute()), [])
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
         assert self._values is not None

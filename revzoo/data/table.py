@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Unpack
@@ -26,7 +26,7 @@ from revzoo.data.folders import (
     Files,
     FolderReport,
     Tree,
-    reason_of,
+    read_file,
     split_of,
     unreadable,
 )
@@ -121,9 +121,6 @@ class Table(ImageFolder):
         said = ", ".join(f"{what} from column '{name}'" for what, name in columns.items())
         return [f"{self.table.name}: {said}", *super().notes]
 
-    def has(self, split: Split) -> bool:
-        return split in self.listing().splits
-
     def digest(self) -> str:
         """A hash of the table's rows to train and to validate with."""
         listing, start = self.listing(), os.path.normpath(self.root.absolute())
@@ -147,9 +144,7 @@ class Table(ImageFolder):
         }
         if self.task != "regression":
             self._check_classes(splits, classes)
-        paths = [row[self.path_column] for row in rows]
-        self.check_files(paths)
-        self._check_links(paths)
+        self.check_files(rows)
         return Tree(classes, splits, {}, [])
 
     def files_of(self, rows: list[dict[str, str]], labels: list[int]) -> Files:
@@ -320,19 +315,17 @@ class Table(ImageFolder):
                 f"{self.table}: put some in the training split, or remove the other rows"
             )
 
-    def check_files(self, paths: list[str]) -> None:
-        """Raise a DataError if files are missing."""
+    def check_files(self, rows: Sequence[Mapping[str, str]]) -> None:
+        """Raise a DataError if files of rows are missing, or an image has two paths."""
+        paths = [row[name] for name in self.file_columns for row in rows]
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
                 f"{self.table}: {len(missing)} of {number_of(len(paths), 'file')} missing: "
                 f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
                 "data.root, or correct the table"
             )
-
-    def _check_links(self, paths: Iterable[str]) -> None:
-        """Raise a DataError if two paths are one file, which may be in two splits."""
         names: dict[tuple[int, int], str] = {}
-        for path in paths:
+        for path in paths[: len(rows)]:  # of images: one file may be in two splits
             file = Path(path).stat()
             if (other := names.setdefault((file.st_dev, file.st_ino), path)) != path:
                 raise DataError(
@@ -367,8 +360,8 @@ def check_table(
         DataError: the table cannot be read, or lacks a column.
     """
     faults, files = [*table.faults()], table.files()
-    reason = partial(reason_of, check=check)
-    bad = unreadable([*files], reason, files, files.values(), workers=workers)
+    read = partial(read_file, check=check)
+    bad = unreadable([*files], read, files, files.values(), workers=workers)
     if not faults and not bad:  # only now: a wrong row would also seem to lack a class
         try:
             data.prepare_data()

@@ -19,12 +19,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 from zipfile import BadZipFile
 
 import numpy as np
@@ -264,10 +263,6 @@ class VolumeImages(ImageSet):
         # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
 
-    @property
-    def strata(self) -> Tensor:
-        return self.labels
-
     def __len__(self) -> int:
         return len(self._rows) * (self._patches if self._training else 1)
 
@@ -318,12 +313,6 @@ class VolumeImages(ImageSet):
     def normalisation(self) -> Normalisation:
         """None: each volume is normalised by itself when it is read."""
         return Normalisation([0.0] * self.in_chans, [1.0] * self.in_chans)
-
-    def subset(self, indices: Tensor, *, training: bool) -> Self:
-        part = copy(self)
-        part._rows, part.labels = self._rows[indices], self.labels[indices]
-        part._training = training
-        return part
 
 
 class Volumes(ImageData):
