@@ -187,12 +187,13 @@ TABLE = section(
     split_column=Option(str | None, None, "train, val or test; null: all rows are for training"),
     group_column=Option(str | None, None, "rows with one value, a patient, stay in one split"),
 )
+COLUMNS = {n: TABLE.options[n] for n in ("path_column", "split_column", "group_column")}
 VOLUMES = section(
     "Volumes with masks.",
     DIGITS,
     root=Option(str | None, None, "the folder above train/images and train/labels, or imagesTr"),
     table=Option(str | None, None, "CSV or Parquet: a row for each volume"),
-    **{n: TABLE.options[n] for n in ("path_column", "split_column", "group_column")},
+    **COLUMNS,
     label_column=Option(str, "mask", "of the masks"),
     classes=Option(Sequence | None, None, "names by label; null: of dataset.json, or numbers"),
     patch=Option(Sequence, (64, 64, 64), "voxels of a training patch and of a window"),
@@ -223,10 +224,8 @@ MASKS = section(
         Sequence | Mapping | None, None, "names: [background, cell], or {0: background, 128: cell}"
     ),
     table=Option(str | None, None, "CSV or Parquet instead of folders"),
-    path_column=TABLE.options["path_column"],
+    **COLUMNS,
     mask_column=Option(str, "mask", "of the masks"),
-    split_column=TABLE.options["split_column"],
-    group_column=TABLE.options["group_column"],
 )
 
 MODEL = section(

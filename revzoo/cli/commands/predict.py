@@ -91,23 +91,10 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"no images in {path}: the folder is empty")
     source = resolve_source(source)
     with status_of("loading torch and Lightning"):
-        import torch
-
         from revzoo.data import DataError
         from revzoo.training.lightning_compat import quiet
 
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        # torch.device("cuda:7") does not raise; a tensor there does
-        device = torch.empty(0, device=args.device or default).device
-    except (RuntimeError, AssertionError) as error:
-        # without torch's advice and addresses
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        raise ConfigError(
-            f"--device {args.device} ({reason}): expected a device of this machine: use --device "
-            "cpu or leave it out"
-        ) from None
-    unreadable = 0
+    device, unreadable = _device(args.device), 0
 
     def report(error: DataError) -> None:
         nonlocal unreadable
@@ -156,6 +143,23 @@ def run(args: argparse.Namespace) -> None:
             f"{unreadable} of {images} could not be read: replace or remove them; revzoo check "
             "DIR lists all such images of a folder"
         )
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of ``--device``; by default a GPU if there is one."""
+    import torch
+
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        # torch.device("cuda:7") does not raise; a tensor there does
+        return torch.empty(0, device=name or default).device
+    except (RuntimeError, AssertionError) as error:
+        # without torch's advice and addresses
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise ConfigError(
+            f"--device {name} ({reason}): expected a device of this machine: use --device cpu or "
+            "leave it out"
+        ) from None
 
 
 Prediction = tuple[str, dict[str, float]]
