@@ -6,8 +6,8 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -115,3 +115,20 @@ def replacing_table(path: Path) -> Iterator[TextIO]:
     """Like :func:`replacing`, but opened for :mod:`csv`."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         yield file
+
+
+def remove_oldest(files: Iterable[Path], limit: int, *, keep: Path) -> None:
+    """Remove the files that are oldest by their time, until the rest takes ``limit`` bytes.
+
+    ``keep`` stays, however large it is.
+    """
+    ages = []
+    for file in files:
+        with suppress(FileNotFoundError):  # another process has removed it
+            facts = file.stat()
+            ages.append((facts.st_mtime, facts.st_size, file))
+    total = sum(size for _, size, _ in ages)
+    for _, size, file in sorted(ages):
+        if total > limit and file != keep:
+            file.unlink(missing_ok=True)
+            total -= size

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from revzoo._checks import is_first_process
-from revzoo._files import replacing
+from revzoo._files import remove_oldest, replacing
 from revzoo.weights.files import cache_folder
 
 AUTO = "auto"
@@ -76,11 +76,6 @@ def store(entry: Path | None, tensors: Mapping[str, Tensor]) -> None:
         with replacing(entry) as file:
             save_file(dict(tensors), file)
         # also what a run that was killed while it wrote has left
-        ages = sorted((f.stat().st_mtime, f) for f in entry.parent.glob(f"*{_SUFFIX}"))
-        total = sum(file.stat().st_size for _, file in ages)
-        for _, file in ages:
-            if total > LIMIT and file != entry:
-                total -= file.stat().st_size
-                file.unlink()
-    except OSError as error:  # also of another run that removes the same entry
+        remove_oldest(entry.parent.glob(f"*{_SUFFIX}"), LIMIT, keep=entry)
+    except OSError as error:
         log.warning("the decoded images are not kept for the next run: %s", error)

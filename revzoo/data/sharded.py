@@ -35,7 +35,7 @@ import numpy as np
 from filelock import FileLock
 
 from revzoo._checks import check_count, package_needed
-from revzoo._files import replacing
+from revzoo._files import remove_oldest, replacing
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files, FolderReport, Tree, unreadable
@@ -131,7 +131,8 @@ class Storage:
                 # outside of the client: another process may remove the file, to make room
                 with replacing(path) as copy, copy.open("wb") as to, self._client(name) as client:
                     client.download_fileobj(f"{self.root}/{name}", to)
-        self._make_room(path)
+        shards = (file for file in self.cache.glob("*/*/*") if file.suffix in (".bin", ".tar"))
+        remove_oldest(shards, self.cache_bytes, keep=path)
         return path
 
     @contextmanager
@@ -152,19 +153,6 @@ class Storage:
                     "data.shard_cache_bytes, or set REVZOO_CACHE to a folder on a larger disk"
                 ) from error
             raise DataError(f"cannot read {self.root}/{name} ({fault:.200}): {_REMEDY}") from error
-
-    def _make_room(self, newest: Path) -> None:
-        assert self.cache is not None
-        copies = []
-        for path in self.cache.glob("*/*/*"):
-            with suppress(FileNotFoundError):  # another process has removed it
-                if path.suffix in (".bin", ".tar"):
-                    copies.append((path.stat().st_mtime, path.stat().st_size, path))
-        total = sum(size for _, size, _ in copies)
-        for _, size, path in sorted(copies):
-            if total > self.cache_bytes and path != newest:
-                path.unlink(missing_ok=True)
-                total -= size
 
 
 @lru_cache(maxsize=2)  # a new one takes a tenth of a second

@@ -37,6 +37,7 @@ from revzoo._files import replacing
 from revzoo.data.errors import DataError
 from revzoo.data.folders import split_folders
 from revzoo.data.images import Batch, ImageSet
+from revzoo.data.masks import IGNORED
 from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import hash_seed, seeded
@@ -55,7 +56,6 @@ from revzoo.data.volume_files import (
 from revzoo.weights.files import cache_folder
 
 Window = tuple[float, float] | None
-IGNORED = 255  # in masks
 FOREGROUND = 0.5  # share of the patches that are centred on foreground
 KEPT = 1000  # voxels of each class in each slab
 TOLERANCE = 0.01  # of spacings
