@@ -1,8 +1,7 @@
 """Generated volumes of balls and boxes with masks: a set for segmentation in three dimensions.
 
 As :mod:`revzoo.data.shapes`: no download, learnt in two minutes on two cores. The form decides the
-class; sizes, grey values, noise and the background are random. Boxes are
-parallel to the axes.
+class; sizes, grey values, noise and the background are random. Boxes are parallel to the axes.
 """
 
 from typing import ClassVar

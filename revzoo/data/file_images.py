@@ -98,7 +98,7 @@ class FileImages(ImageSet):
         self._rows = torch.arange(len(files.paths))
         if files.shards is not None:
             self.shards, self.window = torch.tensor(files.shards), files.window
-            self.ahead = files.ahead
+            self.prefetch = files.prefetch
         self._crop_pct, self._resize = crop_pct, resize
         self._training, self._skipped = training, skipped
         self._progressive = progressive

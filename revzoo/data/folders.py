@@ -51,7 +51,7 @@ class Files:
         masks: by image; the paths of masks, whose pixels are the labels.
         shards: the file that holds the image, by image; None if each is a file.
         window: number of shards whose images are shuffled together.
-        ahead: number of shards that are downloaded before they are needed.
+        prefetch: number of shards that are downloaded before they are needed.
     """
 
     paths: list[str]
@@ -60,7 +60,7 @@ class Files:
     masks: list[str] | None = None
     shards: list[int] | None = None
     window: int = 1
-    ahead: int = 0
+    prefetch: int = 0
 
     def source(self, row: int) -> str | BinaryIO:
         """The file of an image, or its bytes."""

@@ -40,7 +40,7 @@ class ImageSet(Dataset[Batch]):
         shards: int64 (N,), the file that holds each image, which an epoch's order takes into
             account. None if each image is a file.
         window: number of shards whose images are shuffled together.
-        ahead: number of shards that are downloaded before they are needed.
+        prefetch: number of shards that are downloaded before they are needed.
         in_chans: C.
         sizes: H and W, or the sides of the patch of a volume.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
@@ -53,7 +53,7 @@ class ImageSet(Dataset[Batch]):
     groups: Tensor | None = None
     shards: Tensor | None = None
     window: int = 1
-    ahead: int = 0
+    prefetch: int = 0
     in_chans: int
     sizes: tuple[int, ...]
     dtype: torch.dtype = torch.uint8

@@ -60,7 +60,7 @@ def train_loader(
             window=images.window,
             stretches=stretches,
             fetch=images.fetch,
-            ahead=images.ahead,
+            prefetch=images.prefetch,
             **options,
         )
     else:

@@ -109,7 +109,7 @@ class ShardSampler(EpochSampler):
         stretches: processes with which the run began.
         fetch: starts to download shards, given their numbers; called before the first image of each
             shard with the next ones.
-        ahead: number of shards that it gets before they are needed.
+        prefetch: number of shards that it gets before they are needed.
         **options: see :class:`EpochSampler`.
     """
 
@@ -120,12 +120,12 @@ class ShardSampler(EpochSampler):
         window: int,
         stretches: int,
         fetch: Callable[[list[int]], object] = lambda shards: None,
-        ahead: int = 0,
+        prefetch: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(len(shards), **options)
         self.numbers, self.shards = torch.unique(shards, return_inverse=True)
-        self.window, self.fetch, self.ahead = window, fetch, ahead
+        self.window, self.fetch, self.prefetch = window, fetch, prefetch
         # other processes and images a step without a checkpoint of ours: any number that divides
         self.stretches = gcd(stretches, self.batch_size * self.num_replicas)
 
@@ -133,7 +133,7 @@ class ShardSampler(EpochSampler):
         return len(self.shards) // (self.batch_size * self.num_replicas) * self.batch_size
 
     def _rows(self, order: Tensor) -> Iterator[int]:
-        if not self.ahead:
+        if not self.prefetch:
             yield from super()._rows(order)
             return
         # of each shard that is read, the place of its first image
@@ -143,7 +143,7 @@ class ShardSampler(EpochSampler):
         starts, shards = starts[starts < len(order)], self.numbers[shards]
         known = 0
         for rank, (start, end) in enumerate(pairwise([*starts.tolist(), len(order)]), 1):
-            wanted = min(rank + self.ahead, len(starts))
+            wanted = min(rank + self.prefetch, len(starts))
             self.fetch(shards[known:wanted].tolist())
             known = wanted
             yield from order[start:end].tolist()

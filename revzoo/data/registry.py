@@ -75,8 +75,8 @@ def register_transform(name: str, build: Callable[[], Callable[..., Any]]) -> No
             ``tv_tensors.Mask`` of labels one higher, in which 0 does not count. Transforms of
             ``torchvision.transforms.v2`` take all of these;
             :class:`~revzoo.data.DictTransform` makes one of MONAI's. Volumes are float32
-            (C, D, H, W) with masks (D, H, W). Draw from torch's random numbers: they
-            are seeded for each batch or image, so a resumed run repeats them.
+            (C, D, H, W) with masks (D, H, W). Draw from torch's random numbers: they are seeded for
+            each batch or image, so a resumed run repeats them.
 
     Raises:
         ValueError: the name is taken.

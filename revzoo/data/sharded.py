@@ -221,7 +221,7 @@ class ShardFiles(Files):
             split["groups"],
             shards=[shard for shard, _ in places],
             window=window,
-            ahead=max(0, min(prefetch, room - 2 * window)),  # two: at the end of a window
+            prefetch=max(0, min(prefetch, room - 2 * window)),  # two: at the end of a window
             storage=storage,
             names=names,
             starts=np.array(split["starts"]),

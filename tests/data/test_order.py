@@ -82,7 +82,7 @@ def test_shards_are_announced_before_they_are_read() -> None:
     told: list[int] = []
     shards = torch.arange(40) // 4 * 7  # the numbers of a part of a set have gaps
     options = {"window": 2, "stretches": 1, "batch_size": 4, "seed": 0}
-    sampler = ShardSampler(shards, fetch=told.extend, ahead=3, **options)
+    sampler = ShardSampler(shards, fetch=told.extend, prefetch=3, **options)
     read: list[int] = []
     for index in sampler:
         read += [int(shards[index])] * (int(shards[index]) not in read)

@@ -302,12 +302,12 @@ def test_the_pixels_are_measured_on_the_first_shards(
 
 def test_the_cache_limits_the_downloads(bucket: str, tars: Path) -> None:
     size = max(path.stat().st_size for path in tars.rglob("*.tar"))
-    ahead = {}
+    prefetch = {}
     for room in (0, 3, 6, 100):
         options = {"window": 2, "shard_cache_bytes": room * size}
         data = Shards("s3://images/set", endpoint_url=bucket, **options)
-        ahead[room] = data.listing().splits["train"].ahead
-    assert ahead == {0: 0, 3: 0, 6: 2, 100: 8}
+        prefetch[room] = data.listing().splits["train"].prefetch
+    assert prefetch == {0: 0, 3: 0, 6: 2, 100: 8}
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,9 @@ def predict(
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
-    Images are prepared as for evaluation: resized, the centre cropped. Folders are
-    searched recursively. ``on_error`` is called for each file that cannot be decoded, which is left
-    out; without it, the error is raised.
+    Images are prepared as for evaluation: resized, the centre cropped. Folders are searched
+    recursively. ``on_error`` is called for each file that cannot be decoded, which is left out;
+    without it, the error is raised.
     """
     from revzoo.data import DataError
     from revzoo.data.decode import open_image
