@@ -73,11 +73,9 @@ def test_the_weights_equal_an_eager_runs(tmp_path: Path, model: dict[str, Any]) 
     assert not compiled_modules(compiled)
 
 
-def test_every_branch_is_compiled_beyond_torchs_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = 8  # torch's; timm.optim raises it when it is imported
-    monkeypatch.setattr(torch.compiler.config, "recompile_limit", limit)
+@torch._dynamo.config.patch(recompile_limit=8)  # torch's; timm.optim raises it when imported
+def test_every_branch_is_compiled_beyond_torchs_limit(tmp_path: Path) -> None:
+    limit = torch.compiler.config.recompile_limit
     seen = []
 
     class Look(pl.Callback):
