@@ -388,8 +388,9 @@ class AdditiveCall(Call):
         # code that we do not know may hold steps, which go on with the words as in forward
         if not self.members.quiet:
             return read_with_words(t)
-        # a branch that casts its input gets it as cast: it need not be read and written again
-        narrows = t.dtype == torch.float32 and getattr(step.branch, "narrows", False)
+        # a branch that casts its input gets it as cast: it need not be read and written again;
+        # `is True`, since a container may have a layer of this name
+        narrows = t.dtype == torch.float32 and getattr(step.branch, "narrows", False) is True
         return t.read(autocast_dtype(t.words) if narrows else None)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_choice, check_counts
+from revzoo.core.invertible import calls_only_forward
 from revzoo.layers.streams import narrowed
 from revzoo.models.lean import Lean
 
@@ -217,8 +218,6 @@ class Branch(Lean):
         norm_act: normalisation and activation.
     """
 
-    narrows = True  # its input: a replay reads the stream in autocast's type
-
     def __init__(
         self,
         in_channels: int,
@@ -261,6 +260,12 @@ class Branch(Lean):
         if drop_path:
             layers["drop_path"] = stochastic_depth(drop_path)
         super().__init__(layers)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether a replay may give ``forward`` a stream that is in autocast's type already."""
+        # a hook would see other types; without the cast, a first layer would change a leaf in place
+        return calls_only_forward(self) and not any(getattr(m, "inplace", False) for m in self)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(narrowed(x))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -68,6 +69,37 @@ def test_a_replay_reads_narrow_where_the_branch_casts(monkeypatch):
     (narrow, narrow_kinds), (wide, wide_kinds) = gradients(True), gradients(False)
     assert (narrow_kinds, wide_kinds) == ({torch.bfloat16}, {torch.float32})
     for a, b in zip(narrow, wide, strict=True):
+        assert torch.equal(a, b)
+
+
+def hooked(branch):
+    branch.register_full_backward_hook(lambda m, given, _: (given[0] * 1.1,))
+    return branch
+
+
+def in_place(branch):
+    branch.norm1, branch.relu1 = nn.Identity(), nn.ReLU(inplace=True)
+    return branch
+
+
+def with_a_layer_of_that_name(branch):
+    return nn.Sequential(OrderedDict(narrows=nn.GroupNorm(1, 4), branch=branch))
+
+
+@pytest.mark.parametrize("change", [hooked, in_place, with_a_layer_of_that_name])
+def test_a_replay_reads_wide_where_the_cast_could_show(change):
+    def gradients(mode):
+        torch.manual_seed(0)
+        branches = [change(Branch(4, out_channels=4)) for _ in range(3)]
+        net = ReversibleSequence(map(AdditiveCoupling, branches))
+        set_memory(net, mode, grid="auto")
+        x = images().float().requires_grad_()
+        with BF16:
+            y = net(x)
+        y.square().sum().backward()
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    for a, b in zip(gradients("exact"), gradients("store"), strict=True):
         assert torch.equal(a, b)
 
 
