@@ -160,14 +160,15 @@ def returns_arguments(func: Any) -> bool:
 
 
 def _plain(t: Any) -> bool:
-    """Whether it is a fake tensor without a value."""
-    return isinstance(t, FakeTensor) and t.constant is None
+    """Whether it is a fake tensor without a value, conjugation or negation."""
+    return isinstance(t, FakeTensor) and not (t.constant is not None or t.is_conj() or t.is_neg())
 
 
 def _key(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Equal for calls whose outputs have equal layouts; None if values of tensors may matter."""
     try:
-        return func, _layout_of(args), _layout_of([*kwargs.items()])
+        default = torch.get_default_dtype()  # of integers times 2.0
+        return func, default, _layout_of(args), _layout_of([*kwargs.items()])
     except (TypeError, RuntimeError):  # a sparse tensor has no strides
         return None
 

@@ -54,6 +54,26 @@ def test_a_shared_storage_stays_shared():
             assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
 
 
+def test_conjugate_views_are_not_remembered():
+    with Fakes():
+        x = torch.empty(3, dtype=torch.complex64)
+        plain = [torch.vdot(x, x).is_conj() for _ in range(2)]
+        conjugate = [torch.vdot(x, x.conj()).is_conj() for _ in range(2)]
+    assert plain[0] == plain[1]
+    assert conjugate[0] == conjugate[1] != plain[0]
+
+
+def test_the_default_dtype_counts():
+    with Fakes():
+        x = torch.ones(3, dtype=torch.int64)
+        single = (x * 2.0).dtype
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert (single, (x * 2.0).dtype) == (torch.float32, torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def test_a_sparse_tensor_is_not_remembered():
     with Fakes() as mode:
         x = torch.empty(4, 6).to_sparse()
