@@ -119,16 +119,18 @@ class Fakes(FakeTensorMode):  # type: ignore[no-untyped-call]
             if all(t.shape == first.shape and t.dtype == first.dtype for t in others):
                 return first
         key = None if returns_arguments(func) else _key(func, args, kwargs)
-        if (known := self._known.get(key)) is not None:
-            several, layouts = known
-            outputs = [layout and self._made(*layout) for layout in layouts]
-            return tuple(outputs) if several else outputs[0]
-        result: Any = self.dispatch(func, types, args, kwargs)
-        several = isinstance(result, tuple)
-        outputs = [*result] if several else [result]
-        if key is not None and all(t is None or _dense(t) for t in outputs):
+        if key not in self._known:
+            result: Any = self.dispatch(func, types, args, kwargs)
+            several = isinstance(result, tuple)
+            outputs = [*result] if several else [result]
+            if key is None or not all(t is None or _dense(t) for t in outputs):
+                return result
             self._known[key] = several, [t if t is None else _layout_of(t) for t in outputs]
-        return result
+        # also the first time: some fake operators return an argument, or one tensor twice, where
+        # the real ones return new tensors, as their schemas say
+        several, layouts = self._known[key]
+        outputs = [layout and self._made(*layout) for layout in layouts]
+        return tuple(outputs) if several else outputs[0]
 
     def _made(self, shape: Any, stride: Any, dtype: torch.dtype, device: Any) -> FakeTensor:
         with torch._C._DisableTorchDispatch():

@@ -1,5 +1,7 @@
 """Fake tensors whose mode remembers what operators return."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,16 @@ def test_a_shared_storage_stays_shared():
         for _ in range(2):
             y = aten._unsafe_view(x, [24])
             assert y.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_new_tensors_are_new_from_the_first_call_on():
+    """The fake ``native_dropout`` returns its input here, the real one a copy."""
+    for mode in (contextlib.nullcontext(), Fakes()):
+        with mode:
+            x = torch.empty(4, 6)
+            for _ in range(2):
+                y, _ = torch.native_dropout(x, 0.5, False)
+                assert y.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
 def test_conjugate_views_are_not_remembered():
