@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, overload
@@ -89,9 +90,9 @@ def predict(
     Raises:
         DataError: there is no such file, or it is not an image.
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
-        ValueError: the classes and the normalisation of the model are unknown; a tensor is not
-            (C, H, W), or holds neither bytes nor floats in [0, 1]; ``size`` or ``top`` is out of
-            range; ``tta`` is unknown.
+        ValueError: the model gives a class for each pixel; its classes and normalisation are
+            unknown; a tensor is not (C, H, W), or holds neither bytes nor floats in [0, 1];
+            ``size`` or ``top`` is out of range; ``tta`` is unknown.
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
@@ -159,7 +160,12 @@ def _checked(image: Tensor, channels: int) -> Tensor:
 
 
 def segment_volume(
-    network: ImageNetwork, volume: Tensor, window: Sequence[int], *, progress: bool = False
+    network: ImageNetwork,
+    volume: Tensor,
+    window: Sequence[int],
+    *,
+    tta: str | None = None,
+    progress: bool = False,
 ) -> Tensor:
     """The probabilities of the classes, (K, D, H, W) on the CPU, of a prepared volume (C, D, H, W).
 
@@ -169,8 +175,9 @@ def segment_volume(
         CheckpointError: an output is NaN or Inf.
     """
     device = next(network.parameters()).device
+    slide = partial(by_windows, network, window=window, device=device, progress=progress)
     with evaluation_mode(network), torch.inference_mode():
-        found = by_windows(network, volume[None], window, device=device, progress=progress)[0]
+        found = (flipped_mean(slide, volume[None]) if tta == "flip" else slide(volume[None]))[0]
     if not found.isfinite().all():
         raise _not_finite()
     return found.softmax(0)
@@ -245,8 +252,14 @@ def classify(
 
     Raises:
         CheckpointError: an output is NaN or Inf.
-        ValueError: classes or normalisation are not known.
+        ValueError: the network gives a class for each pixel; its classes or normalisation are not
+            known.
     """
+    if network.dense:
+        raise ValueError(
+            f"this {type(network).__name__} gives a class for each pixel: use revzoo predict "
+            "--masks DIR, or network(images).argmax(1) for images prepared by network.transforms()"
+        )
     transforms, classes = network.transforms(size), network.facts.get("classes")
     # a new head has random weights, even if its classes have names
     if classes is None or network.fresh_head or len(classes) != network.num_classes:

@@ -64,6 +64,16 @@ def test_volumes_are_checked_trained_evaluated_and_predicted(
     assert np.allclose(shares.get_fdata().sum(-1), 1, atol=1e-5)
     assert np.array_equal(shares.get_fdata().argmax(-1), mask.get_fdata())
 
+    volume = nibabel.load(images / "0.nii.gz")
+    mirror = tmp_path / "mirror.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(volume.get_fdata()[..., ::-1], volume.affine), mirror)
+    both = [str(images), str(mirror), "--masks", str(tmp_path / "flipped")]
+    main(["predict", str(run), *both, "--probabilities", "--tta", "flip"])
+    names = (tmp_path / "flipped" / f"{name}_probabilities.nii.gz" for name in ("0", "mirror"))
+    plain, mirrored = (nibabel.load(name).get_fdata() for name in names)
+    assert np.allclose(plain, mirrored[:, :, ::-1], atol=1e-5)
+    assert not np.allclose(plain, shares.get_fdata(), atol=1e-5)
+
     (root / "train" / "labels" / "1.nii.gz").unlink()
     with pytest.raises(SystemExit, match="1 of 4 volumes cannot be used"):
         main(["check", str(root)])

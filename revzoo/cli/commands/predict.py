@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--batch-size", default=64, help="images per call of the model (64)")
     add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
-    help_text = "mean over an image and its mirror image"
+    help_text = "mean over an image or volume and its mirror image"
     parser.add_argument("--tta", choices=("flip",), help=help_text)
     parser.add_argument("--masks", type=Path, metavar="DIR", help="of U-Nets: a new folder")
     parser.add_argument("--probabilities", action="store_true", help="with --masks, of volumes")
@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> None:
                 got = "classifies pixels: add --masks DIR"
             raise ConfigError(f"{source} {got}")
         if args.masks is not None:
+            if args.form != "table":
+                raise ConfigError(f"--{args.form} is for whole images: leave it out with --masks")
             write = partial(write_masks, size=args.image_size, tta=args.tta)
             if restored.network.dims == 3:
-                if args.tta:
-                    raise ConfigError("--tta is for images: leave it out")
-                write = partial(write_volume_masks, probabilities=args.probabilities)
+                write = partial(write_volume_masks, probabilities=args.probabilities, tta=args.tta)
             elif args.probabilities:
                 raise ConfigError("--probabilities is for volumes: leave it out")
             readable = write(restored, args.images, args.masks, device, on_error=report)
@@ -256,6 +256,7 @@ def write_volume_masks(
     on_error: Callable[[DataError], None],
     *,
     probabilities: bool = False,
+    tta: str | None = None,
 ) -> int:
     """Write the mask of each volume in its format, and ``NAME_probabilities``; as write_masks."""
     import numpy as np
@@ -292,7 +293,7 @@ def write_volume_masks(
             on_error(error)
             continue
         show = sys.stderr.isatty()
-        shares = segment_volume(network, volume, window, progress=show).numpy()
+        shares = segment_volume(network, volume, window, tta=tta, progress=show).numpy()
         target = folder / case_name(channels)
         write_volume(target, shares.argmax(0).astype(np.uint8), like)
         if probabilities:  # NIfTI has channels last
