@@ -114,11 +114,13 @@ class Table(ImageFolder):
 
     @property
     def notes(self) -> list[str]:
-        labels = "', '".join(self.label_columns)
-        columns = {"images": self.path_column, TASKS[self.task]: labels}
-        columns |= {"splits": self.split_column} if self.split_column else {}
-        columns |= {"groups": self.group_column} if self.group_column else {}
-        said = ", ".join(f"{what} from column '{name}'" for what, name in columns.items())
+        columns = {"images": [self.path_column], TASKS[self.task]: self.label_columns}
+        columns |= {"splits": [self.split_column]} if self.split_column else {}
+        columns |= {"groups": [self.group_column]} if self.group_column else {}
+        said = ", ".join(
+            f"{what} from column{'s' * (len(names) > 1)} {' and '.join(map(repr, names))}"
+            for what, names in columns.items()
+        )
         return [f"{self.table.name}: {said}", *super().notes]
 
     def digest(self) -> str:
@@ -305,6 +307,14 @@ class Table(ImageFolder):
                 f"{self.table} has only one class, {classes[0]!r}, in column "
                 f"{self.label_columns[0]!r}: expected at least two"
             )
+        count = sum(len(files.labels) for files in splits.values())
+        fraction = next(filter(_is_fraction, classes), None)
+        if self.task == "classification" and fraction and 2 * len(classes) > count:
+            raise DataError(
+                f"{self.table} has {len(classes)} different numbers, such as {fraction}, in column "
+                f"{self.label_columns[0]!r}: expected classes. For a number of each image add "
+                "task=regression"
+            )
         trained = splits["train"].labels if "train" in splits else [*range(len(classes))]
         if self.task == "multilabel" and "train" in splits:  # an image has any number of labels
             trained = [label for row in trained for label, there in enumerate(row) if there]
@@ -383,6 +393,13 @@ def _in_order(values: set[str], what: str = "labels") -> list[str]:
         if (other := found.setdefault(number, name)) != name:
             raise DataError(f"the {what} {other!r} and {name!r} are one number: write one of them")
     return [found[number] for number in sorted(found)]  # classes 0 to 10, not 0, 1, 10, 2
+
+
+def _is_fraction(name: str) -> bool:
+    try:
+        return float(name) % 1 > 0  # not of nan
+    except ValueError:
+        return False
 
 
 def _read(table: Path) -> list[dict[str, str]]:

@@ -140,6 +140,11 @@ def test_labels_keep_their_numbers_in_every_process(tmp_path: Path) -> None:
             "the labels '1' and '1.0' are one number",
         ),
         ([_row(0), _row(2)], {}, "only one class, '9'"),
+        (
+            [("0.png", "41.5", "", ""), ("1.png", "40", "", ""), ("2.png", "38.2", "", "")],
+            {},
+            "3 different numbers, such as 38.2, in column 'label'.*task=regression",
+        ),
         ([], {}, "has no rows"),
         ([_row(0)], {"label_column": "labels"}, "no column 'labels'; did you mean 'label'"),
         ([_row(0, "cat")], {"split_column": "split"}, "line 2 .*'cat'.*expected one of train, val"),
