@@ -91,7 +91,9 @@ def test_several_labels(
     assert mean == pytest.approx(figures["test/auroc"], abs=1e-5)
     assert "3 labels" in caplog.text
     assert "above 4" in caplog.text
+    caplog.clear()
     main(["eval", str(run), "trainer=cpu"])
+    assert f"reading the test images of Table in {table}" in caplog.text
     printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert float(printed["test/f1"]) == pytest.approx(figures["test/f1"], abs=1e-4)
     images = [str(table.parent / f"{i}.png") for i in (5, 12)]
@@ -112,9 +114,13 @@ def test_several_labels(
     assert predict(images[0], again.network) == pytest.approx(shown["probabilities"], abs=1e-5)
 
 
-def test_a_number(table: Path, compose: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_number(
+    table: Path, compose: Any, tmp_path: Path, capsys: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     run = tmp_path / "run"
+    caplog.set_level(logging.INFO, logger="revzoo")
     figures = run_of("regression", table, compose, run)
+    assert "1 target, images" in caplog.text
     assert figures["test/mae"] < 1.5  # the mean as the answer: 2.5
     assert figures["test/r2"] > 0.5
     best, values = best_of(run, "val/mae")

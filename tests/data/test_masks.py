@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 
+import revzoo
 from revzoo.cli.main import main
 from revzoo.data import DataError, Masks
 from revzoo.data.file_images import FileImages
@@ -291,6 +292,11 @@ def test_a_run_trains_evaluates_and_predicts(
     assert "val/dice" in capsys.readouterr().out
     main(["predict", str(run), str(root / "train" / "images"), "--masks", str(tmp_path / "out")])
     assert "12 masks" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--csv is for whole images: leave it out with --masks"):
+        main(["predict", str(run), str(root), "--masks", str(tmp_path / "more"), "--csv"])
+    assert "IMAGES --masks DIR\n" in (run / "train.log").read_text()
+    with pytest.raises(ValueError, match="a class for each pixel: use revzoo predict --masks"):
+        revzoo.predict(torch.zeros(3, 32, 32), run)
 
 
 def test_files_are_read_by_workers(root: Path) -> None:

@@ -157,7 +157,8 @@ def evaluate(
     # before `setup`, which would measure mean and deviation of these images
     data.load_state_dict(restored.data_state)
     if is_first_process():
-        place = f" in {data_config['root']}" if "root" in data_config else ""
+        place = data_config.get("root") or data_config.get("table")
+        place = f" in {place}" if place else ""
         split = "test" if testing else "validation"
         log.info("reading the %s images of %s%s", split, type(data).__name__, place)
     data.setup("test" if testing else "validate")

@@ -52,7 +52,7 @@ PRECISION_NAMES = {
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
 }  # by the Trainer's names
-OUTPUTS = {"multilabel": "labels", "regression": "targets"}  # of tasks without classes
+OUTPUTS = {"multilabel": "label", "regression": "target"}  # of tasks without classes
 UNEQUAL = 2  # images of the largest class over the smallest; ImageNet (1,300 / 732) counts as equal
 LEFT_OUT_SHARE = 0.05  # of the training images; an epoch may leave so many out without a warning
 
@@ -150,7 +150,8 @@ def log_opening(
         reversible = f", {len(rows)} blocks reversible" + f" with {ends} bits{chosen}" * bool(rows)
     root = f" {place}" if (place := place_of(config["data"])) else ""
     shape = "x".join(map(str, (data.in_chans, *data.sizes)))
-    outputs = f"{data.num_classes} {OUTPUTS.get(data.task, 'classes')}"
+    noun = OUTPUTS.get(data.task)
+    outputs = number_of(data.num_classes, noun) if noun else f"{data.num_classes} classes"
     length = _length(trainer, config["trainer"].get("max_time")) + " in all" * (resumed is not None)
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     memory, device = module.memory_mode, trainer.strategy.root_device
@@ -301,7 +302,8 @@ def log_result(
     if best or last.exists():
         # the folder stands for its best checkpoint
         run = short_path(run_dir if best else last)
-        commands["predict"] = f"{command_line('predict', run)} IMAGES"
+        masks = " --masks DIR" if data.task == "segmentation" else ""
+        commands["predict"] = f"{command_line('predict', run)} IMAGES{masks}"
         # revzoo eval takes the test split by default
         words = [] if data.has("test") else ["split=val"]
         commands["evaluate"] = command_line("eval", f"ckpt={quoted_if_needed(run)}", *words)
