@@ -255,8 +255,9 @@ class Table(ImageFolder):
         for option, name in (*named, ("group_column", self.group_column)):
             if name is not None and name not in row:
                 raise DataError(
-                    f"{self.table} has no column {name!r}{did_you_mean(name, row)}; its columns: "
-                    f"{shortened(map(repr, row), 20)}. Set data.{self.names.get(option, option)}"
+                    f"{self.table} has no column {name!r}; its columns: "
+                    f"{shortened(map(repr, row), 20)}. Set data."
+                    f"{self.names.get(option, option)}{did_you_mean(name, row)}"
                 )
 
     def _row_faults(self, rows: list[dict[str, str]]) -> Iterator[str]:

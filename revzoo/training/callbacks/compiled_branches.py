@@ -15,6 +15,7 @@ choose the parts when training starts: a storing part whose memory mode changes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -33,6 +34,8 @@ from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
 from revzoo.models.revnet import ResidualUnit, Transition
 from revzoo.training.callbacks.registry import ChecksModel, RestoresAfterFit
+
+log = logging.getLogger(__name__)
 
 # training and evaluation, for full batches and other batch sizes, with and without frozen parts
 GRAPHS_PER_PART = 16
@@ -75,6 +78,7 @@ class CompiledBranches(RestoresAfterFit, ChecksModel):
             return
         self.check_model(pl_module)
         parts = [*compiled_parts(pl_module)]
+        log.info("compiling %d parts: the first steps take a minute or two", len(parts))
         for name in LIMITS:
             limit = getattr(torch.compiler.config, name)
             self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
