@@ -90,7 +90,7 @@ _REFERENCE = re.compile(
 )
 FROM_FILES = [f"revzoo.data.{n}" for n in ("ImageFolder", "Masks", "Shards", "Table", "Volumes")]
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
-WHOLE_WEIGHTS = ("ema", "finetuning", "compiled_branches", *OF_SAMPLES)  # callbacks, too
+WHOLE_WEIGHTS = ("ema", "finetuning", *OF_SAMPLES)  # callbacks, too
 _SHORT = {
     "compile=true": "callbacks.compiled_branches={}",
     "compile=false": "callbacks.compiled_branches=null",

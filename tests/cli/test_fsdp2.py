@@ -43,6 +43,9 @@ Scene = tuple[str, Sequence[str], type[GracefulStop]]
 BATCH_NORM = (*COMMON, "model.norm=batch", "trainer.max_epochs=1")
 # as precision=bf16 has it; torch refused to divide such weights
 CHANNELS_LAST = "precision.channels_last=true"
+# compiled branches have no warm-up
+EXACT = (*BATCH_NORM, "memory=exact", "callbacks.batch_norm.warmup=false")
+COMPILED = "callbacks.compiled_branches.backend=aot_eager"
 SCENES: dict[int, list[Scene]] = {
     2: [
         ("ddp", ("trainer=ddp", *BATCH_NORM, "memory=store"), GracefulStop),
@@ -50,8 +53,8 @@ SCENES: dict[int, list[Scene]] = {
         ("stopped", ("trainer=fsdp2", *COMMON, "memory=exact"), SignalledInStep5),
     ],
     3: [
-        ("ddp3", ("trainer=ddp", *BATCH_NORM, "memory=exact"), GracefulStop),
-        ("fsdp23", ("trainer=fsdp2", *BATCH_NORM, "memory=exact"), EvaluatesTwice),
+        ("ddp3", ("trainer=ddp", *EXACT), GracefulStop),
+        ("fsdp23", ("trainer=fsdp2", *EXACT, COMPILED), EvaluatesTwice),
     ],
 }
 pytestmark = pytest.mark.timeout(300)
