@@ -146,7 +146,7 @@ def test_labels_keep_their_numbers_in_every_process(tmp_path: Path) -> None:
             "3 different numbers, such as 38.2, in column 'label'.*task=regression",
         ),
         ([], {}, "has no rows"),
-        ([_row(0)], {"label_column": "labels"}, "no column 'labels'; its columns: .*did you mean 'label'"),
+        ([_row(0)], {"label_column": "labels"}, "'labels'; its columns: .*did you mean 'label'"),
         ([_row(0, "cat")], {"split_column": "split"}, "line 2 .*'cat'.*expected one of train, val"),
         ([_row(0), _row(1, "val")], {"split_column": "split"}, "no training image of 10"),
         (
