@@ -75,6 +75,7 @@ def test_what_is_converted_saves_memory(name: str) -> None:
     for row in report.rows:
         assert row.inverted != 1
         assert row.now < 0.9 * row.before if row.inverted else row.now == row.before
+        assert row.time == pytest.approx(1 + row.inverted / row.blocks / 3)
     assert report.now < report.before
     assert max(map(len, str(report).splitlines())) <= 80
     assert not any(vars(m).get("last_call") for m in model.modules())
