@@ -6,7 +6,7 @@
 DIR has train/CLASS/*.jpg; ``--generate N`` first writes N smooth JPEGs of 256 pixels there. Each
 candidate reads an epoch of training images with ``--workers`` workers, decoded and augmented, and
 not from memory (``cache_bytes=0``). The files are in the page cache: the first epoch is not timed.
-CPU time is that of all processes, which other programs hardly change.
+CPU time adds up all processes of a run; other programs hardly change it.
 
 ``--delay`` reads the first epoch of shards on a local S3 server (moto) that waits so many seconds
 before each answer, with and without ``prefetch``.

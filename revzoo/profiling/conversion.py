@@ -41,17 +41,21 @@ class ConversionRow:
     now: float
 
     @property
+    def plain(self) -> int:
+        """How many blocks are neither inverted nor recomputed."""
+        return self.blocks - self.inverted - self.recomputed
+
+    @property
     def time(self) -> float:
         """Of a step in these blocks, over the plain one: counted, not measured.
 
         A block that is inverted or recomputed runs forward once more; a backward pass counts as two
         forward passes.
         """
-        return 1 + (self.inverted + self.recomputed) / self.blocks / 3
+        return 1 + (self.blocks - self.plain) / self.blocks / 3
 
     def __str__(self) -> str:
-        counts = {"inverted": self.inverted, "recomputed": self.recomputed}
-        counts["plain"] = self.blocks - self.inverted - self.recomputed
+        counts = {"inverted": self.inverted, "recomputed": self.recomputed, "plain": self.plain}
         modes = ", ".join(f"{count} {mode}" for mode, count in counts.items() if count)
         return (
             f"{self.path}: {modes}; {self.before / MIB:.3g} MiB an image, now {self.now / MIB:.3g}"
@@ -82,7 +86,7 @@ class Conversion:
             f"training keeps {self.now / MIB:.3g} MiB an image, the plain network "
             f"{self.before / MIB:.3g}, a checkpoint of each block {self.checkpointed / MIB:.3g}"
         )
-        if all(row.inverted + row.recomputed == row.blocks for row in self.rows):
+        if not any(row.plain for row in self.rows):
             return kept
         if any(row.inverted + row.recomputed for row in self.rows):
             return f"{kept}; {option} recomputes the plain blocks, too"
@@ -95,10 +99,9 @@ class Conversion:
         wide = max([12, *(len(row.path) for row in self.rows)])
         lines = [f"{'MiB an image':{wide}} blocks inverted recomputed plain before   now  time"]
         for row in self.rows:
-            plain = row.blocks - row.inverted - row.recomputed
             lines.append(
                 f"{row.path:{wide}} {row.blocks:>6} {row.inverted:>8} {row.recomputed:>10} "
-                f"{plain:>5} {row.before / MIB:>6.3g} {row.now / MIB:>5.3g} {row.time:>5.2f}"
+                f"{row.plain:>5} {row.before / MIB:>6.3g} {row.now / MIB:>5.3g} {row.time:>5.2f}"
             )
         return "\n".join([*lines, *textwrap.wrap(self.sentence(), 80)])
 

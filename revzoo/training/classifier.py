@@ -316,6 +316,12 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
+        self._check_norms()
+        data = data_of(self.trainer)
+        self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
+
+    def _check_norms(self) -> None:
+        """Refuse an ActNorm without values in several processes: each would set its own."""
         blank = [
             name
             for name, m in self.model.named_modules()
@@ -328,8 +334,6 @@ class Classifier(pl.LightningModule):
                 "its own: train a step in one process without fsdp2, and begin with its weights, "
                 "model.checkpoint_path=RUN/checkpoints/last.ckpt"
             )
-        data = data_of(self.trainer)
-        self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
 
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
         """Set the network's facts from the state of a data module; None if the data are unknown."""

@@ -19,10 +19,13 @@ from typing import TYPE_CHECKING
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.memory import is_oom_error
+from torch import nn
 
 from revzoo._checks import UserError
+from revzoo.core.twins import copied
 from revzoo.data import ImageData
 from revzoo.profiling.units import in_units
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 
 if TYPE_CHECKING:
     from revzoo.training.classifier import Classifier
@@ -85,6 +88,13 @@ def return_freed_blocks() -> None:
     """
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**16)
+
+
+def optimizer_bytes(model: nn.Module, spec: OptimSpec) -> int:
+    """Bytes of the optimiser's state after a step of ``model``; it is counted, not allocated."""
+    from revzoo.profiling.plan import state_bytes  # only plans and audits need it
+
+    return state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), spec))
 
 
 def _field(path: Path, name: str) -> int | None:

@@ -30,13 +30,13 @@ from torch.optim import Optimizer
 from revzoo._checks import check_count, check_number
 from revzoo._files import replacing_table
 from revzoo.core.guard import DriftError, RangeError
-from revzoo.core.twins import copied, fake_twin, images_for
+from revzoo.core.twins import fake_twin, images_for
 from revzoo.data import ImageData
 from revzoo.profiling.count import trace_step, undisturbed
-from revzoo.profiling.plan import largest, state_bytes
+from revzoo.profiling.plan import largest
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import trainer_of
-from revzoo.training.memory import free_bytes
+from revzoo.training.memory import free_bytes, optimizer_bytes
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def find_batch_size(
     if max_bytes is None and free is None:
         raise ValueError("the system does not report its free memory: give tuner.max_bytes")
     budget = int(SHARE * (free or 0) if max_bytes is None else max_bytes)
-    extra = state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), module.optim))
+    extra = optimizer_bytes(model, module.optim)
 
     def need(images: int) -> int:
         twin = fake_twin(model, device)  # a step changes it

@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _state_bytes(model: nn.Module, name: str) -> int:
     """Bytes of an optimiser's state, with the options of a run that sets none."""
-    from revzoo.core.twins import copied
-    from revzoo.profiling.plan import state_bytes
-    from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
+    from revzoo.training.memory import optimizer_bytes
+    from revzoo.training.optim.optimizers import OptimSpec
 
-    spec = OptimSpec(name=name, sgd_lr=0.1 if name == "muon" else None)
-    return state_bytes(build_optimizer(copied(model, lambda t: t.to("meta")), spec))
+    return optimizer_bytes(model, OptimSpec(name=name, sgd_lr=0.1 if name == "muon" else None))

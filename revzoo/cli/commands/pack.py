@@ -63,7 +63,7 @@ def publish(
 ) -> list[Path]:
     """Write ``NAME.safetensors``, then ``NAME.json``, which describes it with these facts.
 
-    ``size`` is that of the images in pixels; None for the size in training.
+    ``size``: of the images, in pixels; None for the size in training.
     """
     with status_of("loading torch and Lightning"):
         from revzoo.models.save import json_of, pack

@@ -26,7 +26,6 @@ from revzoo.cli.run.folder import write_config
 from revzoo.cli.run.plan_cache import Planned
 from revzoo.cli.schema import MEMORY
 from revzoo.core.modes import in_table_order, set_memory
-from revzoo.core.twins import copied
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,
@@ -34,14 +33,12 @@ from revzoo.profiling.plan import (
     Planner,
     count_modes,
     inverting_mode,
-    state_bytes,
 )
 from revzoo.profiling.units import bytes_from, in_one_unit, in_units
 from revzoo.training.callbacks.progress_bar import Progress, clock
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import callbacks_of, is_first_process
-from revzoo.training.memory import free_bytes, return_freed_blocks
-from revzoo.training.optim.optimizers import build_optimizer
+from revzoo.training.memory import free_bytes, optimizer_bytes, return_freed_blocks
 
 log = logging.getLogger(__name__)
 
@@ -263,9 +260,7 @@ def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     schedules = callbacks_of(trainer, GradientAccumulationScheduler)
     later = [count for each in schedules for count in each.scheduling.values()]
     accumulates = max(trainer.accumulate_grad_batches, *later, 1) > 1
-    # on meta: the state is counted, not allocated
-    model = copied(module.model, lambda t: t.to("meta"))
-    kept = state_bytes(build_optimizer(model, module.optim))
+    kept = optimizer_bytes(module.model, module.optim)
     gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     buffers = sum(buffer.nbytes for buffer in module.buffers())
     weights = sum(p.nbytes for p in module.parameters()) + buffers
