@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -23,12 +24,17 @@ from torch import Tensor, nn
 from revzoo._checks import is_count, shortened
 from revzoo.models.tensor_bundle import DATA_SUFFIX, SUFFIX, read_tensor_bundle
 from revzoo.weights.entry import entry_beside, metadata_of, with_sorted_strings
-from revzoo.weights.errors import NotFiniteError, StateMismatchError, UnreadableWeightsError
+from revzoo.weights.errors import (
+    REMEDY,
+    NotFiniteError,
+    StateMismatchError,
+    UnreadableWeightsError,
+)
 from revzoo.weights.files import read_bytes
+from revzoo.weights.source import PLAIN_PART, is_distributed
 
 PICKLED = (".pt", ".pth", ".ckpt", ".pyth", ".tar")
 ARCHIVE = ".gz"  # of NAME.tar.gz, with a TensorFlow checkpoint
-REMEDY = "use another copy of it, or another checkpoint of the run"
 WRAPPERS = ("state_dict", "model", "model_state_dict", "model_state", "net")
 """Keys under which training scripts keep the state dict."""
 # names of variables in the TensorFlow release of RevNet
@@ -80,7 +86,7 @@ def read_weights_file(path: Path) -> TensorFile:
         UnreadableWeightsError: the file is missing, damaged, of another format, or holds more than
             tensors.
     """
-    if not path.is_file():
+    if not (path.is_file() or is_distributed(path)):
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
     if path.suffix == ".safetensors":
         entry = entry_beside(path)  # with it, the hash can be verified
@@ -193,13 +199,24 @@ def read_state_dict(path: Path) -> TensorFile:
     return TensorFile(tensors, str(path), *_model_in(content))
 
 
-def read_torch_file(path: Path, *, map_location: Any = "cpu") -> Any:
+def read_torch_file(path: Path, *, map_location: Any = "cpu", values: bool = True) -> Any:
     """The content of a file of ``torch.save``: plain values and tensors. No code in it runs.
+
+    Also of a distributed checkpoint; without ``values``, its divided tensors are empty.
 
     Raises:
         UnreadableWeightsError: the file is missing or damaged, or holds other objects.
         OSError: the system does not open the file.
     """
+    if is_distributed(path):
+        from revzoo.models.checkpoint_folder import (
+            check_whole,
+            filled,
+            whole,
+        )  # loads torch.distributed
+
+        state = check_whole(path, read_torch_file(path / PLAIN_PART, map_location=map_location))
+        return filled(state, path, partial(whole, map_location)) if values else state
     if not path.is_file():  # a pipe would block
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
     # a file that the system refuses, for now perhaps, is not a damaged one
@@ -308,12 +325,18 @@ def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], whe
 
 
 def check_module(
-    module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
+    module: nn.Module,
+    state: Mapping[str, Any],
+    where: str,
+    *,
+    strict: bool = True,
+    values: bool = True,
 ) -> None:
     """Check the names, shapes and values of a ``state_dict`` before ``module`` loads it.
 
     torch's ``load_state_dict`` accepts NaN, and complex numbers for real ones. Without ``strict``,
-    names may differ. What a module adds by ``get_extra_state`` is not checked.
+    names may differ; without ``values``, only names and shapes count. What a module adds by
+    ``get_extra_state`` is not checked.
 
     Raises:
         WeightsError: names the tensors of the file ``where`` that do not fit.
@@ -324,9 +347,11 @@ def check_module(
     if not strict:
         shared = expected.keys() & tensors.keys()
         expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
-    check_dense(tensors, where)
+    if values:
+        check_dense(tensors, where)
     check_fit(expected, tensors, where)
-    check_finite(tensors, where, expected)
+    if values:
+        check_finite(tensors, where, expected)
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -10,32 +10,36 @@ pass (``torch.distributed.fsdp.fully_shard``). Lightning's ``ModelParallelStrate
 2. Validations and tests run on whole weights, with the buffers of process 0, as under
    ``DistributedDataParallel``. In mode ``exact``, a process repeats an evaluation whose grids have
    adapted to its own images, and no other process must wait for it.
-3. A checkpoint is one file of whole tensors, as one process writes it. So any number of processes
-   can resume, and every command reads it. Each process reads the whole file.
+3. A checkpoint is a folder to which each process writes its parts of weights and optimiser state
+   (:mod:`torch.distributed.checkpoint`). Any number of processes can resume from it, and each reads
+   only its parts; every command reads it in one process.
 
 Known limits: a network without steps is one unit. The module may have parameters only in ``model``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import Tensor, distributed, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from revzoo._checks import shortened
 from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.contractive import ContractiveBlock
+from revzoo.models.checkpoint_folder import filled, is_empty
+from revzoo.models.weights_file import check_module
+from revzoo.training.checkpoint.distributed import DistributedCheckpointIO
 
 
 class FSDP2(ModelParallelStrategy):
@@ -51,7 +55,8 @@ class FSDP2(ModelParallelStrategy):
     lightning_restore_optimizer = True
 
     def __init__(self) -> None:
-        super().__init__(save_distributed_checkpoint=False)
+        super().__init__()
+        self.checkpoint_io = DistributedCheckpointIO()
 
     @property
     def network(self) -> Any:
@@ -92,32 +97,42 @@ class FSDP2(ModelParallelStrategy):
     on_validation_start = on_test_start = _begin_evaluation
     on_validation_end = on_test_end = _end_evaluation
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state in whole tensors on the CPU, in process 0; all processes must call this."""
+        return optimizer.state_dict()
 
-        def whole(t: DTensor) -> Tensor | None:
-            gathered = t.full_tensor()
-            return gathered.cpu() if self.is_global_zero else None
-
-        found: dict[str, Any] = tree_map_only(DTensor, whole, optimizer.state_dict())
-        return found
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self._loaded_from = Path(checkpoint_path)
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+        module = self.lightning_module
+        assert module is not None
+        own, state = module.state_dict(), {"state_dict": checkpoint["state_dict"]}
+        part = partial(part_of, lambda _, name: own.get(name))
+        loaded = filled(state, self._loaded_from, part)["state_dict"]
+        check_module(module, loaded, str(self._loaded_from), strict=strict)
+        module.load_state_dict(loaded, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            params = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {
-                i: {key: part_of(value, params[i]) for key, value in values.items()}
-                for i, values in saved["state"].items()
-            }
-            optimizer.load_state_dict({**saved, "state": state})
+        groups = [optimizer.param_groups for optimizer in self.optimizers]
+        params = [[p for group in each for p in group["params"]] for each in groups]
+
+        def parameter(_: str, n: int, kind: str, i: int, *keys: Any) -> Any:
+            return params[n][i] if kind == "state" else None
+
+        state = {"optimizer_states": checkpoint["optimizer_states"]}
+        loaded = filled(state, self._loaded_from, partial(part_of, parameter))
+        for optimizer, own in zip(self.optimizers, loaded["optimizer_states"], strict=True):
+            optimizer.load_state_dict(own)
 
 
 StrategyRegistry.register("fsdp2", FSDP2, "Divides weights, gradients and optimiser state (revzoo)")
@@ -165,10 +180,13 @@ def units_of(network: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 
-def part_of(value: Any, parameter: Tensor) -> Any:
-    """This process's part of a tensor like ``parameter``; another value as it is."""
+def part_of(parameter_of: Callable[..., Any], keys: tuple[Any, ...], value: Any) -> Any:
+    """This process's part of a tensor like ``parameter_of(*keys)``; another value as it is."""
+    parameter = parameter_of(*keys)
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
+    if is_empty(value):
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
     whole, mesh = value.to(parameter.device), parameter.device_mesh
     # every process has read the value, so none sends it
     return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)

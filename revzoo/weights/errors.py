@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from revzoo._checks import UserError, shortened
 
+REMEDY = "use another copy of it, or another checkpoint of the run"  # for a damaged file
+
 
 class WeightsError(UserError, RuntimeError):
     """Weights cannot be used; no model has been changed."""

@@ -13,6 +13,7 @@ from revzoo.weights.table import SHIPPED
 SUFFIX = ".safetensors"
 CHECKPOINTS = "checkpoints"  # the folder in that of a run
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
+PLAIN_PART = "meta.pt"  # of a distributed checkpoint, which is a folder
 SAVED = "saved"
 """As ``bits``: keep the bits that the weights were saved with."""
 
@@ -29,11 +30,16 @@ def best_of_run(folder: Path) -> Path | None:
     checkpoints = run / CHECKPOINTS
     if not checkpoints.is_dir():
         return None
-    if (checkpoints / BEST).is_file():
+    if (checkpoints / BEST).exists():
         return checkpoints / BEST
     others = sorted(str(path) for path in checkpoints.glob("*.ckpt"))
     remedy = f"give another checkpoint, {either(others)}" if others else "it has none at all"
     raise UnknownWeightsError(f"the run in {run} has no {CHECKPOINTS}/{BEST}: {remedy}")
+
+
+def is_distributed(path: Path) -> bool:
+    """Whether ``path`` is a distributed checkpoint, as ``trainer=fsdp2`` writes it."""
+    return (path / PLAIN_PART).is_file()
 
 
 def checkpoint_of(path: Path) -> Path | None:
@@ -57,7 +63,7 @@ def resolve_source(source: str | Path) -> str:
         return str(best)
     if text.startswith(HUB) or text in {*names, *(name.partition(".")[0] for name in names)}:
         return text
-    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+    if path.is_dir() and not ((path / CONFIG_FILE).is_file() or is_distributed(path)):
         if packed := _only_file_in(path):
             return str(packed)
         raise UnknownWeightsError(

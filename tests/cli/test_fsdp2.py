@@ -1,4 +1,4 @@
-"""trainer=fsdp2 trains as ddp; its checkpoints are whole files for any number of processes."""
+"""trainer=fsdp2 trains as ddp; any number of processes can read its checkpoints."""
 
 from __future__ import annotations
 

@@ -295,13 +295,16 @@ def build_trainer(
 
 def make_trainer(**options: Any) -> pl.Trainer:
     """Lightning's Trainer, reading and writing checkpoints with our plugin."""
+    plugins = [PlainCheckpointIO()]
     if options.get("strategy") == "fsdp2":
         import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
+
+        plugins = []  # it brings its own
     timeout = options.pop("timeout", None)
     try:
         trainer = pl.Trainer(
             **options,
-            plugins=[PlainCheckpointIO()],
+            plugins=plugins,
             enable_model_summary=False,  # the start of the log has it in one line
         )
     except MisconfigurationException as error:

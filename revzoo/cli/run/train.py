@@ -143,7 +143,7 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
         if is_first_process():
             log.warning("%s has no %s: the run starts from the beginning", run_dir, LAST)
             best = run_dir / CHECKPOINTS / BEST
-            if best.is_file():  # someone has removed only last.ckpt
+            if best.exists():  # someone has removed only last.ckpt
                 log.warning("%s is now %s", best, best.replace(best.with_name(f"{BEST}.earlier")))
         return None
     check = partial(check_fits, config, run_dir=run_dir)

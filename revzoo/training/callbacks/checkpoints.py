@@ -205,7 +205,7 @@ def best_checkpoint_path(trainer: Trainer) -> Path | None:
     if best is None:
         return None
     path = Path(best.best_model_path)
-    if path.is_file():
+    if path.exists():
         return path
     log.error("%s is missing: using the last weights instead", path)
     return None

@@ -9,13 +9,16 @@ NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
 2. If the file is ``last.ckpt``, link the old one as ``previous.ckpt``; without hard links, move it.
 3. Rename the temporary file to the checkpoint, and sync the folder.
-So a kill leaves the old file, the new one or both. No incomplete file has a name in ``.ckpt``.
+So a kill leaves the old file, the new one or both. No incomplete file has a name in ``.ckpt``. The
+same holds for the folders of distributed checkpoints; but no rename replaces a folder, so a kill
+between two renames may leave ``best.ckpt`` as ``.best.ckpt.replaced``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -28,14 +31,15 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from revzoo._checks import UserError, shortened
 from revzoo.models.registry import MODELS, WEIGHTS_ARGUMENTS
-from revzoo.models.weights_file import REMEDY, read_torch_file
+from revzoo.models.weights_file import read_torch_file
 from revzoo.training.lightning_compat import is_first_process
-from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.errors import REMEDY, UnreadableWeightsError
 from revzoo.weights.source import LAST, PREVIOUS
 
 log = logging.getLogger(__name__)
 
-TEMPORARY = ".saving"  # suffix of unfinished files
+TEMPORARY = ".saving"  # suffix of unfinished checkpoints
+REPLACED = ".replaced"  # and of those that will be removed
 GIVE_UP_AFTER = 3600.0  # a run ends after so many seconds without a successful save
 HYPERPARAMETERS = ("model", "optim", "channels_last")
 SCALARS = (str, int, float, bool, type(None))  # by exact type; no subclasses
@@ -61,28 +65,45 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         CheckpointError: ``torch.load(weights_only=True)`` would refuse an object in ``state``.
         UnwritableCheckpointError: the disk refuses the file.
     """
-    # always the same name: the next save overwrites what a kill leaves
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    temporary = temporary_of(path)
     try:
+        remove(temporary)  # what a kill has left may be a folder
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, temporary)
-        _sync(temporary)  # otherwise the disk may store the new name before the content
-        unsafe = get_unsafe_globals_in_checkpoint(temporary)
-        if not unsafe:
-            if path.name == LAST and path.exists():
-                _keep_previous(path)
-            temporary.replace(path)
-            _sync(path.parent)
+        save_plain(state, temporary, path)
+        put(temporary, path)
+    except CheckpointError:
+        raise
     except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
-        raise UnwritableCheckpointError(
-            f"cannot write {path} ({error}): earlier checkpoints are intact; free space on the "
-            "disk, or make the folder writable"
-        ) from error
+        raise unwritable(path, error) from error
     finally:
         # after a rename it is gone
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    if unsafe:
+            remove(temporary)
+
+
+def temporary_of(path: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    # always the same name: the next save overwrites what a kill leaves
+    return path.with_name(f".{path.name}{TEMPORARY}")
+
+
+def unwritable(path: Path, error: BaseException) -> UnwritableCheckpointError:
+    """The error of a disk that refuses ``path``."""
+    return UnwritableCheckpointError(
+        f"cannot write {path} ({error}): earlier checkpoints are intact; free space on the "
+        "disk, or make the folder writable"
+    )
+
+
+def save_plain(state: Mapping[str, Any], file: Path, path: Path) -> None:
+    """Write ``state`` to ``file``, and sync it; ``path`` is the checkpoint's, for the error.
+
+    Raises:
+        CheckpointError: ``torch.load(weights_only=True)`` would refuse an object in ``state``.
+    """
+    torch.save(state, file)
+    _sync(file)  # otherwise the disk may store the new name before the content
+    if unsafe := get_unsafe_globals_in_checkpoint(file):
         raise CheckpointError(
             f"{path} is not written, since no run could read it: its state holds "
             f"{shortened(sorted(unsafe))}; expected tensors, numbers, strings, lists and "
@@ -90,13 +111,38 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         )
 
 
+def put(temporary: Path, path: Path) -> None:
+    """Rename a whole checkpoint to ``path``, and keep the old one if it is ``last.ckpt``."""
+    old = path.with_name(f".{path.name}{REPLACED}")
+    if path.name == LAST and path.exists():
+        _keep_previous(path)
+    if path.is_dir() or (temporary.is_dir() and path.exists()):  # no rename replaces a folder
+        remove(old)
+        path.rename(old)
+    temporary.replace(path)
+    _sync(path.parent)
+    remove(old)
+
+
 def _keep_previous(path: Path) -> None:
     previous = path.with_name(PREVIOUS)
+    remove(previous)
     try:
-        previous.unlink(missing_ok=True)
         previous.hardlink_to(path)
-    except OSError:  # the file system has no hard links
+    except OSError:  # a folder, or a file system without hard links
         path.replace(previous)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, a file or a folder; no error if there is none."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if path.suffix == ".ckpt":  # a kill must not leave a part of it under this name
+        hidden = path.with_name(f".{path.name}{REPLACED}")
+        remove(hidden)
+        path = path.rename(hidden)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -107,14 +153,18 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str, Any]:
+def read_checkpoint(
+    path: str | Path, *, map_location: Any = "cpu", values: bool = True
+) -> dict[str, Any]:
     """Read a checkpoint: plain values and tensors. No code in the file runs.
+
+    Without ``values``, the divided tensors of a distributed checkpoint are empty.
 
     Raises:
         DamagedCheckpointError: the file is missing, cut off or damaged, or holds other objects.
     """
     try:
-        state = read_torch_file(Path(path), map_location=map_location)
+        state = read_torch_file(Path(path), map_location=map_location, values=values)
     except UnreadableWeightsError as error:
         raise DamagedCheckpointError(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
@@ -138,8 +188,8 @@ def read_last(
     """The newest good state of a run and its path: ``last.ckpt``, or ``previous.ckpt``.
 
     A damaged ``last.ckpt`` is renamed, so that the next save does not make it ``previous.ckpt``.
-    ``check`` gets a content and its path; its :class:`DamagedCheckpointError` falls back to
-    ``previous.ckpt``, another error refuses both.
+    ``check`` gets a content, without the values of divided tensors, and its path; its
+    :class:`DamagedCheckpointError` falls back to ``previous.ckpt``, another error refuses both.
 
     Raises:
         DamagedCheckpointError: both are damaged.
@@ -148,7 +198,7 @@ def read_last(
     damages: list[str] = []
     for path in (last, previous) if previous.exists() else (last,):
         try:
-            check(state := read_checkpoint(path), path)
+            check(state := read_checkpoint(path, values=False), path)
         except DamagedCheckpointError as error:
             damages.append(str(error))
             continue
@@ -156,7 +206,8 @@ def read_last(
             what = damages[0].partition(f": {REMEDY}")[0]  # without the remedy: we have one
             log.warning("%s; resuming from %s, the checkpoint before it", what, path)
             if last.exists() and is_first_process():
-                last.replace(last.with_name(f"{LAST}.damaged"))
+                remove(damaged := last.with_name(f"{LAST}.damaged"))
+                last.rename(damaged)
         return path, state
     raise DamagedCheckpointError("; the one before it, too: ".join(damages))
 
@@ -172,10 +223,13 @@ class PlainCheckpointIO(CheckpointIO):
         self.failed: dict[Path, str] = {}  # for each path whose last save failed, the reason
         self._failing_since: float | None = None
 
+    def write(self, state: Mapping[str, Any], path: Path) -> None:
+        write_checkpoint(state, path)
+
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         path, now = Path(path), time.monotonic()
         try:
-            write_checkpoint(checkpoint, path)
+            self.write(checkpoint, path)
         except UnwritableCheckpointError as error:
             self.failed[path] = str(error)
             # a success in between starts the hour again
@@ -191,7 +245,7 @@ class PlainCheckpointIO(CheckpointIO):
         return read_checkpoint(path, map_location=map_location or "cpu")
 
     def remove_checkpoint(self, path: Any) -> None:
-        Path(path).unlink(missing_ok=True)
+        remove(Path(path))
 
 
 def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
