@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import KeyPath, tree_map_with_path
 
@@ -106,11 +107,11 @@ def filled(state: Any, folder: Path, make: Callable[[Keys, Any], Any]) -> Any:
 
     state = tree_map_with_path(made, state)
     if tensors:
-        reader = checkpoint.HuggingFaceStorageReader(str(folder))
+        reader = HuggingFaceStorageReader(str(folder))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
-                checkpoint.load(tensors, storage_reader=reader, no_dist=True)
+                state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             reason = " ".join(str(error).split())[-200:]
             raise UnreadableWeightsError(

@@ -295,7 +295,7 @@ def build_trainer(
 
 def make_trainer(**options: Any) -> pl.Trainer:
     """Lightning's Trainer, reading and writing checkpoints with our plugin."""
-    plugins = [PlainCheckpointIO()]
+    plugins: list[Any] = [PlainCheckpointIO()]
     if options.get("strategy") == "fsdp2":
         import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
 

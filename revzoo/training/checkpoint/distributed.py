@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import distributed
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from revzoo.models.checkpoint_folder import FILES, checksums, take_apart
 from revzoo.training.checkpoint.files import (
@@ -66,8 +67,8 @@ def write_distributed(state: Mapping[str, Any], path: Path) -> None:
         put(temporary, path)
 
     try:
-        writer = checkpoint.HuggingFaceStorageWriter(str(temporary), save_distributed=True)
-        checkpoint.save(divided, storage_writer=writer)
+        writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
+        state_dict_saver.save(divided, storage_writer=writer)
         for sums in together(path, lambda: checksums(temporary, own)):
             named.update(sums)
         together(path, lambda: finish() if rank == 0 else None)
