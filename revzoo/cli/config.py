@@ -465,7 +465,8 @@ def check_value(name: str, value: Any, option: Option) -> None:
     remedy = f"; {option.remedy}" if option.remedy else ""
     more = registered(option.registry) if option.registry else ()
     choices = [*dict.fromkeys([*option.choices, *more])]
-    if choices and value is not None and value not in choices:
+    matches = option.pattern and isinstance(value, str) and re.fullmatch(option.pattern, value)
+    if choices and value is not None and value not in choices and not matches:
         null = "" if expected_type(None, option.type) else ", null"
         listed = ", ".join(map(typed, choices)) + null
         hint = did_you_mean(value, choices)

@@ -59,6 +59,7 @@ class Option:
     about: str  # its meaning, one line
     range: str = ""  # of numbers, such as [0, 1)
     choices: Sequence[Any] = ()  # all valid values, besides null where the type allows it
+    pattern: str = ""  # a regular expression: of texts that are valid besides ``choices``
     also: Sequence[Any] = ()  # valid besides ``range``
     remedy: str = ""  # the end of messages about its value
     registry: str = ""  # the name in REGISTRIES of a table of more choices
@@ -117,15 +118,17 @@ AUGMENT = section(
     policy=Option(
         str | None,
         None,
-        "random changes of each image, torchvision's or registered ones",
+        "torchvision's, timm's such as rand-m9-mstd0.5-inc1, or a registered one",
         choices=("randaugment", "trivialaugment", "augmix"),
+        pattern="rand-.+",
         registry="transforms",
     ),
-    magnitude=Option(int, 9, "of randaugment, up to 30; timm's m9 is 27", "[0, 30]"),
+    magnitude=Option(int, 9, "of randaugment, up to 30", "[0, 30]"),
     rotation=Option(float, 0.0, "degrees, to both sides", "[0, 180]"),
     color=Option(float, 0.0, "largest change of brightness, contrast, saturation", "[0, 1]"),
     blur=Option(float, 0.0, "probability of a Gaussian blur", "[0, 1]"),
     erasing=Option(float, 0.0, "probability that a random box becomes the mean colour", "[0, 1]"),
+    erasing_noise=Option(bool, False, "fill the box with noise, as timm does"),
     chunk=Option(int, 1, "images that share one crop offset and one flip", COUNT),
     mixup=Option(float, 0.0, "alpha of Mixup, such as 0.2; 0.0: none", LEAST_0),
     cutmix=Option(float, 0.0, "alpha of CutMix, such as 1.0; 0.0: none", LEAST_0),
@@ -167,6 +170,12 @@ FOLDER = section(
     ),
     progressive=Option(
         Sequence | None, None, "[[epoch, side], ...] of growing training images; see the guide"
+    ),
+    crop_pct=Option(
+        float | None,
+        None,
+        "side of the evaluation's crop in the resized image; null: 0.875, in memory 1",
+        "(0, 1]",
     ),
     in_chans=Option(int, 3, "1: grey; other numbers than 1 and 3: as in the files", COUNT),
     cache_bytes=Option(int, 2**32, "workers read larger decoded sets from files", LEAST_0),
@@ -416,6 +425,7 @@ OPTIM = section(
     decay_all=Option(bool, False, "decay norms and biases, too; not with muon"),
     loss=Option(str | None, None, "null: the task's; see the guide", choices=LOSSES),
     label_smoothing=Option(float, 0.0, "of the training loss", PART),
+    label_threshold=Option(float | None, None, "with bce: larger shares of a label are 1", PART),
     class_weights=Option(str | Sequence | None, None, "balanced, or one per class, as in [1, 3]"),
     layer_decay=Option(float, 1.0, "factor of the rate per stage, down to the stem", "(0, 1]"),
     schedule=Chosen("name", SCHEDULES, "the learning rate over the run", {"name": "step"}),
@@ -715,8 +725,9 @@ _OURS = {
     "callbacks.progress_bar=null": "trainer.enable_progress_bar",
     "data.augment.color=@": "color_jitter",
     "data.augment.erasing=@": "reprob",
+    "data.augment.erasing_noise=true": "remode=pixel",
     "data.augment.flip=true, which mirrors left and right": "hflip vflip",
-    "data.augment.policy=randaugment, trivialaugment or augmix": "aa auto_augment",
+    "data.augment.policy=@": "aa auto_augment",
     "data.image_size=@": "img_size input_size",
     "data=imagefolder data.root=@": "data.data_dir data_dir data_path paths.data_dir",
     "debug=smoke": "fast_dev_run",
@@ -730,6 +741,8 @@ _OURS = {
     ),
     "model.drop_rate=@": "drop",
     "model=@": "arch",
+    "optim.label_threshold=@": "bce_target_thresh",
+    "optim.loss=bce": "bce_loss",
     "optim.lr=@": "learning_rate",
     "optim.schedule.end=0.01, a fraction of the rate": "min_lr",
     "optim.schedule.name=@": "optim.scheduler.name",

@@ -8,25 +8,37 @@ Mixup averages two images (Zhang et al. 2018, arXiv 1710.09412); CutMix pastes a
 into another (Yun et al. 2019, arXiv 1905.04899). Both mix the labels in the same proportion, drawn
 once per batch.
 
-Policies, rotation, colour and blur are torchvision's transforms, each image by itself: they take
-0.1 to 0.6 ms an image of 32 pixels on a CPU, and many small kernels on a GPU.
+Policies, rotation, colour and blur are torchvision's transforms, or timm's RandAugment, each image
+by itself: torchvision's take 0.1 to 0.6 ms an image of 32 pixels on a CPU, and many small kernels
+on a GPU.
 
 Known limit: the padding is black (zero bytes), as in torchvision's recipes, not the mean colour.
 """
 
+import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.functional import pad
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as v2f
 from torchvision.tv_tensors import Image, Mask
 
-from revzoo._checks import build_dataclass, check_choice, check_count, check_number
+from revzoo._checks import (
+    build_dataclass,
+    check_choice,
+    check_count,
+    check_number,
+    did_you_mean,
+    package_needed,
+)
 
 POLICIES: dict[str, Callable[[], Callable[..., Any]]] = {
     "randaugment": v2.RandAugment,
@@ -37,8 +49,44 @@ POLICIES: dict[str, Callable[[], Callable[..., Any]]] = {
 and F. Hutter 2021, arXiv 2103.10158; D. Hendrycks et al. 2020, arXiv 1912.02781. Users add theirs
 with ``register_transform``."""
 
-WITHOUT_MASKS = frozenset(POLICIES)
-"""Those that cannot change a mask together with its image."""
+_OF_TORCHVISION = frozenset(POLICIES)
+_OF_TIMM = re.compile(r"rand(-(m|n|mmax|inc)\d+|-(p|mstd)\d*\.?\d+|-t\w+)+")
+
+
+class TimmRandAugment:
+    """timm's RandAugment by its description there, such as ``rand-m9-mstd0.5-inc1``.
+
+    Published recipes mean this one (R. Wightman 2021, arXiv 2110.00476). torchvision's makes each
+    of its two changes, timm's with probability 1/2; timm draws the magnitude, 9 of 10, with a
+    deviation of 0.5; it has more changes, stronger ones (``Posterize``), and fills corners with
+    ImageNet's mean colour, not black.
+
+    timm draws from Python's and NumPy's random numbers: each call seeds them by torch's, and
+    restores them.
+
+    Known limit: images of 16 bits keep 8 bits.
+
+    Raises:
+        ValueError: timm is not installed.
+    """
+
+    def __init__(self, description: str) -> None:
+        try:
+            from timm.data.auto_augment import rand_augment_transform
+        except ImportError:
+            what = f"data.augment.policy={description} needs the package"
+            raise ValueError(package_needed(what, "timm")) from None
+        self._change = rand_augment_transform(description, {"img_mean": (124, 116, 104)})
+
+    def __call__(self, image: Any) -> Any:
+        """Change a Pillow image, or a tensor (C, H, W) of 1 or 3 channels."""
+        seed = int(torch.randint(2**32, ()))
+        picture = v2f.to_pil_image(image) if isinstance(image, Tensor) else image
+        with isolate_rng(include_cuda=False):
+            random.seed(seed)
+            np.random.seed(seed)
+            changed = self._change(picture.convert("RGB")).convert(picture.mode)
+        return v2f.to_image(changed) if isinstance(image, Tensor) else changed
 
 
 class DictTransform:
@@ -95,14 +143,16 @@ class Augment:
             crop. 0.08, from GoogLeNet (Szegedy et al. 2015, arXiv 1409.4842), suits a hundred
             epochs.
         flip: mirror left and right with probability 1/2; volumes along each axis.
-        policy: name in :data:`POLICIES`, or None.
-        magnitude: of RandAugment, 0 to 30; timm counts the same changes from 0 to 10.
+        policy: name in :data:`POLICIES`, timm's description of a RandAugment (see
+            :class:`TimmRandAugment`), or None.
+        magnitude: of torchvision's RandAugment, 0 to 30.
         rotation: largest angle in degrees, to both sides.
         color: largest relative change of brightness, contrast and saturation; of the hue, a quarter
             of it.
         blur: probability of a Gaussian blur.
         erasing: probability that a random box of the image becomes the mean colour (Zhong et al.
             2017, arXiv 1708.04896).
+        erasing_noise: fill the box with normal noise, as timm's recipes do (``pixel``).
         chunk: images that share one crop offset and one flip; 1 draws for each image.
         mixup: alpha of the Beta distribution of Mixup's proportion; 0 for no Mixup.
         cutmix: the same for CutMix. With both, each batch draws one of them.
@@ -120,6 +170,7 @@ class Augment:
     color: float = 0.0
     blur: float = 0.0
     erasing: float = 0.0
+    erasing_noise: bool = False
     chunk: int = 1
     mixup: float = 0.0
     cutmix: float = 0.0
@@ -128,8 +179,11 @@ class Augment:
         # messages name the keys of the configuration, data.augment.*
         check_count("augment.crop_padding", self.crop_padding or 0, least=0)
         check_number("augment.crop_scale", self.crop_scale, high=1, open_low=True)
-        if self.policy is not None:
-            check_choice("augment.policy", self.policy, POLICIES)
+        if self.policy not in (None, *POLICIES) and not self._is_timms:
+            raise ValueError(
+                f"augment.policy={self.policy}: expected one of {', '.join(POLICIES)}, or timm's "
+                f"RandAugment as rand-m9-mstd0.5-inc1{did_you_mean(self.policy, POLICIES)}"
+            )
         check_choice("augment.magnitude", self.magnitude, range(31))
         check_number("augment.rotation", self.rotation, high=180)
         check_number("augment.color", self.color, high=1)
@@ -155,6 +209,15 @@ class Augment:
         return min(sizes) // 8 if self.crop_padding is None else self.crop_padding
 
     @property
+    def _is_timms(self) -> bool:
+        return bool(self.policy and _OF_TIMM.fullmatch(self.policy))
+
+    @property
+    def of_pictures(self) -> bool:
+        """Whether the policy takes images of 1 or 3 channels only, without masks."""
+        return self.policy in _OF_TORCHVISION or self._is_timms
+
+    @property
     def mixes(self) -> bool:
         """Whether Mixup or CutMix is on."""
         return bool(self.mixup or self.cutmix)
@@ -171,8 +234,12 @@ class Augment:
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
         options = {"magnitude": self.magnitude} if self.policy == "randaugment" else {}
+        if self._is_timms:
+            policy = [TimmRandAugment(str(self.policy))]
+        else:
+            policy = [POLICIES[self.policy](**options)] if self.policy else []
         return [
-            *([POLICIES[self.policy](**options)] if self.policy else []),
+            *policy,
             *([v2.RandomRotation(self.rotation)] if self.rotation else []),
             *([v2.ColorJitter(*[self.color] * 3, self.color / 4)] if self.color else []),
             *([v2.RandomApply([v2.GaussianBlur(5, (0.1, 2.0))], self.blur)] if self.blur else []),
@@ -205,7 +272,7 @@ class Augment:
         """Erase boxes of normalised images (B, C, H, W)."""
         if not self.erasing:
             return images
-        erasing = v2.RandomErasing(self.erasing)
+        erasing = v2.RandomErasing(self.erasing, value="random" if self.erasing_noise else 0)
         return torch.stack([erasing(image) for image in images])
 
     def draw(

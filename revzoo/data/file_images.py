@@ -3,7 +3,7 @@
 Unlike in ``TensorImages``, transforms run per image, in the loader's workers: images of different
 sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He et al.
 2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip for training; for
-evaluation resize to 256/224 of the crop and cut out the centre.
+evaluation resize to 256/224 of the crop and cut out the centre, or as ``crop_pct`` says.
 """
 
 import time

@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import torch
 from torchvision.transforms.v2 import functional as v2f
 
-from revzoo._checks import Size, check_choice, check_count, is_count, sides_of
+from revzoo._checks import Size, check_choice, check_count, check_number, is_count, sides_of
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, first_image, to_tensor
 from revzoo.data.decoded_cache import AUTO
 from revzoo.data.errors import DataError
@@ -36,6 +36,7 @@ class ReadingOptions(LoadingOptions, total=False):
 
     image_size: Size | None
     progressive: Points | None
+    crop_pct: float | None
     in_chans: int
     cache_bytes: int
     cache_dir: str | None
@@ -57,6 +58,9 @@ class ImageFolder(ImageData):
             the shorter side has 160 pixels up to epoch 11 (from 0), 192 from epoch 13, between them
             interpolated; both sides are rounded to multiples of 32. Needs ``image_size``, of the
             evaluation, and reads the files in each epoch. None for ``image_size``.
+        crop_pct: for evaluation, an image is resized until it covers ``image_size / crop_pct``, and
+            its centre cropped. None for the checkpoint's; in training, for 224/256, or for 1 if
+            the set is in memory. Below 1, images are read from their files in each epoch.
         in_chans: 3 for RGB, 1 for grey: images of 8 bits are converted. Any other number must be
             the images'.
         cache_bytes: largest set, over all its splits, to keep in memory.
@@ -68,8 +72,7 @@ class ImageFolder(ImageData):
         max_errors: largest number of skipped images per split and training process.
         **loading: see ``ImageData``. Images read from files get a random resized crop
             (``augment.crop_scale``) instead of a padded one; ``augment.crop_padding=0`` switches it
-            off. For evaluation they are resized to cover 256/224 of ``image_size`` and the centre
-            cropped. A checkpoint is always evaluated with the crop of its training.
+            off.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class ImageFolder(ImageData):
         *,
         image_size: Size | None = None,
         progressive: Points | None = None,
+        crop_pct: float | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
         cache_dir: str | None = AUTO,
@@ -89,6 +93,8 @@ class ImageFolder(ImageData):
         wanted = None if image_size is None else sides_of("image_size", image_size)
         if progressive is not None:
             _check_progressive(progressive, wanted)
+        if crop_pct is not None:
+            check_number("crop_pct", crop_pct, high=1, open_low=True)
         check_count("in_chans", in_chans)
         check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
@@ -100,7 +106,7 @@ class ImageFolder(ImageData):
         self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         # the base class sets sizes and in_chans once the images are known
         self._wanted_sizes, self._wanted_chans = wanted, in_chans
-        self._progressive = progressive
+        self._progressive, self._wanted_crop = progressive, crop_pct
         self._tree: Tree | None = None
         self._found: tuple[list[int], torch.dtype] | None = None  # see _first
 
@@ -139,10 +145,12 @@ class ImageFolder(ImageData):
         sizes, crop_pct = self.preparation()
         fits, resize = crop_pct == 1 and self._fits(sizes), self._target_sizes is not None
         if not (fits or resize):
+            why = f"take more than data.cache_bytes={self.cache_bytes} in memory"
+            if self._fits(sizes):
+                why = f"are evaluated with data.crop_pct={crop_pct}"
             raise DataError(
-                f"the images of {self._where} take more than "
-                f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
-                "cropped to one size: set data.image_size"
+                f"the images of {self._where} {why} and will be read from their files, cropped to "
+                "one size: set data.image_size"
             )
         images = self._make(
             tree.splits[split],
@@ -167,8 +175,8 @@ class ImageFolder(ImageData):
 
     def preparation(self) -> tuple[tuple[int, ...], float]:
         sizes = self._target_sizes or tuple(self._first[0])
-        # a checkpoint's crop wins: evaluation must prepare images as training did
-        crop_pct = self._restored.get("crop_pct")
+        # a checkpoint's: evaluation prepares images as training did
+        crop_pct = self._wanted_crop or self._restored.get("crop_pct")
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(sizes) else IMAGENET_CROP_PCT
         return sizes, crop_pct

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from revzoo._checks import check_choice, check_count, check_number, short_size, shortened
-from revzoo.data.augment import WITHOUT_MASKS, Augment
+from revzoo.data.augment import Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
@@ -519,7 +519,8 @@ class ImageData(pl.LightningDataModule, ABC):
     def _check_augment(self, images: ImageSet) -> None:
         """Raise a DataError for changes that the images or their masks do not take."""
         augment = self.augment
-        fixed = augment.policy in WITHOUT_MASKS  # of torchvision
+        augment.transforms(images.dtype)  # before training: a policy's package may be missing
+        fixed = augment.of_pictures
         if images.in_chans not in (1, 3) and (fixed or augment.color):
             raise DataError(
                 f"data.augment.policy and color take images of 1 or 3 channels, these have "

@@ -348,8 +348,8 @@ class Classifier(pl.LightningModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The mean loss () of a batch, ``optim.loss``, which a subclass may replace.
 
-        Training, validation and test call it. In training (``self.training``) it is smoothed and
-        weighted as ``optim`` says.
+        Training, validation and test call it. In training (``self.training``) ``optim`` says how
+        labels are smoothed, rounded and weighted.
 
         Args:
             logits: (B, num_classes), float32 or float64.
@@ -362,6 +362,9 @@ class Classifier(pl.LightningModule):
         if not self.training:
             return function(logits, labels)
         weight = None if self.optim.class_weights is None else self.weights_for(logits)
+        threshold = self.optim.label_threshold
+        if threshold is not None and labels.is_floating_point():
+            labels = (labels > threshold).to(labels)
         return function(logits, labels, weight=weight, smoothing=self.optim.label_smoothing)
 
     def weights_for(self, logits: Tensor) -> Tensor:

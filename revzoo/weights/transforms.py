@@ -25,7 +25,7 @@ def covering(image: _Pixels, sizes: Sequence[int], crop_pct: float = 1.0) -> _Pi
 
     ``crop_pct`` is timm's name (R. Wightman) for the share that the crop keeps.
     """
-    height, width = (round(size / crop_pct) for size in sizes)
+    height, width = (int(size / crop_pct) for size in sizes)  # rounded down, as timm does
     own_height, own_width = v2f.get_size(image)
     if height * own_width >= width * own_height:
         width = int(height * own_width / own_height)

@@ -235,15 +235,17 @@ def test_ffcvs_recipes_have_ffcvs_values(
 
 
 def test_a3_has_the_papers_values(compose: Any) -> None:
-    """Table 2 of arXiv 2110.00476."""
+    """Table 2 of arXiv 2110.00476, and the arguments of timm's release."""
     config = compose("experiment=imagenet_a3", "data.root=DIR")
     data, spec = config["data"], OptimSpec.of(config["optim"])
     assert (data["batch_size"], data["image_size"], data["progressive"]) == (256, 224, [[0, 160]])
     assert (spec.name, spec.lr, spec.weight_decay) == ("lamb", 8e-3, 0.02)
+    assert data["crop_pct"] == 0.95
     assert (spec.loss, spec.label_smoothing, spec.decay_all) == ("bce", 0.0, False)
+    assert spec.label_threshold == 0.2
     assert spec.schedule == {"name": "cosine", "warmup": 0.05, "end": 0.0}
     augment = build_data(data).augment
-    assert (augment.policy, augment.magnitude / 3) == ("randaugment", 6)
+    assert augment.policy == "rand-m6-mstd0.5-inc1"
     assert (augment.mixup, augment.cutmix, augment.erasing) == (0.1, 1.0, 0)
     assert config["trainer"]["max_epochs"] == 100
 

@@ -57,7 +57,7 @@ WITHOUT_TORCH = {
     "train data=volumes data.root=empty": "empty is empty: set data.root=DIR, the folder above",
     "train data=litdata data.root=empty": "empty is empty: set data.root=DIR, the output of revzoo",
     # names of other programs
-    "train aa=rand-m9": "use data.augment.policy=randaugment",
+    "train aa=rand-m9": "use data.augment.policy=rand-m9",
     "train data.augment.color_jitter=0.4": "use data.augment.color=0.4",
     "train clip_grad=1": "trainer.gradient_clip_val",
     "train ckpt_path=x": "--resume RUN",

@@ -11,6 +11,8 @@ from revzoo.cli.terminal import ConfigError
 # a value of ours for the keys that name an option or need a number
 VALUES = {
     "optim.schedule.name=@": "step",
+    "data.augment.policy=@": "randaugment",
+    "optim.label_threshold=@": "0.2",
     "model=@": "revnet38",
     "data=@": "cifar10",
     "optim=@": "adamw",

@@ -1,8 +1,13 @@
+import random
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from timm.data.auto_augment import rand_augment_transform
 from torch import Tensor
+from torchvision.transforms.v2 import functional as v2f
 
 from revzoo.data import Augment
 from revzoo.data.augment import POLICIES
@@ -84,7 +89,7 @@ def test_default_padding_is_an_eighth(size: int, padding: int) -> None:
 def test_options_are_checked() -> None:
     assert Augment.of({"flip": False}) == Augment(flip=False)
     assert Augment.of(None) == Augment()
-    with pytest.raises(ValueError, match=r"augment.flipp: no such option .*flip"):
+    with pytest.raises(ValueError, match=r"augment.flipp: no such option; did you mean .flip"):
         Augment.of({"flipp": False})
     with pytest.raises(ValueError, match=r"augment.crop_padding=-1: expected a whole number >= 0"):
         Augment(crop_padding=-1)
@@ -94,7 +99,9 @@ def test_options_are_checked() -> None:
         Augment(chunk=0)
 
 
-EACH = [{"policy": name} for name in POLICIES] + [{"rotation": 30}, {"color": 0.4}, {"blur": 1}]
+A3 = "rand-m6-mstd0.5-inc1"  # timm's arguments of its procedure A3
+EACH = [{"policy": name} for name in (*POLICIES, A3)]
+EACH += [{"rotation": 30}, {"color": 0.4}, {"blur": 1}]
 
 
 @pytest.mark.parametrize("options", EACH, ids=str)
@@ -119,6 +126,14 @@ def test_erased_boxes_have_the_mean_colour() -> None:
     assert torch.equal(out[~erased], images[~erased])
 
 
+def test_erased_boxes_have_noise() -> None:
+    torch.manual_seed(0)
+    out = Augment(erasing=1.0, erasing_noise=True).erase(torch.ones(100, 3, 32, 32))
+    noise = out[out != 1]
+    assert noise.mean().abs() < 0.02
+    assert 0.98 < noise.std() < 1.02
+
+
 @pytest.mark.parametrize("option", ["rotation", "color", "blur", "erasing"])
 def test_each_option_has_a_range(option: str) -> None:
     with pytest.raises(ValueError, match=f"augment.{option}=-1: expected a number"):
@@ -135,3 +150,47 @@ def test_randaugment_has_a_magnitude() -> None:
 def test_a_policy_is_one_of_torchvisions() -> None:
     with pytest.raises(ValueError, match=r"policy=randaug: expected one of randaugment, .*mean"):
         Augment(policy="randaug")
+
+
+def test_timms_randaugment_is_timms_and_torch_decides_its_draws() -> None:
+    image = torch.randint(256, (3, 24, 24), dtype=torch.uint8)
+    picture = v2f.to_pil_image(image)
+    (policy,) = Augment(policy=A3).single
+    theirs = rand_augment_transform(A3, {"img_mean": (124, 116, 104)})
+    changed = 0
+    for seed in range(40):
+        drawn = int(torch.randint(2**32, (), generator=torch.Generator().manual_seed(seed)))
+        random.seed(drawn)
+        np.random.seed(drawn)
+        expected = theirs(picture)
+        before = random.getstate()
+        for given in (picture, image):
+            torch.manual_seed(seed)
+            assert np.array_equal(v2f.to_image(policy(given)), v2f.to_image(expected))
+        assert random.getstate() == before
+        changed += expected.tobytes() != picture.tobytes()
+    assert 20 < changed < 40
+
+
+def test_timms_magnitudes_have_a_deviation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two changes of each image, each half of the time, of magnitude 6 with a deviation of 0.5."""
+    drawn, gauss = [], random.gauss
+    monkeypatch.setattr(random, "gauss", lambda *of: drawn.append(gauss(*of)) or drawn[-1])
+    torch.manual_seed(0)
+    Augment(policy=A3).each(255, torch.zeros(2000, 3, 8, 8, dtype=torch.uint8))
+    assert 1900 < len(drawn) < 2100
+    assert np.mean(drawn) == pytest.approx(6, abs=0.05)
+    assert np.std(drawn) == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_policy_is_timms() -> None:
+    Augment(policy="rand-m9-n3-mstd0.5-p0.8-mmax12-inc1")
+    for wrong in ("rand-", "rand-9", "rand-m9mstd0.5", "rand-mstdx"):
+        with pytest.raises(ValueError, match=f"augment.policy={wrong}: .* as rand-m9-mstd0.5-inc1"):
+            Augment(policy=wrong)
+
+
+def test_timm_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm.data.auto_augment", None)
+    with pytest.raises(ValueError, match=f"policy={A3} needs the package timm: pip install timm"):
+        _ = Augment(policy=A3).single

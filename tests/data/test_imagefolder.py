@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from small_images import image_folder
+from timm.data.transforms_factory import transforms_imagenet_eval
 
 from revzoo.data import DataError, ImageFolder
 from revzoo.data.file_images import FileImages, sizes_in
@@ -312,6 +313,28 @@ def test_a_split_alone_is_cut_as_in_training(tmp_path: Path, crop_pct: float) ->
         data.load_state_dict(state)
         assert torch.equal(_test_pixels(data), expected)
         assert data.state_dict() == state
+
+
+def test_a_crop_of_the_evaluation_is_timms(tmp_path: Path) -> None:
+    """A3: --crop-pct 0.95, of images of 224 pixels."""
+    root = image_folder(tmp_path / "a", side=12)
+    noise = np.random.default_rng(0).integers(256, size=(301, 250, 3), dtype=np.uint8)
+    for path in (root / "test").rglob("*.png"):
+        Image.fromarray(noise).save(path)
+    theirs = transforms_imagenet_eval(224, crop_pct=0.95, interpolation="bilinear", normalize=False)
+    data = ImageFolder(root, image_size=224, crop_pct=0.95, num_workers=0)
+    data.prepare_data()
+    data.setup("fit")
+    assert torch.equal(_test_pixels(data)[0], theirs(Image.fromarray(noise)))
+    for given, expected in ((None, 0.95), (1.0, 1.0)):
+        other = ImageFolder(root, image_size=224, crop_pct=given, num_workers=0)
+        other.load_state_dict(data.state_dict())
+        other.setup("test")
+        assert other.state_dict()["crop_pct"] == expected
+    with pytest.raises(DataError, match=r"are evaluated with data.crop_pct=0.95 and will be read"):
+        ImageFolder(root, crop_pct=0.95).setup("fit")
+    with pytest.raises(ValueError, match=r"crop_pct=0: expected a number in \(0, 1\]"):
+        ImageFolder(root, crop_pct=0)
 
 
 def test_images_are_read_again_where_a_checkpoint_asks_for_others(tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ class OptimSpec:
             ``cross_entropy``, ``bce`` (several labels), ``huber`` (regression) or ``dice_ce``
             (segmentation).
         label_smoothing: in [0, 1), of the training loss; regression has none.
+        label_threshold: in [0, 1), with ``loss="bce"``: in training, classes with a larger share of
+            a label that Mixup or CutMix has mixed count as 1, the others as 0, before smoothing
+            (timm's ``--bce-target-thresh``, arXiv 2110.00476). None for the shares.
         class_weights: of the training loss: one number > 0 per class, ``"balanced"`` (see
             :mod:`revzoo.training.classifier`) or None for equal weights.
         layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
@@ -82,6 +85,7 @@ class OptimSpec:
     decay_all: bool = False
     loss: str | None = None
     label_smoothing: float = 0.0
+    label_threshold: float | None = None
     class_weights: str | Sequence[float] | None = None
     layer_decay: float = 1.0
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
@@ -104,6 +108,13 @@ class OptimSpec:
         check_number("optim.momentum", self.momentum, high=1, open_high=True)
         check_number("optim.weight_decay", self.weight_decay, open_high=True)
         check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
+        if self.label_threshold is not None:
+            check_number("optim.label_threshold", self.label_threshold, high=1, open_high=True)
+            if self.loss != "bce":
+                raise ValueError(
+                    f"optim.label_threshold={self.label_threshold} with optim.loss={self.loss}: "
+                    "the labels would no longer sum to 1; set optim.loss=bce or leave it out"
+                )
         if self.class_weights is not None:
             # plain numbers, which a checkpoint can hold
             object.__setattr__(self, "class_weights", _checked_weights(self.class_weights))

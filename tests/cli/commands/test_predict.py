@@ -21,9 +21,12 @@ from revzoo.training.checkpoint.restore import restore
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "40 images"]
 
 
-@pytest.mark.parametrize(("cache_bytes", "crop_pct"), [(0, IMAGENET_CROP_PCT), (2**30, 1.0)])
+@pytest.mark.parametrize(
+    ("cache_bytes", "given_pct", "crop_pct"),
+    [(0, "null", IMAGENET_CROP_PCT), (2**30, "null", 1.0), (2**30, "0.7", 0.7)],
+)
 def test_images_are_cropped_as_in_training(
-    cache_bytes: int, crop_pct: float, compose: Any, tmp_path: Path
+    cache_bytes: int, given_pct: str, crop_pct: float, compose: Any, tmp_path: Path
 ) -> None:
     root = image_folder(tmp_path / "images", side=12)
     images = ("data.num_workers=0", "data.image_size=8", f"data.cache_bytes={cache_bytes}")
@@ -33,6 +36,7 @@ def test_images_are_cropped_as_in_training(
         f"data.root={root}",
         "data.batch_size=8",
         *images,
+        f"data.crop_pct={given_pct}",
         *small,
         "memory=store",
         "callbacks.footprint=null",  # it counts a step, which takes longer than the run

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_task import TinyNet
+from timm.loss import BinaryCrossEntropy
 from torch import Tensor
 from torch.nn import functional
 
@@ -88,6 +89,26 @@ def test_binary_cross_entropy_of_single_classes_by_hand() -> None:
         each = -(WEIGHT * soft * p.log() + (1 - soft) * (1 - p).log())
         found = Classifier.losses["bce"](logits, given, weight=WEIGHT, smoothing=0.1)
         torch.testing.assert_close(found, each.mean())
+
+
+def test_labels_above_a_threshold_count_as_1_as_timms_do() -> None:
+    """A3: --bce-loss --bce-target-thresh 0.2 --smoothing 0."""
+    logits, labels = logits_of(6, 3), torch.tensor([2, 0, 1, 1, 2, 0])
+    ones, others = functional.one_hot(labels, 3), functional.one_hot(labels.flip(0), 3)
+    theirs = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.2)
+    module = Classifier(TinyNet(3), optim={"loss": "bce", "label_threshold": 0.2})
+    plain = Classifier(TinyNet(3), optim={"loss": "bce"})
+    found = {}
+    for share in (0.0, 0.15, 0.25, 0.7):
+        mixed = (1 - share) * ones + share * others.double()
+        found[share] = float(module.train().loss(logits, mixed))
+        assert found[share] == pytest.approx(float(theirs(logits, mixed)), rel=1e-12)
+        assert torch.equal(module.eval().loss(logits, mixed), plain.loss(logits, mixed))
+    assert found[0.0] == found[0.15] != found[0.25] == found[0.7]
+    assert float(module.train().loss(logits, labels)) == pytest.approx(found[0.0], rel=1e-12)
+    for wrong in ({"label_threshold": 1.0, "loss": "bce"}, {"label_threshold": 0.2}):
+        with pytest.raises(ValueError, match=r"optim.label_threshold=(1.0: expected|0.2 with)"):
+            Classifier(TinyNet(3), optim=wrong)
 
 
 def test_weights_and_smoothing_are_for_training() -> None:
