@@ -234,10 +234,11 @@ class Augment:
     def single(self) -> list[v2.Transform]:
         """The transforms of each image by itself, of bytes or Pillow images."""
         options = {"magnitude": self.magnitude} if self.policy == "randaugment" else {}
+        policy: list[Any] = []
         if self._is_timms:
             policy = [TimmRandAugment(str(self.policy))]
-        else:
-            policy = [POLICIES[self.policy](**options)] if self.policy else []
+        elif self.policy:
+            policy = [POLICIES[self.policy](**options)]
         return [
             *policy,
             *([v2.RandomRotation(self.rotation)] if self.rotation else []),
