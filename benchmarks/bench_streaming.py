@@ -8,8 +8,8 @@ candidate reads an epoch of training images with ``--workers`` workers, decoded 
 not from memory (``cache_bytes=0``). The files are in the page cache: the first epoch is not timed.
 CPU time adds up all processes of a run; other programs hardly change it.
 
-``--delay`` reads the first epoch of shards on a local S3 server (moto) that waits so many seconds
-before each answer, with and without ``prefetch``.
+``--delay`` reads shards for the first time, in training and in evaluation, from a local S3 server
+(moto) that waits so many seconds before each answer, with and without ``prefetch``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from PIL import Image
 
 from revzoo.data import ImageData, ImageFolder, Shards, sharded
 from revzoo.data.folders import scan
+from revzoo.data.loaders import eval_loader
 from revzoo.data.pack import FORMS, pack
 
 MIB = 2**20
@@ -49,10 +50,13 @@ def generate(root: Path, count: int) -> None:
         Image.fromarray(noise).resize((256, 256), Image.Resampling.BICUBIC).save(path, quality=90)
 
 
-def epoch(data: ImageData) -> Callable[[], object]:
-    """A function that reads all batches of an epoch."""
+def epoch(data: ImageData, *, evaluated: bool = False) -> Callable[[], object]:
+    """A function that reads all training images, in the order of an epoch or of an evaluation."""
     data.setup("fit")
     loader = data.train_dataloader()
+    if evaluated:
+        options = {"batch_size": BATCH, "workers": data.num_workers, "trainer": None}
+        loader = eval_loader(data._images("train"), **options)
 
     def read() -> None:
         for _ in loader:
@@ -100,7 +104,7 @@ def compare(sets: dict[str, ImageData], rounds: int) -> None:
 
 
 def from_storage(shards: Path, delay: float, rounds: int, options: dict[str, Any]) -> None:
-    """Print the seconds of a first epoch of ``shards`` from a slow S3 server."""
+    """Print the seconds of the first passes over ``shards`` on a slow S3 server."""
     import boto3  # of the extra "dev", as moto
     from moto import server
 
@@ -122,24 +126,26 @@ def from_storage(shards: Path, delay: float, rounds: int, options: dict[str, Any
     files = [path for path in shards.rglob("*") if path.is_file()]
     for path in files:
         client.upload_file(str(path), "images", f"set/{path.relative_to(shards)}")
-    seconds: dict[int, list[float]] = {0: [], 8: []}
+    seconds: dict[tuple[str, int], list[float]] = {
+        (use, prefetch): [] for use in ("training", "evaluation") for prefetch in (0, 8)
+    }
     for _ in range(rounds):
-        for prefetch, samples in seconds.items():
+        for (use, prefetch), samples in seconds.items():
             with tempfile.TemporaryDirectory() as cache:
                 os.environ["REVZOO_CACHE"] = cache
                 root = "s3://images/set"
                 data = Shards(root, endpoint_url=endpoint, prefetch=prefetch, window=2, **options)
-                read = epoch(data)
+                read = epoch(data, evaluated=use == "evaluation")
                 rmtree(cache)  # setup has read the first 1,000 images
                 sharded._opened.cache_clear()
                 Path(cache).mkdir()
                 samples.append(timed(read).wall)
     running.stop()
     print(f"- {len(files) - 1} shards in windows of 2, {delay} s a request; n = {rounds} rounds\n")
-    print("| prefetch | seconds of the first epoch (quartiles) |")
-    print("|---|---|")
-    for prefetch, samples in seconds.items():
-        print(f"| {prefetch} | {quartiles(samples)} |")
+    print("| pass | prefetch | seconds of the first one (quartiles) |")
+    print("|---|---|---|")
+    for (use, prefetch), samples in seconds.items():
+        print(f"| {use} | {prefetch} | {quartiles(samples)} |")
 
 
 def main() -> None:

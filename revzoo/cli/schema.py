@@ -222,7 +222,7 @@ SHARDS = section(
     endpoint_url=Option(str | None, None, "of an S3 service other than AWS"),
     shard_cache_bytes=Option(int, 2**36, "of an address: size of the copies on disk", LEAST_0),
     window=Option(int, 8, "shards whose images are shuffled together", COUNT),
-    prefetch=Option(int, 8, "shards of an address that training downloads ahead", LEAST_0),
+    prefetch=Option(int, 8, "shards of an address that are downloaded ahead", LEAST_0),
 )
 
 MASKS = section(

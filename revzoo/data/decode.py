@@ -272,7 +272,8 @@ def first_image(files: Files, channels: int, skipped: SkippedFiles | None = None
             # decoded, not only opened: the header of a damaged file may be fine
             return open_image(path, channels, source=files.source(row), remedy=IN_SET)
         except DataError as error:
-            if skipped is None:
+            # without a reason, it is a fault of the storage, not of the file
+            if skipped is None or not error.reason:
                 raise
             skipped.add(row, error)
     count = len(files.paths)

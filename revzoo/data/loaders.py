@@ -15,13 +15,19 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from revzoo._checks import at_most, cores
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, TensorImages, as_is
 from revzoo.data.on_device import DeviceImages
-from revzoo.data.order import EpochSampler, PoissonSampler, ShardSampler, batches_of_epoch
+from revzoo.data.order import (
+    EpochSampler,
+    FetchingSampler,
+    PoissonSampler,
+    ShardSampler,
+    batches_of_epoch,
+)
 
 _MAX_WORKERS = 8  # per training process
 
@@ -165,6 +171,10 @@ class Loader(DataLoader[Batch]):
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from
         if isinstance(self.sampler, PoissonSampler):
             return self.sampler
+        if self.dataset.prefetch and not isinstance(self.sampler, EpochSampler):
+            # here, since Lightning gives the evaluations of several processes its own sampler
+            sampler = FetchingSampler(self.sampler, self.dataset)
+            return BatchSampler(sampler, self.batch_size or 1, self.drop_last)
         return super()._index_sampler
 
     def state_dict(self) -> dict[str, Any]:

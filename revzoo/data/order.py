@@ -16,7 +16,9 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Sampler
+
+from revzoo.data.images import ImageSet
 
 
 def hash_seed(*numbers: int) -> int:
@@ -94,6 +96,48 @@ class EpochSampler(DistributedSampler[int]):
         return padded[self.rank :: self.num_replicas]
 
 
+def fetching(
+    order: Tensor, shards: Tensor, fetch: Callable[[list[int]], object], prefetch: int
+) -> Iterator[int]:
+    """The images in their order; before the first one of a shard, the next shards are fetched.
+
+    Args:
+        order: int64 (n,), the images that are read.
+        shards: int64 (N,), the shard of each image.
+        fetch: starts to download shards, given their numbers.
+        prefetch: number of shards that it gets before they are needed; 0 for none.
+    """
+    if not prefetch:
+        yield from order.tolist()
+        return
+    # of each shard that is read, the place of its first image
+    places = torch.full((int(shards.max()) + 1,), len(order))
+    places.scatter_reduce_(0, shards[order], torch.arange(len(order)), "amin")
+    starts, numbers = places.sort()
+    starts = starts[starts < len(order)]
+    known = 0
+    for rank, (start, end) in enumerate(pairwise([*starts.tolist(), len(order)]), 1):
+        wanted = min(rank + prefetch, len(starts))
+        fetch(numbers[known:wanted].tolist())
+        known = wanted
+        yield from order[start:end].tolist()
+
+
+class FetchingSampler(Sampler[int]):
+    """The order of another sampler, for images in shards, whose next ones are fetched."""
+
+    def __init__(self, sampler: Any, images: ImageSet) -> None:
+        self._sampler, self._images = sampler, images
+
+    def __iter__(self) -> Iterator[int]:
+        order, images = torch.tensor(list(self._sampler)), self._images
+        assert images.shards is not None
+        return fetching(order, images.shards, images.fetch, images.prefetch)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
 class ShardSampler(EpochSampler):
     """An order of images in shards in which each process reads few shards at a time.
 
@@ -107,9 +151,7 @@ class ShardSampler(EpochSampler):
         shards: int64 (N,), the shard of each image.
         window: number of shards.
         stretches: processes with which the run began.
-        fetch: starts to download shards, given their numbers; called before the first image of each
-            shard with the next ones.
-        prefetch: number of shards that it gets before they are needed.
+        fetch, prefetch: see :func:`fetching`.
         **options: see :class:`EpochSampler`.
     """
 
@@ -133,20 +175,7 @@ class ShardSampler(EpochSampler):
         return len(self.shards) // (self.batch_size * self.num_replicas) * self.batch_size
 
     def _rows(self, order: Tensor) -> Iterator[int]:
-        if not self.prefetch:
-            yield from super()._rows(order)
-            return
-        # of each shard that is read, the place of its first image
-        places = torch.full((len(self.numbers),), len(order))
-        places.scatter_reduce_(0, self.shards[order], torch.arange(len(order)), "amin")
-        starts, shards = places.sort()
-        starts, shards = starts[starts < len(order)], self.numbers[shards]
-        known = 0
-        for rank, (start, end) in enumerate(pairwise([*starts.tolist(), len(order)]), 1):
-            wanted = min(rank + self.prefetch, len(starts))
-            self.fetch(shards[known:wanted].tolist())
-            known = wanted
-            yield from order[start:end].tolist()
+        return fetching(order, self.numbers[self.shards], self.fetch, self.prefetch)
 
     def _share(self, generator: torch.Generator) -> Tensor:
         place = torch.randperm(int(self.shards.max()) + 1, generator=generator)[self.shards]

@@ -1,23 +1,30 @@
 """Images in shards of litdata and webdataset, local and in object storage."""
 
 import errno
+import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread, Timer
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DistributedSampler
 
 from revzoo.data import DataError, ImageFolder, Shards, file_images
 from revzoo.data import sharded as module
 from revzoo.data.folders import scan
+from revzoo.data.images import as_is
+from revzoo.data.loaders import Loader
 from revzoo.data.pack import FORMS, pack
-from revzoo.data.sharded import Storage, check_shards
+from revzoo.data.sharded import Shard, Storage, check_shards
 
 litdata = pytest.importorskip("litdata")
 webdataset = pytest.importorskip("webdataset")
@@ -150,6 +157,16 @@ def test_a_damaged_image_is_skipped_or_listed(tars: Path) -> None:
     assert paths == data.skipped_files
 
 
+def test_damage_that_no_decoder_notices(tars: Path) -> None:
+    content = bytearray((tars / "train" / "000001.tar").read_bytes())
+    content[-1] = 1  # after the last image
+    (tars / "train" / "000001.tar").write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"000001.tar is damaged: its sha256 is \w+, its index says"
+    ):
+        check_shards(tars, workers=1)
+
+
 @pytest.fixture
 def bucket(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The endpoint of a server whose bucket "images" has the shards in the folder "set"."""
@@ -219,7 +236,8 @@ def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., byte
     def read(fault: Callable[[], object]) -> bytes:
         client = Client(fault)
         monkeypatch.setattr(module, "_client_of", lambda *_: client)
-        return bytes(Storage("s3://images/set", tmp_path / "cache").shard("train/0.tar", 4))
+        shard = Shard("train/0.tar", 4, hashlib.sha256(b"1234").hexdigest())
+        return bytes(Storage("s3://images/set", tmp_path / "cache").open(shard))
 
     return read
 
@@ -231,7 +249,7 @@ def shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., byte
             OSError(errno.ENOSPC, "full"),
             "no space in .*/cache for train/0.tar .*: lower data.shard",
         ),
-        (ConnectionResetError("gone"), "cannot read s3://images/set/train/0.tar .*gone.: check"),
+        (RuntimeError("odd"), "cannot read s3://images/set/train/0.tar .*odd.: check"),
     ],
 )
 def test_the_shard_that_fails_is_named(
@@ -254,11 +272,123 @@ def test_a_shard_is_downloaded_again_if_another_process_makes_room(
     assert shard(make_room) == b"1234"
 
 
+class Server(ThreadingHTTPServer):
+    """Serves the shards as a bucket; ``fault`` answers a number of the requests for shards."""
+
+    fault, times = "", 0
+
+    def __init__(self, shards: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.shards, self.endpoint = shards, f"http://127.0.0.1:{self.server_address[1]}"
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def translate_path(self, path: str) -> str:
+        return str(self.server.shards) + path.partition("?")[0].removeprefix("/images/set")
+
+    def do_GET(self) -> None:
+        fault, name = self.server.fault, self.translate_path(self.path)
+        if not self.server.times or name.endswith(".json"):
+            return super().do_GET()
+        self.server.times -= 1
+        if fault.isdigit():
+            return self.send_error(int(fault))
+        if fault == "silence":
+            return time.sleep(2 * module._TIMEOUT)
+        content = Path(name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        half = len(content) // 2
+        self.wfile.write(content[:half])
+        if fault == "damage":
+            self.wfile.write(bytes(len(content) - half))
+        if fault == "silence inside":
+            time.sleep(2 * module._TIMEOUT)
+        return None  # "break": the connection ends here
+
+
+@pytest.fixture
+def server(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "_TIMEOUT", 0.5)
+    module._opened.cache_clear()
+    module._client_of.cache_clear()
+    server = Server(tars)
+    yield server
+    server.stop()
+    module._client_of.cache_clear()
+
+
+PASSING = ("500", "503", "429", "silence", "silence inside", "break", "damage")
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_fault_that_passes_costs_no_image(
+    fault: str, server: Server, tars: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.fault, server.times = fault, 2
+    data = ready("s3://images/set", endpoint_url=server.endpoint)
+    assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
+    assert server.times == 0
+    assert "train/000000.tar" in caplog.text
+    assert re.search("trying again, for up to 1[12]. s", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("403", r"403.*check data.root, your credentials .*have they expired"),
+        ("404", r"404.*copy the shard there again"),
+        ("503", r"503.*2 tries.*try again when the service answers"),
+        ("silence", r"Read timeout.*2 tries"),
+        ("silence inside", r"Read timeout.*2 tries"),
+        ("break", r"total bytes expected.*2 tries"),
+        ("damage", r"its sha256 is \w+, its index says \w+; 2 tries.: copy the shard there again"),
+    ],
+)
+def test_a_fault_that_lasts_ends_the_run_until_it_is_mended(
+    fault: str, message: str, server: Server, tars: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 2.5)
+    root, options = "s3://images/set", {"endpoint_url": server.endpoint, "on_error": "skip"}
+    server.fault, server.times = fault, 10**9
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=f"cannot read {root}/train/00000..tar .*{message}"):
+        colours(ready(root, **options).train_dataloader())
+    assert time.monotonic() - begin < 10
+    server.times = 0
+    repaired = ready(root, **options)
+    assert colours(repaired.train_dataloader()) == colours(ready(tars).train_dataloader())
+
+
+def test_a_server_that_starts_again(server: Server, tars: Path) -> None:
+    data = ready("s3://images/set", endpoint_url=server.endpoint)
+    shutil.rmtree(data._storage.cache)  # setup has read all of so few images
+    module._opened.cache_clear()
+    server.stop()
+    later = Timer(1.5, Server, (tars, server.server_address[1]))
+    later.start()
+    assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
+
+
 def test_images_of_a_shard_that_cannot_be_read_are_not_skipped(bucket: str) -> None:
     client = pytest.importorskip("boto3").client("s3", endpoint_url=bucket)
     client.delete_object(Bucket="images", Key="set/val/000000.tar")
     data = ready("s3://images/set", endpoint_url=bucket, on_error="skip")
-    with pytest.raises(DataError, match=r"cannot read s3://images/set/val/000000.tar .*404"):
+    with pytest.raises(DataError, match=r"cannot read s3://images/set/val/000000.tar .*NoSuchKey"):
         colours(data.val_dataloader())
 
 
@@ -272,23 +402,32 @@ def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("use", ["training", "evaluation", "evaluation by two processes"])
 def test_the_next_shards_are_downloaded(
-    prefetch: int, bucket: str, tars: Path, tmp_path: Path
+    use: str, prefetch: int, bucket: str, tars: Path, tmp_path: Path
 ) -> None:
     def copies() -> int:
         return len([*(tmp_path / "cache").rglob("*.tar")])
+
+    def loader_of(data: Shards) -> Any:
+        if use == "training":
+            return data.train_dataloader()
+        images = data._images("train")
+        sampler = DistributedSampler(images, 2, 0, shuffle=False) if "two" in use else None
+        return Loader(images, batch_size=1, sampler=sampler, collate_fn=as_is)
 
     options = {"window": 1, "batch_size": 1, "prefetch": prefetch}
     data = ready("s3://images/set", endpoint_url=bucket, **options)
     shutil.rmtree(tmp_path / "cache")  # setup has read all of so few images
     module._opened.cache_clear()
-    batches = iter(data.train_dataloader())
+    batches = iter(loader_of(data))
     first, until = next(batches), time.monotonic() + 30
     while copies() < 1 + prefetch and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)
     assert copies() == 1 + prefetch
-    assert colours([first, *batches]) == colours(ready(tars).train_dataloader())
+    assert colours([first, *batches]) == colours(loader_of(ready(tars)))
+    assert len(loader_of(data)) == len([first, *loader_of(data)]) - 1
 
 
 def test_the_pixels_are_measured_on_the_first_shards(
@@ -313,8 +452,8 @@ def test_the_cache_limits_the_downloads(bucket: str, tars: Path) -> None:
 @pytest.mark.parametrize(
     ("root", "without", "fault"),
     [
-        ("s3://other/set", "", "404"),
-        ("s3://images/other", "", "404"),
+        ("s3://other/set", "", "NoSuchBucket"),
+        ("s3://images/other", "", "NoSuchKey"),
         ("s3://images/set", "AWS_SECRET_ACCESS_KEY", "Credential"),
     ],
 )
