@@ -187,8 +187,7 @@ def stochastic_depth(rate: float) -> nn.Module:
     # imported only when needed: torchvision imports torch's compiler, which takes seconds
     from torchvision.ops import StochasticDepth
 
-    layer: nn.Module = StochasticDepth(rate, mode="row")
-    return layer
+    return StochasticDepth(rate, mode="row")
 
 
 class Branch(Lean):

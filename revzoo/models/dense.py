@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count, size_word
 from revzoo.core.invertible import State, Step, as_state
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, feature_infos
 
 CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
@@ -37,8 +36,7 @@ class DenseStem(Step):
         self.conv = CONVOLUTIONS[dims](in_chans, width, 3, padding=1, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(x)
-        return y
+        return self.conv(x)
 
 
 class DenseNetwork(ImageNetwork):
@@ -49,45 +47,40 @@ class DenseNetwork(ImageNetwork):
     axis.
 
     Args:
-        variant: a row of a table, with ``dims``, ``channels``, ``strides``, ``size_multiples`` and
-            ``image_size``.
-        stages: the named steps of each stage, built lazily, after the stem.
-        stem_bias: whether the first convolution adds a bias.
+        variant: dimensions, widths and depths; a row with ``dims``, ``channels``, ``strides``,
+            ``size_multiples`` and ``image_size``. The keywords are those of
+            :func:`revzoo.create_model`.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
     dense = True
     default_memory: ClassVar[str] = "exact"
     head_kernel: ClassVar[int] = 1
+    stem_bias: ClassVar[bool] = True
     input_layer = "stem.steps.0.conv"
-
-    variant: Any
 
     def __init__(
         self,
         variant: Any,
-        stages: Iterable[Mapping[str, Step]],
         *,
-        num_classes: int,
-        in_chans: int,
-        memory: str | None,
-        drop_rate: float,
-        stem_bias: bool = True,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        drop_rate: float = 0.0,
     ) -> None:
         super().__init__(in_chans=in_chans)
-        self.variant, self.dims = variant, variant.dims
-        self.size_multiples = variant.size_multiples
+        self.dims, self.size_multiples = variant.dims, variant.size_multiples
         self.num_features = variant.channels[0]
-        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=stem_bias)
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(steps, memory=self.default_memory) for steps in stages
-        )
+        stages = self.build_stages(variant)
+        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=self.stem_bias)
+        self._build(variant, [stem], stages)
         self._assemble(num_classes, drop_rate, memory, "")
 
-    @property
-    def image_size(self) -> int:
-        size: int = self.variant.image_size
-        return size
+    @abstractmethod
+    def build_stages(self, variant: Any) -> Iterable[Mapping[str, Step]]:
+        """The named steps of each stage, built lazily."""
 
     def check_size(self, *sizes: int) -> None:
         """Raise an ImageSizeError unless the network takes images of these sizes."""

@@ -36,7 +36,6 @@ from revzoo.layers.contractive import ContractiveBlock, ContractiveConv2d
 from revzoo.layers.norm_act import ActNorm
 from revzoo.layers.padding import ChannelPadding, ReadsZeros
 from revzoo.layers.rearrange import Squeeze
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.components import NormAct, check_stages
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
 
@@ -111,12 +110,6 @@ class IResNet(ConvolutionalClassifier):
 
     Height and width must be multiples of 4. The first training batch sets the ActNorms.
 
-    Args:
-        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range, or the memory mode is ``exact``.
-
     Example:
         >>> from revzoo.models.iresnet import IRESNETS, IResNet
         >>> IResNet(IRESNETS["iresnet64"])(torch.randn(2, 3, 32, 32)).shape
@@ -138,25 +131,17 @@ class IResNet(ConvolutionalClassifier):
         global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
-        self.variant = variant
         widths = variant.widths(in_chans)
         self.num_features = widths[-1]
         padding = ChannelPadding(variant.padding)
-        self.stem = ReversibleSequence([padding], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(_stage(variant, i, width), memory=self.default_memory)
-            for i, width in enumerate(widths)
-        )
+        stages = (_stage(variant, i, width) for i, width in enumerate(widths))
+        self._build(variant, [padding], stages)
         self._append_head(HEAD, num_classes, drop_rate, memory, global_pool)
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
         """The map after each stage."""
         return feature_infos(self.variant.widths(self.in_chans), self.variant.reductions)
-
-    @property
-    def image_size(self) -> int:
-        return self.variant.image_size
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
         """Pairs: a module or tensor of the release, and the one here."""

@@ -34,7 +34,6 @@ from revzoo.core.invertible import Step
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.rearrange import Squeeze, unsqueezed
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.streams import Merge, Split
 from revzoo.models.components import (
     Branch,
@@ -164,12 +163,6 @@ class IRevNet(ConvolutionalClassifier):
     Height and width must be multiples of the product of all squeezes (4 for CIFAR, 32 for
     ImageNet).
 
-    Args:
-        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
-
     Example:
         >>> from revzoo.models.irevnet import IREVNETS, IRevNet
         >>> model = IRevNet(IREVNETS["irevnet13"], in_chans=1, memory="exact").eval()
@@ -194,7 +187,6 @@ class IRevNet(ConvolutionalClassifier):
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("drop_path_rate", drop_path_rate)
-        self.variant = variant
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
         stem: list[Step] = [Split()]
@@ -202,11 +194,7 @@ class IRevNet(ConvolutionalClassifier):
             stem.insert(0, ChannelPadding(added))
         if variant.squeeze > 1:
             stem.insert(0, Squeeze(variant.squeeze, order="irevnet", streams=1))
-        self.stem = ReversibleSequence(stem, memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(steps, memory=self.default_memory)
-            for steps in _stages(variant, widths, drop_path_rate)
-        )
+        self._build(variant, stem, _stages(variant, widths, drop_path_rate))
         norm_act = variant.norm_act(HEAD_MOMENTUM)
         self._append_head(norm_act, num_classes, drop_rate, memory, global_pool)
 
@@ -216,10 +204,6 @@ class IRevNet(ConvolutionalClassifier):
         widths = (after for _, after in self.variant.widths(self.in_chans))
         squeezes = accumulate(self.variant.strides, mul, initial=self.variant.squeeze)
         return feature_infos(widths, list(squeezes)[1:])
-
-    @property
-    def image_size(self) -> int:
-        return self.variant.image_size
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
         """Pairs: a module of the release, and the one here."""

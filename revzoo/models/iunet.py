@@ -210,13 +210,6 @@ class IUNet(DenseNetwork):
     Sizes must be multiples of :attr:`IUNetVariant.size_multiples`. The feature maps are those of
     the encoder, from the finest level to the coarsest, then of the decoder, back to the finest.
 
-    Args:
-        variant: dimensions, widths and depths. The keywords are those of
-            :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
     Example:
         >>> from revzoo.models.iunet import IUNETS, IUNet
         >>> model = IUNet(IUNETS["iunet2d"], num_classes=5)
@@ -230,25 +223,10 @@ class IUNet(DenseNetwork):
     streams = 1
     head_kernel = 3
 
-    def __init__(
-        self,
-        variant: IUNetVariant,
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        memory: str | None = None,
-        drop_rate: float = 0.0,
-    ) -> None:
-        if variant.rotation != "cayley":
+    def build_stages(self, variant: IUNetVariant) -> Iterator[dict[str, Step]]:
+        if variant.rotation != "cayley":  # exact does not fit it
             self.default_memory = "invert"  # type: ignore[misc]
-        super().__init__(
-            variant,
-            _stages(variant),
-            num_classes=num_classes,
-            in_chans=in_chans,
-            memory=memory,
-            drop_rate=drop_rate,
-        )
+        return _stages(variant)
 
     @property
     def trunk(self) -> ReversibleSequence:

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from revzoo._checks import check_choice
 from revzoo.core.invertible import State, Step
 from revzoo.layers.momentum import MomentumBlock
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.components import check_stages
 from revzoo.models.lean import Lean, run
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
@@ -82,6 +81,11 @@ class MomentumNetVariant:
         """Image side over map side, after each stage."""
         stem = 4 if self.downsampling_stem else 1
         return tuple(stem * product for product in accumulate(self.strides, mul))
+
+    @property
+    def image_size(self) -> int:
+        """224 for the ImageNet stem, 32 for the CIFAR stem."""
+        return 224 if self.downsampling_stem else 32
 
     @property
     def size_multiple(self) -> int:
@@ -139,12 +143,6 @@ class MomentumStem(Step):
 class MomentumNet(ConvolutionalClassifier):
     """Momentum ResNet, ``(B, in_chans, H, W) -> (B, num_classes)``; any image size.
 
-    Args:
-        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
     Example:
         >>> from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet
         >>> MomentumNet(MOMENTUMNETS["momentumnet18"])(torch.zeros(2, 3, 32, 32)).shape
@@ -166,27 +164,18 @@ class MomentumNet(ConvolutionalClassifier):
         global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
-        self.variant = variant
         self.num_features = variant.stage_channels[-1]
         width = variant.widths[0]
         stem = MomentumStem(in_chans, width=width, downsample=variant.downsampling_stem)
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        inputs = (width, *variant.stage_channels)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(_stage(variant, i, inputs[i]), memory=self.default_memory)
-            for i in range(len(variant.units))
-        )
+        inputs = (width, *variant.stage_channels[:-1])
+        stages = (_stage(variant, i, channels) for i, channels in enumerate(inputs))
+        self._build(variant, [stem], stages)
         self._assemble(num_classes, drop_rate, memory, global_pool)
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
         """The maps x after each stage."""
         return feature_infos(self.variant.stage_channels, self.variant.reductions)
-
-    @property
-    def image_size(self) -> int:
-        """224 for the ImageNet stem, 32 for the CIFAR stem."""
-        return 224 if self.variant.downsampling_stem else 32
 
     def normed(self, z: Tensor, *, last: bool) -> Tensor:
         return z  # each branch ends in a normalisation

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice, check_count, check_probability, is_count, size_word
+from revzoo._checks import Size, check_choice, check_count, check_probability, is_count, size_word
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -131,6 +131,9 @@ class ImageNetwork(SavableNetwork, ABC):
     positions: ClassVar[str | None] = None
     """Path of learned positions (1, N, D), if they can be resized for other images."""
 
+    variant: Any
+    """The row of the network's table."""
+
     num_features: int
     stem: ReversibleSequence
     stages: nn.ModuleList
@@ -139,6 +142,20 @@ class ImageNetwork(SavableNetwork, ABC):
         super().__init__()
         check_count("in_chans", in_chans)
         self.in_chans = in_chans
+
+    def _build(
+        self,
+        variant: Any,
+        stem: Iterable[Step],
+        stages: Iterable[Iterable[Step] | Mapping[str, Step]],
+    ) -> None:
+        """Set the row, and build stem and stages of these steps, in this order."""
+        self.variant = variant
+        self.stem = ReversibleSequence(stem, memory=self.default_memory)
+        self.stages = nn.ModuleList(
+            ReversibleSequence(steps, memory=self.default_memory, dim=self.channel_dim)
+            for steps in stages
+        )
 
     def _assemble(
         self, num_classes: int, drop_rate: float, memory: str | None, global_pool: str
@@ -157,6 +174,10 @@ class ImageNetwork(SavableNetwork, ABC):
 
     def _pool(self, kind: str) -> GlobalPool:
         return GlobalPool(kind, places=(2, 3) if self.channel_dim == 1 else (1,))
+
+    @property
+    def image_size(self) -> Size:
+        return self.variant.image_size
 
     @property
     @abstractmethod
@@ -460,9 +481,14 @@ class ConvolutionalClassifier(ImageNetwork):
     """Image classifier whose streams are maps ``(B, C, H, W)``; its head begins with BN-ReLU.
 
     The image sizes that the strides allow are in the variant: ``size_multiple``.
-    """
 
-    variant: Any
+    Args:
+        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
+
+    Raises:
+        ValueError: an argument is out of range, the variant does not fit ``in_chans``, or the
+            memory mode does not fit.
+    """
 
     size_reason: ClassVar[str]
     """The reason in the error message, after "this model": "squeezes them", say."""

@@ -269,12 +269,6 @@ class RevBiFPN(ConvolutionalClassifier):
     :meth:`forward_intermediates` and of ``features_only=True`` are the levels before the neck, the
     finest first. :meth:`encode` returns them in one tensor, finer ones squeezed.
 
-    Args:
-        variant: widths and depths. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
-
     Example:
         >>> from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN
         >>> model = RevBiFPN(REVBIFPNS["revbifpn_s0"])
@@ -303,16 +297,11 @@ class RevBiFPN(ConvolutionalClassifier):
                 f"{variant.channels[0]} channels for blocks of {STEM}x{STEM} pixels; choose a "
                 f"wider variant, or channels=({in_chans * STEM**2}, ...)"
             )
-        self.variant = variant
         self.num_features = variant.features
         squeeze = Squeeze(STEM, order="irevnet", streams=1)
         stem = [squeeze] if in_chans == copies else [ChannelCopies(copies, of=in_chans), squeeze]
-        self.stem = ReversibleSequence(stem, memory=self.default_memory)
         count = variant.levels - 1 + variant.fusions
-        self.stages = nn.ModuleList(
-            ReversibleSequence(dict(_stage(variant, i, count)), memory=self.default_memory)
-            for i in range(count)
-        )
+        self._build(variant, stem, (dict(_stage(variant, i, count)) for i in range(count)))
         self.head = ReversibleSequence(dict(_head(variant)), memory=self.default_memory)
         self.apply(_initialise)
         self._assemble(num_classes, variant.drop_rate, memory, global_pool)
@@ -334,14 +323,9 @@ class RevBiFPN(ConvolutionalClassifier):
     def encoded_channels(self) -> int:
         return sum(c * 4**i for i, c in enumerate(reversed(self.variant.channels)))
 
-    @property
-    def image_size(self) -> int:
-        return self.variant.image_size
-
     def forward_features(self, x: Tensor) -> Tensor:
         """The result of neck and head, ``(B, num_features, H / 32, W / 32)``."""
-        features: Tensor = self.head(*self._last_streams(x))
-        return features
+        return self.head(*self._last_streams(x))
 
     def forward_intermediates(
         self,

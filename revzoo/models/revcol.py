@@ -49,7 +49,6 @@ from revzoo.core.replay import Recorder
 from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.words import Fixed, words_in
 from revzoo.layers.scaled_words import SMALLEST, divide, multiply
-from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.components import check_stages, drop_path_rates, stochastic_depth
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo
 
@@ -204,8 +203,7 @@ class LevelBranch(nn.Module):
             x = self.up(above) + x
         if self.up2 is not None:
             x = x + self.up2(top)
-        y: Tensor = self.blocks(x)
-        return y
+        return self.blocks(x)
 
 
 class FirstLevel(Invertible):
@@ -293,8 +291,7 @@ class Level(Invertible):
 
     def _value(self, state: Sequence[Tensor]) -> Tensor:
         above = state[self.at + 1] if self.at + 1 < len(state) else None
-        value: Tensor = self.branch(state[self.at - 1], above, state[-1])
-        return value
+        return self.branch(state[self.at - 1], above, state[-1])
 
     def _with(self, state: Sequence[Any], c: Any) -> tuple[Any, ...]:
         """The ``state`` with another stream of this level."""
@@ -327,8 +324,7 @@ class RevColStem(Step):
 
     def forward(self, *state: Tensor) -> Tensor:
         (x,) = state
-        y: Tensor = self.norm(self.conv(x))
-        return y
+        return self.norm(self.conv(x))
 
 
 class RevCol(ConvolutionalClassifier):
@@ -336,12 +332,6 @@ class RevCol(ConvolutionalClassifier):
 
     Height and width must be multiples of 32. The feature maps are the levels of the last column.
     The head normalises after pooling, so ``norm`` of :meth:`forward_intermediates` changes nothing.
-
-    Args:
-        variant: columns, widths and depths. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
 
     Example:
         >>> from revzoo.models.revcol import REVCOLS, RevCol
@@ -366,17 +356,10 @@ class RevCol(ConvolutionalClassifier):
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("drop_path_rate", drop_path_rate)
-        self.variant = variant
         self.num_features = variant.widths[-1]
         stem = RevColStem(in_chans, width=variant.widths[0])
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(
-                _column(variant, first=i == 0, drop_path_rate=drop_path_rate),
-                memory=self.default_memory,
-            )
-            for i in range(variant.columns)
-        )
+        columns = range(variant.columns)
+        self._build(variant, [stem], (_column(variant, i == 0, drop_path_rate) for i in columns))
         self.apply(_initialise)
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
         self._assemble(num_classes, drop_rate, memory, global_pool)
@@ -387,10 +370,6 @@ class RevCol(ConvolutionalClassifier):
         last = f"stages.{self.variant.columns - 1}.steps"
         sizes = zip(self.variant.widths, self.variant.reductions, strict=True)
         return tuple(FeatureInfo(c, r, f"{last}.{i}") for i, (c, r) in enumerate(sizes))
-
-    @property
-    def image_size(self) -> int:
-        return self.variant.image_size
 
     def normed(self, z: Tensor, *, last: bool) -> Tensor:
         return z  # see forward_head
@@ -458,7 +437,7 @@ class RevCol(ConvolutionalClassifier):
         super().keep_stages(len(self.stages))
 
 
-def _column(variant: RevColVariant, *, first: bool, drop_path_rate: float) -> Iterator[Step]:
+def _column(variant: RevColVariant, first: bool, drop_path_rate: float) -> Iterator[Step]:
     rates = iter(drop_path_rates(drop_path_rate, sum(variant.units)))  # the same in each column
     levels = len(variant.widths)
     for level, (width, units) in enumerate(zip(variant.widths, variant.units, strict=True)):

@@ -33,10 +33,10 @@ to zero, behind the shortcut, so their features are lost; here it drops its bran
 Shapes: B batch, N tokens, D width of a token in one stream.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,11 @@ from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_counts, check_probability
 from revzoo.core.invertible import State, Step
-from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.layers.sequence import ReversibleBlock
 from revzoo.models.components import ACTIVATIONS, drop_path_rates, stochastic_depth
 from revzoo.models.lean import Lean, run
 from revzoo.models.network import FeatureInfo, feature_infos
-from revzoo.models.revvit import EPSILON, MLP, STD, PatchEmbedding, TokenNetwork
+from revzoo.models.revvit import EPSILON, MLP, STD, TokenNetwork
 
 # the release's values
 PATCH_KERNEL, PATCH_STRIDE = 7, 4
@@ -193,8 +193,7 @@ class PoolingAttention(nn.Module):
         k, v = self.pool_k(self.k(y)), self.pool_v(self.v(y))
         mixed = functional.scaled_dot_product_attention(q, k, v)  # (B, heads, N', width / heads)
         mixed = mixed.transpose(1, 2).flatten(2)
-        value: Tensor = self.drop_path(run((self.proj, self.drop), mixed))
-        return value
+        return self.drop_path(run((self.proj, self.drop), mixed))
 
 
 class FuseStreams(Step):
@@ -210,8 +209,7 @@ class FuseStreams(Step):
 
     def forward(self, *state: Tensor) -> Tensor:
         x = torch.cat(state, dim=-1)
-        y: Tensor = x + self.branch(x)
-        return y
+        return x + self.branch(x)
 
 
 class StageTransition(Step):
@@ -242,12 +240,6 @@ class RevMViT(TokenNetwork):
     The blocks are invertible, the patch embedding and the transitions are not, so :meth:`inverse`
     raises. There is a feature map for each stage.
 
-    Args:
-        variant: width, depths and sizes. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
     Example:
         >>> from revzoo.models.revmvit import RevMViT, RevMViTVariant
         >>> row = RevMViTVariant(width=8, units=(1, 2), img_size=32)
@@ -255,43 +247,23 @@ class RevMViT(TokenNetwork):
         torch.Size([2, 10])
     """
 
-    default_memory: ClassVar[str] = "exact"
+    @staticmethod
+    def patch_conv(variant: RevMViTVariant, in_chans: int) -> nn.Conv2d:
+        side = PATCH_KERNEL
+        return nn.Conv2d(in_chans, variant.width, side, stride=PATCH_STRIDE, padding=side // 2)
 
-    def __init__(
-        self,
-        variant: RevMViTVariant,
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        memory: str | None = None,
-        drop_rate: float = 0.0,
-        global_pool: str = "avg",
-    ) -> None:
-        super().__init__(in_chans=in_chans)
-        self.variant = variant
-        self.num_features = self.streams * variant.widths[-1]
-        conv = nn.Conv2d(
-            in_chans,
-            variant.width,
-            PATCH_KERNEL,
-            stride=PATCH_STRIDE,
-            padding=PATCH_KERNEL // 2,
-        )
-        patches = (variant.img_size // PATCH_STRIDE) ** 2
-        embedding = PatchEmbedding(conv, patches=patches, copies=self.streams)
-        self.stem = ReversibleSequence([embedding], memory=self.default_memory)
+    def build_stages(self, variant: RevMViTVariant) -> Iterator[Iterable[Step]]:
         rates = iter(drop_path_rates(variant.drop_path_rate, sum(variant.units)))
-        self.stages = nn.ModuleList(
-            ReversibleSequence(
-                _steps(variant, stage, [next(rates) for _ in range(units)]),
-                memory=self.default_memory,
-                dim=-1,
-            )
-            for stage, units in enumerate(variant.units)
-        )
-        self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
-        self.apply(_initialise)
-        self._assemble(num_classes, drop_rate, memory, global_pool)
+        for stage, units in enumerate(variant.units):
+            yield _steps(variant, stage, [next(rates) for _ in range(units)])
+
+    @staticmethod
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Conv2d)):
+            # as in the release; it cuts off at -2 and 2, which is 100 standard deviations
+            nn.init.trunc_normal_(module.weight, std=STD)
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            nn.init.constant_(module.bias, BIAS)
 
     def normed(self, z: Tensor, *, last: bool) -> Tensor:
         return self.norm(z) if last else z
@@ -354,11 +326,3 @@ def _steps(variant: RevMViTVariant, stage: int, rates: list[float]) -> Iterator[
             yield StageTransition(attention, mlp=mlp)
         else:
             yield ReversibleBlock(attention, mlp)
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Conv2d)):
-        # as in the release; it cuts off at -2 and 2, which is 100 standard deviations
-        nn.init.trunc_normal_(module.weight, std=STD)
-    if isinstance(module, (nn.Linear, nn.LayerNorm)):
-        nn.init.constant_(module.bias, BIAS)

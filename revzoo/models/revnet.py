@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step
-from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.layers.sequence import ReversibleBlock
 from revzoo.layers.streams import halves
 from revzoo.models.components import (
     EPSILON,
@@ -186,6 +186,11 @@ class Variant:
         """Image side over map side, after each stage."""
         stem = 4 if self.downsampling_stem else 1
         return tuple(stem * product for product in accumulate(self.strides, mul))
+
+    @property
+    def image_size(self) -> int:
+        """224 for the ImageNet stem, 32 for the CIFAR stem."""
+        return 224 if self.downsampling_stem else 32
 
     def stages(self, *, dropout: float = 0.0, drop_path_rate: float = 0.0) -> list[list[UnitPlan]]:
         """One list of unit plans per stage; the first unit of a stage changes width and stride.
@@ -415,14 +420,7 @@ _LAYER = re.compile(rf"stages\.(\d+)\.steps\.(\d+)\.({'|'.join(_PLACES)})(?:\.(\
 
 
 class StagedNetwork(ConvolutionalClassifier):
-    """Stem, stages of residual units, head: ``(B, in_chans, H, W) -> (B, num_classes)``.
-
-    Args:
-        variant: widths, depths and strides. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range, or the memory mode does not fit.
-    """
+    """Stem, stages of residual units, head: ``(B, in_chans, H, W) -> (B, num_classes)``."""
 
     size_reason: ClassVar[str] = "halves the size with pooling shortcuts"
     input_layer = "stem.steps.0.conv"
@@ -442,7 +440,6 @@ class StagedNetwork(ConvolutionalClassifier):
         super().__init__(in_chans=in_chans)
         check_probability("dropout", dropout)
         check_probability("drop_path_rate", drop_path_rate)
-        self.variant = variant
         self.num_features = variant.stage_channels[-1]
         stem = Stem(
             in_chans,
@@ -452,11 +449,8 @@ class StagedNetwork(ConvolutionalClassifier):
             norm_act=variant.norm_act,
             same=CONVENTIONS[variant.convention].same,
         )
-        self.stem = ReversibleSequence([stem], memory=self.default_memory)
-        self.stages = nn.ModuleList(
-            ReversibleSequence(map(self.build_unit, stage), memory=self.default_memory)
-            for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
-        )
+        stages = variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
+        self._build(variant, [stem], (map(self.build_unit, stage) for stage in stages))
         # branches begin with BN-ReLU, so the sum after the last branch still needs BN-ReLU
         self._append_head(variant.norm_act, num_classes, drop_rate, memory, global_pool)
 
@@ -469,11 +463,6 @@ class StagedNetwork(ConvolutionalClassifier):
     def feature_info(self) -> tuple[FeatureInfo, ...]:
         """Each stage's last map, streams merged, before the next BN-ReLU."""
         return feature_infos(self.variant.stage_channels, self.variant.reductions)
-
-    @property
-    def image_size(self) -> int:
-        """224 for the ImageNet stem, 32 for the CIFAR stem."""
-        return 224 if self.variant.downsampling_stem else 32
 
     def published_keys(self) -> Iterator[tuple[str, str]]:
         """Pairs: a module of the TensorFlow release or of MemCNN, and the one here.

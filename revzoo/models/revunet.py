@@ -112,8 +112,7 @@ class Downsampling(nn.Module):
         self.dims = dims
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv(POOLS[self.dims](x, 2))
-        return y
+        return self.conv(POOLS[self.dims](x, 2))
 
 
 class Upsampling(nn.Module):
@@ -134,12 +133,6 @@ class RevUNet(DenseNetwork):
     Sizes must be multiples of :attr:`RevUNetVariant.size_multiples`. The feature maps are those of
     the encoder, from the finest level to the coarsest, then of the decoder, back to the finest.
 
-    Args:
-        variant: widths and depths. The keywords are those of :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
     Example:
         >>> from revzoo.models.revunet import REVUNETS, RevUNet
         >>> model = RevUNet(REVUNETS["revunet3d"], num_classes=3, in_chans=4)
@@ -147,24 +140,10 @@ class RevUNet(DenseNetwork):
         torch.Size([1, 3, 16, 16, 32])
     """
 
-    def __init__(
-        self,
-        variant: RevUNetVariant,
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        memory: str | None = None,
-        drop_rate: float = 0.0,
-    ) -> None:
-        super().__init__(
-            variant,
-            _stages(variant),
-            num_classes=num_classes,
-            in_chans=in_chans,
-            memory=memory,
-            drop_rate=drop_rate,
-            stem_bias=False,
-        )
+    stem_bias = False
+
+    def build_stages(self, variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
+        return _stages(variant)
 
     def map_at(self, stage: int) -> tuple[int, ...]:
         level = self.levels[stage]

@@ -25,7 +25,8 @@ Shapes: B batch, N patches, D width of a token in one stream.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -188,12 +189,52 @@ class TokenNetwork(ImageNetwork):
     """Transformer for square images of one size, since each patch has a learned position.
 
     Its streams are tokens ``(B, N, D)``, numbered row by row.
+
+    Args:
+        variant: width, depths and sizes. The keywords are those of :func:`revzoo.create_model`.
+
+    Raises:
+        ValueError: an argument is out of range.
     """
 
-    variant: Any
+    default_memory: ClassVar[str] = "exact"
     channel_dim: ClassVar[int] = -1
     input_layer = "stem.steps.0.conv"
     positions = "stem.steps.0.positions"
+
+    def __init__(
+        self,
+        variant: Any,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        drop_rate: float = 0.0,
+        global_pool: str = "avg",
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        conv = self.patch_conv(variant, in_chans)
+        patches = (variant.img_size // conv.stride[0]) ** 2
+        embedding = PatchEmbedding(conv, patches=patches, copies=self.streams)
+        self._build(variant, [embedding], self.build_stages(variant))
+        self.num_features = self.feature_info[-1].num_chs
+        self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
+        self.apply(self.initialise)
+        self._assemble(num_classes, drop_rate, memory, global_pool)
+
+    @staticmethod
+    @abstractmethod
+    def patch_conv(variant: Any, in_chans: int) -> nn.Conv2d:
+        """The convolution that embeds the patches."""
+
+    @abstractmethod
+    def build_stages(self, variant: Any) -> Iterator[Iterable[Step]]:
+        """The steps of each stage, built lazily."""
+
+    @staticmethod
+    @abstractmethod
+    def initialise(module: nn.Module) -> None:
+        """Set the initial weights of one layer."""
 
     @property
     def image_size(self) -> int:
@@ -222,55 +263,33 @@ class RevViT(TokenNetwork):
     Every block is invertible, but the patch embedding is not. So ``model.stages[0].inverse`` works
     and :meth:`inverse` raises.
 
-    Args:
-        variant: width, depth, heads and sizes. The keywords are those of
-            :func:`revzoo.create_model`.
-
-    Raises:
-        ValueError: an argument is out of range.
-
     Example:
         >>> from revzoo.models.revvit import REVVITS, RevViT
         >>> RevViT(REVVITS["revvit_cifar"])(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
 
-    default_memory: ClassVar[str] = "exact"
-
-    def __init__(
-        self,
-        variant: RevViTVariant,
-        *,
-        num_classes: int = 10,
-        in_chans: int = 3,
-        memory: str | None = None,
-        drop_rate: float = 0.0,
-        global_pool: str = "avg",
-    ) -> None:
-        super().__init__(in_chans=in_chans)
-        self.variant = variant
-        self.num_features = self.streams * variant.width
+    @staticmethod
+    def patch_conv(variant: RevViTVariant, in_chans: int) -> nn.Conv2d:
         side = variant.patch_size
-        # kernel = stride: a linear map of each patch
-        conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
-        patches = (variant.img_size // side) ** 2
-        embedding = PatchEmbedding(conv, patches=patches, copies=self.streams)
-        self.stem = ReversibleSequence([embedding], memory=self.default_memory)
-        rates = drop_path_rates(variant.drop_path_rate, variant.depth)
+        return nn.Conv2d(in_chans, variant.width, side, stride=side)  # a linear map of each patch
+
+    def build_stages(self, variant: RevViTVariant) -> Iterator[Iterable[Step]]:
+        # one stage: the width is the same throughout, so all blocks form one reversible run
         blocks = []
-        for rate in rates:
+        for rate in drop_path_rates(variant.drop_path_rate, variant.depth):
             drops = {"dropout": variant.dropout, "drop_path": rate}
             attention = Attention(variant.width, heads=variant.heads, **drops)
             hidden = variant.mlp_ratio * variant.width
             mlp = MLP(variant.width, hidden=hidden, activation=variant.activation, **drops)
             blocks.append(self.build_block(attention, mlp))
-        # one stage: the width is the same throughout, so all blocks form one reversible run
-        self.stages = nn.ModuleList(
-            [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
-        )
-        self.stages.apply(_initialise)
-        self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
-        self._assemble(num_classes, drop_rate, memory, global_pool)
+        yield blocks
+
+    @staticmethod
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=STD, a=-2 * STD, b=2 * STD)
+            nn.init.zeros_(module.bias)
 
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:
@@ -284,7 +303,9 @@ class RevViT(TokenNetwork):
     def feature_info(self) -> tuple[FeatureInfo, ...]:
         """The tokens after each block as one map, as in timm."""
         return tuple(
-            FeatureInfo(self.num_features, self.variant.patch_size, f"stages.0.steps.{i}")
+            FeatureInfo(
+                self.streams * self.variant.width, self.variant.patch_size, f"stages.0.steps.{i}"
+            )
             for i in range(self.variant.depth)
         )
 
@@ -344,9 +365,3 @@ class ViT(RevViT):
         # one step for both, so that block i is stages.0.steps.i, as in a RevViT
         units = [ResidualUnit(branch, shortcut=nn.Identity()) for branch in (attention, mlp)]
         return ReversibleSequence(units, memory="store")
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=STD, a=-2 * STD, b=2 * STD)
-        nn.init.zeros_(module.bias)
