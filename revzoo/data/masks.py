@@ -84,8 +84,7 @@ class MaskImages(FileImages):
 
     def _label(self, index: int, *parts: Any) -> Tensor:
         (mask,) = parts
-        labels: Tensor = mask.as_subclass(Tensor) - 1
-        return labels
+        return mask.as_subclass(Tensor) - 1
 
     def _sources(self) -> tuple[Sequence[str], ...]:
         return self._paths, self._masks

@@ -226,8 +226,7 @@ class ImageData(pl.LightningDataModule, ABC):
         if self.task != "regression":
             return None
         if "targets" in self._restored:
-            known: dict[str, list[float]] = self._restored["targets"]
-            return known
+            return self._restored["targets"]
         labels = self.train_labels.double()
         return {"mean": labels.mean(0).tolist(), "std": labels.std(0, correction=0).tolist()}
 

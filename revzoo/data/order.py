@@ -211,8 +211,7 @@ class PoissonSampler(EpochSampler):
         generator = torch.Generator().manual_seed(hash_seed(self.seed, epoch, index))
         # all processes draw the whole batch, so that their shares are disjoint
         drawn = torch.rand(len(self.dataset), generator=generator) < self.rate  # type: ignore[arg-type]
-        mine: list[int] = drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
-        return mine
+        return drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         start, self.start = self.start, 0

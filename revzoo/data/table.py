@@ -276,19 +276,18 @@ class Table(ImageFolder):
                     f"line {line} of {self.table} has {row[self.split_column]!r} in column "
                     f"{self.split_column!r}: expected one of {', '.join(NAMES)}"
                 )
-        yield from self._shared(rows, self.path_column, "image")
         if self.group_column:
             try:
                 _in_order({row[self.group_column] for row in rows} - {""}, "groups")
             except DataError as error:
                 yield str(error)
-            yield from self._shared(rows, self.group_column, "group")
+            yield from self._shared_groups(rows, self.group_column)
         for path, count in Counter(row[self.path_column] for row in rows).items():
             if path and count > 1:
                 yield f"{self.table} lists {path} {count} times: expected one row for each image"
 
-    def _shared(self, rows: list[dict[str, str]], column: str, what: str) -> Iterator[str]:
-        """A sentence for each value of a column that two splits share."""
+    def _shared_groups(self, rows: list[dict[str, str]], column: str) -> Iterator[str]:
+        """A sentence for each group that two splits share."""
         seen: dict[str, Split] = {}
         told: set[str] = set()
         for line, row in enumerate(rows, 2):
@@ -298,7 +297,7 @@ class Table(ImageFolder):
             if (other := seen.setdefault(name, split)) != split:
                 told.add(name)
                 yield (
-                    f"{what} {name!r} of {self.table} is in two splits, {other} and {split} (line "
+                    f"group {name!r} of {self.table} is in two splits, {other} and {split} (line "
                     f"{line}): what a network has trained on cannot test it. Put it in one of them"
                 )
 
@@ -327,7 +326,7 @@ class Table(ImageFolder):
             )
 
     def check_files(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Raise a DataError if files of rows are missing, or an image has two paths."""
+        """Raise a DataError if files of rows are missing."""
         paths = [row[name] for name in self.file_columns for row in rows]
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
@@ -335,14 +334,6 @@ class Table(ImageFolder):
                 f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
                 "data.root, or correct the table"
             )
-        names: dict[tuple[int, int], str] = {}
-        for path in paths[: len(rows)]:  # of images: one file may be in two splits
-            file = Path(path).stat()
-            if (other := names.setdefault((file.st_dev, file.st_ino), path)) != path:
-                raise DataError(
-                    f"{self.table}: {other} and {path} are one file: expected one row for each "
-                    "image; remove one of them"
-                )
 
     def _no_training(self) -> DataError:
         return DataError(

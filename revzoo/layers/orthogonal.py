@@ -230,8 +230,7 @@ def _lifts(a: Tensor) -> Iterator[_Lift]:
 def _eliminated(m: Tensor) -> Tensor:
     """L below the diagonal and U of ``m = L U``, without pivots."""
     if m.is_cuda:
-        factors: Tensor = torch.linalg.lu_factor_ex(m, pivot=False)[0]
-        return factors
+        return torch.linalg.lu_factor_ex(m, pivot=False)[0]
     m = m.clone()  # torch needs pivots on a CPU
     for k in range(m.shape[-1] - 1):
         column = m[..., k + 1 :, k] / m[..., k, k, None]

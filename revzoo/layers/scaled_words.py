@@ -106,8 +106,7 @@ class _Ratio(NamedTuple):
             return [2]  # as for 0.5: only shapes are wanted
         if capturing_cuda_graph():
             return None
-        counts: list[int] = (((1 << self.shift) + self.p - 1) // self.p).flatten().tolist()
-        return counts
+        return (((1 << self.shift) + self.p - 1) // self.p).flatten().tolist()
 
     def times(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``p x / 2**shift`` rounded down, and the remainder."""

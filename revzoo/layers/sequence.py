@@ -327,8 +327,7 @@ class ReversibleSequence(Invertible):
             outputs, _, extras = self._walk(streams if kept is None else list(kept), (), context)
             return (*outputs, *extras), (*outputs, *extras)
 
-        outputs: State = run_on_adapted_grid(self, run)
-        return outputs
+        return run_on_adapted_grid(self, run)
 
     def _walk(
         self, streams: list[Tensor], total: State, context: dict[str, Any]

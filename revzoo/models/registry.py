@@ -300,16 +300,8 @@ def create_model(
             * ``dropout``: probability of dropping a value inside the residual functions.
             * ``global_pool``: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
               none, with ``num_classes=0``.
-            * fields of the row (:class:`~revzoo.models.revnet.Variant`,
-              :class:`~revzoo.models.irevnet.IRevNetVariant`,
-              :class:`~revzoo.models.revbifpn.RevBiFPNVariant`,
-              :class:`~revzoo.models.revvit.RevViTVariant`,
-              :class:`~revzoo.models.revmvit.RevMViTVariant`,
-              :class:`~revzoo.models.revcol.RevColVariant`,
-              :class:`~revzoo.models.momentumnet.MomentumNetVariant`,
-              :class:`~revzoo.models.iresnet.IResNetVariant`,
-              :class:`~revzoo.models.iunet.IUNetVariant`,
-              :class:`~revzoo.models.revunet.RevUNetVariant`), such as ``units=(1, 1, 1)``.
+            * fields of the row, such as ``units=(1, 1, 1)``; its class is beside the network's,
+              such as :class:`~revzoo.models.revnet.Variant`.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``; a U-Net
