@@ -5,7 +5,6 @@ Start reading at ``module.py``, which holds the rules for every set.
 
 from revzoo.data.augment import Augment as Augment
 from revzoo.data.augment import DictTransform as DictTransform
-from revzoo.data.blobs3d import Blobs3d as Blobs3d
 from revzoo.data.cifar import CIFAR10 as CIFAR10
 from revzoo.data.cifar import CIFAR100 as CIFAR100
 from revzoo.data.digits import Digits as Digits
@@ -16,6 +15,7 @@ from revzoo.data.module import ImageData as ImageData
 from revzoo.data.registry import DATA as DATA
 from revzoo.data.registry import register_data as register_data
 from revzoo.data.registry import register_transform as register_transform
+from revzoo.data.shapes import Blobs3d as Blobs3d
 from revzoo.data.shapes import Shapes as Shapes
 from revzoo.data.sharded import Shards as Shards
 from revzoo.data.table import Table as Table

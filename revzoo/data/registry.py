@@ -7,29 +7,21 @@ from typing import Any
 
 from revzoo._checks import check_new_name, check_registered
 from revzoo.data.augment import POLICIES
-from revzoo.data.blobs3d import Blobs3d
 from revzoo.data.cifar import CIFAR10, CIFAR100
 from revzoo.data.digits import Digits
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.masks import Masks
 from revzoo.data.module import ImageData
-from revzoo.data.shapes import Shapes
+from revzoo.data.shapes import Blobs3d, Shapes
 from revzoo.data.sharded import Shards
 from revzoo.data.table import Table
 from revzoo.data.volumes import Volumes
 
-DATA: dict[str, type[ImageData]] = {
-    "revzoo.data.Blobs3d": Blobs3d,
-    "revzoo.data.Digits": Digits,
-    "revzoo.data.CIFAR10": CIFAR10,
-    "revzoo.data.CIFAR100": CIFAR100,
-    "revzoo.data.ImageFolder": ImageFolder,
-    "revzoo.data.Masks": Masks,
-    "revzoo.data.Shapes": Shapes,
-    "revzoo.data.Shards": Shards,
-    "revzoo.data.Table": Table,
-    "revzoo.data.Volumes": Volumes,
-}
+_KINDS: tuple[type[ImageData], ...] = (
+    *(Blobs3d, Digits, CIFAR10, CIFAR100, ImageFolder),
+    *(Masks, Shapes, Shards, Table, Volumes),
+)
+DATA = {f"revzoo.data.{kind.__name__}": kind for kind in _KINDS}
 
 
 def register_data(name: str, kind: type[ImageData]) -> None:
