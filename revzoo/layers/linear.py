@@ -41,7 +41,7 @@ from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import State, bare, name_of
 from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.streams import Joint, without_autocast
+from revzoo.layers.streams import Joint, at_least_float32, without_autocast
 
 MatrixKind = Literal["plu", "orthogonal"]
 
@@ -80,7 +80,7 @@ class PLUMatrix(nn.Module):
 
     def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         lower, upper, log_s, sign, permutation = map(
-            _widened, (self.lower, self.upper, self.log_s, self.sign, self.permutation)
+            at_least_float32, (self.lower, self.upper, self.log_s, self.sign, self.permutation)
         )
         unit = torch.eye(len(log_s), dtype=lower.dtype, device=lower.device)
         # masked, since the parameters are full matrices: loaded ones may have other entries
@@ -99,8 +99,8 @@ class OrthogonalMatrix(nn.Module):
 
     def forward(self) -> Tensor:
         # the lower triangle alone, since A - A^T has only n (n - 1) / 2 degrees of freedom
-        a = _widened(self.skew).tril(-1)
-        return torch.linalg.matrix_exp(a - a.mT) @ _orthogonalised(_widened(self.start))
+        a = at_least_float32(self.skew).tril(-1)
+        return torch.linalg.matrix_exp(a - a.mT) @ _orthogonalised(at_least_float32(self.start))
 
     def inverse(self) -> Tensor:
         return self().mT
@@ -355,8 +355,3 @@ def _orthogonalised(q: Tensor) -> Tensor:
     for _ in range(2):
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)
     return q
-
-
-def _widened(t: Tensor) -> Tensor:
-    """At least float32: torch cannot solve linear systems in narrower dtypes."""
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

@@ -40,7 +40,7 @@ from revzoo._checks import check_choice, check_number
 from revzoo.core.conditions import is_replaying
 from revzoo.core.invertible import name_of
 from revzoo.core.tensors import has_values, version_of
-from revzoo.layers.streams import Joint, Streamwise, log_det_dtype
+from revzoo.layers.streams import Joint, Streamwise, at_least_float32, log_det_dtype
 
 EPSILON = 1e-6  # of Glow's release
 
@@ -131,8 +131,7 @@ class ActNorm(Joint):
                 "least two values per channel"
             )
         # as in BatchNorm: a variance in bfloat16 has an error of percents
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        dims = self.over_channels(x)
+        wide, dims = at_least_float32(x), self.over_channels(x)
         variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))
         scale = 1 / (variance.sqrt() + self.epsilon)
         if not (scale.isfinite() & mean.isfinite()).all():

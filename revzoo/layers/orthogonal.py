@@ -42,7 +42,7 @@ from revzoo.core.invertible import Invertible, State
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import plus, read_for
 from revzoo.core.words import Fixed, apply_to_words, as_floats, words_in
-from revzoo.layers.streams import without_autocast
+from revzoo.layers.streams import at_least_float32, without_autocast
 
 Rotation = Literal["cayley", "exp"]
 
@@ -128,8 +128,7 @@ class OrthogonalMix(Invertible):
         return ROTATIONS[self.rotation](self._skew()).reshape(-1, *self.weight.shape[-2:])
 
     def _skew(self) -> Tensor:
-        narrow = self.weight.dtype in (torch.bfloat16, torch.float16)
-        weight = self.weight.float() if narrow else self.weight
+        weight = at_least_float32(self.weight)
         return weight - weight.mT
 
     def _with(self, state: Sequence[Any], values: Sequence[Any]) -> tuple[Any, ...]:

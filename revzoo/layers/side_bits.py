@@ -350,16 +350,8 @@ class SideBits(Invertible):
 
 def _alike(y: Tensor, x: Tensor) -> bool:
     """Whether ``y`` can follow ``x`` in a run: same shape and device, and a lossless cast."""
-    same = _sizes(y) == _sizes(x) and y.device == x.device
-    return same and (y.dtype == x.dtype or _holds(x.dtype, y.dtype))
-
-
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the floating-point type ``wide`` can hold all values of ``narrow``."""
-    if not narrow.is_floating_point:
-        return False
-    a, b = torch.finfo(wide), torch.finfo(narrow)
-    return a.max >= b.max and a.eps <= b.eps
+    same = _sizes(y) == _sizes(x) and y.device == x.device and y.is_floating_point()
+    return same and torch.promote_types(x.dtype, y.dtype) == x.dtype
 
 
 def _sizes(t: Tensor) -> Any:

@@ -154,6 +154,11 @@ def narrowed(x: Tensor) -> Tensor:
     return x.to(narrow) if narrow and x.dtype == torch.float32 else x
 
 
+def at_least_float32(t: Tensor) -> Tensor:
+    """``t``, but not in a narrower type, in which torch cannot solve linear systems."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
     """A context without autocast for ``x``, for maps of whole streams."""
     return (
