@@ -204,12 +204,6 @@ class SkippedFiles:
     """The unreadable images of a split, for ``data.on_error=skip``.
 
     Workers and the main process share the list, so a file counts only once, not in every epoch.
-
-    Args:
-        paths: all files of the split.
-        labels: of the files.
-        classes: names, by label.
-        at_most: largest number of images to skip.
     """
 
     def __init__(
@@ -221,12 +215,7 @@ class SkippedFiles:
         self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def add(self, row: int, error: DataError, among: Tensor | None = None) -> None:
-        """Skip the file at ``row`` and log why.
-
-        Args:
-            row: of the file.
-            error: of the decoder.
-            among: the rows of the set that reads it; None for the whole split.
+        """Skip the file at ``row`` and log why; ``among`` are the rows of the set that reads it.
 
         Raises:
             DataError: more than ``at_most`` files are skipped, or all images of a class.

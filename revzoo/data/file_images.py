@@ -61,15 +61,12 @@ class FileImages(ImageSet):
     """Images in files.
 
     Args:
-        files: paths and labels.
-        classes: names, by label.
-        channels: 3 (RGB), 1 (grey), or those of the files.
-        sizes: height and width in pixels of the images that are returned.
+        files, classes: paths and labels, and the names of the labels.
+        channels, sizes, dtype: of the images that are returned.
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``transforms.cropped``.
         training: whether this set is read for training.
         resize: whether images of other sizes are resized; if False, they raise.
-        dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
         progressive: sizes of the training images by epoch, see :func:`sizes_in`, or None.
         skipped: records unreadable files, which batches leave out; None to raise.
     """
@@ -273,15 +270,14 @@ class FileImages(ImageSet):
         self._files.fetch(shards)
 
     def sample(self) -> Tensor:
-        """Up to 1,000 images, prepared for evaluation: evenly spaced, or the first in shards."""
-        return self._sampled()[0]
+        return self.sampled()[0]
 
-    def _sampled(self) -> Batch:
+    def sampled(self) -> Batch:
+        """Up to 1,000 images, prepared for evaluation: evenly spaced, or the first in shards."""
         few = self._few()
         return few.__getitems__(range(len(few)))
 
     def _few(self) -> Self:
-        """Up to 1,000 images, prepared for evaluation."""
         step = -(-len(self) // _SAMPLE)  # rounded up
         if self.shards is not None:  # the first: each shard may be a download, its order is random
             step = 1

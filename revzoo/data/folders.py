@@ -369,11 +369,7 @@ def _refuse_volumes(where: str, names: Iterable[str]) -> None:
 
 
 def images_below(root: Path, unread: Counter[str] | None = None) -> Iterator[str]:
-    """The images below ``root``, sorted by folder, then by name.
-
-    Args:
-        root: a folder.
-        unread: counts the suffixes of the other files.
+    """The images below ``root``, sorted by folder, then by name; counts other suffixes.
 
     Raises:
         OSError: a folder cannot be read; without its images, a run would train on fewer.

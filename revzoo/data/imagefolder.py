@@ -257,12 +257,9 @@ def _check_progressive(points: Points, sizes: tuple[int, ...] | None) -> None:
         )
     pairs = all(isinstance(point, Sequence) and len(point) == 2 for point in points)
     numbers = pairs and all(is_count(e, 0) and is_count(s, 32) for e, s in points)
-    if not (points and numbers and all(s % 32 == 0 for _, s in points) and _rise(points)):
+    fits = numbers and all(s % 32 == 0 for _, s in points)
+    if not (points and fits and all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))):
         raise ValueError(
             f"data.progressive={points}: expected pairs [epoch, side] in rising order, with sides "
             "that are multiples of 32, such as [[11,160],[13,192]]"
         )
-
-
-def _rise(points: Points) -> bool:
-    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))

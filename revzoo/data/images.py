@@ -35,12 +35,8 @@ class ImageSet(Dataset[Batch]):
     Attributes:
         labels: int64 (N,), or masks uint8 (N, H, W) with a class for each pixel, or float32 (N, K).
         classes: names, by label.
-        groups: int64 (N,) of the whole set; images of one group stay in one part of a split. None
-            if each image is its own.
-        shards: int64 (N,), the file that holds each image, which an epoch's order takes into
-            account. None if each image is a file.
-        window: number of shards whose images are shuffled together.
-        prefetch: number of shards that are downloaded before they are needed.
+        groups, shards, window, prefetch: as in :class:`~revzoo.data.folders.Files`; groups are
+            those of the whole set.
         in_chans: C.
         sizes: H and W, or the sides of the patch of a volume.
         dtype: of the pixels, ``torch.uint8`` or ``torch.uint16``.
@@ -101,13 +97,7 @@ class ImageSet(Dataset[Batch]):
 
 
 class TensorImages(ImageSet):
-    """Images held in memory; the data module augments whole batches.
-
-    Args:
-        images: uint8 or uint16 (N, C, H, W), or volumes (N, C, D, H, W).
-        labels: int64 (N,), or masks uint8 of the images' sizes.
-        classes: names, by label.
-    """
+    """Images held in memory, (N, C, H, W), or volumes; the data module augments whole batches."""
 
     in_memory = True
 

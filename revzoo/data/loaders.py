@@ -44,14 +44,8 @@ def train_loader(
 ) -> Loader:
     """The loader for this process's share of the training images, in a new order every epoch.
 
-    Args:
-        images: the training images.
-        batch_size: images per step and process; an incomplete last batch is dropped.
-        workers: as in ``ImageData``.
-        seed: decides the order, together with the number of the epoch.
-        trainer: Lightning's trainer; None for your own loop in one process.
-        poisson: draw batches independently, see ``PoissonSampler``.
-        stretches: of images in shards, see ``ShardSampler``.
+    The options are those of ``ImageData`` and of the samplers. ``trainer`` is Lightning's; None for
+    your own loop in one process.
 
     Raises:
         DataError: the share is smaller than a batch.

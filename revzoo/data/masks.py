@@ -55,13 +55,7 @@ def _resized_crop(
 
 
 class MaskImages(FileImages):
-    """Images with masks in files.
-
-    Args:
-        files: with the paths of the masks.
-        table: uint8 (65536,): the label of each pixel value.
-        options: see ``FileImages``.
-    """
+    """Images with masks in files; ``table`` is uint8 (65536,), the label of each pixel value."""
 
     def __init__(self, files: Files, *, table: np.ndarray[Any, Any], **options: Any) -> None:
         super().__init__(files, **options)
@@ -91,10 +85,6 @@ class MaskImages(FileImages):
 
     def _preparation(self) -> tuple[object, ...]:
         return *super()._preparation(), self._table.tobytes()
-
-    def mask_sample(self) -> Tensor:
-        """Labels uint8 (n, H, W) of up to 1,000 evenly spaced images."""
-        return self._sampled()[1]
 
     def classes_seen(self) -> list[int]:
         """Two or more classes of up to 1,000 evenly spaced masks, or all if there are fewer."""
@@ -191,7 +181,7 @@ class Masks(ImageFolder):
     def train_labels(self) -> Tensor:
         """Masks uint8 (n, H, W); of a set read from files, up to 1,000 evenly spaced ones."""
         train = self._images("train")
-        return train.mask_sample() if isinstance(train, MaskImages) else train.labels
+        return train.sampled()[1] if isinstance(train, MaskImages) else train.labels
 
     def _classes_seen(self) -> list[int]:
         train = self._images("train")

@@ -34,25 +34,14 @@ Split = TypeVar("Split", bound=str)
 
 
 class DeviceImages(TensorImages):
-    """Images on a device, as bytes.
-
-    Args:
-        images: the set. Pixels that it shares with other sets are copied.
-        device: where the images live.
-    """
+    """Images on a device, as bytes; pixels that the set shares with other sets are copied."""
 
     def __init__(self, images: TensorImages, device: torch.device) -> None:
         super().__init__(images.sample().to(device), images.labels, classes=images.classes)
         self.device = device
 
     def batches(self, indices: Sequence[Sequence[int]]) -> Iterator[Batch]:
-        """The batches of a pass, on the device.
-
-        Images are bytes ``(B, C, H, W)``, labels integers ``(B,)``.
-
-        Args:
-            indices: of the images in each batch.
-        """
+        """The batches of a pass, on the device; ``indices`` of the images in each."""
         sizes, order = [len(batch) for batch in indices], torch.tensor([*chain(*indices)])
         both = (self._rows, self.labels)
         rows, labels = (torch.split(t[order].to(self.device), sizes) for t in both)
@@ -65,13 +54,7 @@ def placed(
 ) -> tuple[dict[Split, ImageSet], str]:
     """The sets of a training on ``device``: all of them there, or none.
 
-    Args:
-        sets: by split.
-        device: of the training.
-        choice: ``on_device`` of ``ImageData``.
-
-    Returns:
-        The sets, and a line that says where they are; empty for the usual place.
+    Also returns a line that says where they are; empty for the usual place.
     """
     unasked = not choice or (choice == "auto" and device.type == "cpu")
     reason = "" if unasked else _why_not(sets, device, choice)
@@ -87,14 +70,7 @@ def placed(
 def draws_of_epoch(
     augment: Augment, count: int, sizes: Sequence[int], seeds: Sequence[int]
 ) -> Tensor:
-    """The crops and flips of an epoch, ``(batches, 3, draws)``; see ``Augment.draw``.
-
-    Args:
-        augment: whose draws.
-        count: images in a batch.
-        sizes: height and width of the images in pixels.
-        seeds: of the batches.
-    """
+    """The crops and flips of an epoch, ``(batches, 3, draws)``, from the seed of each batch."""
     generator = torch.Generator()
     return torch.stack([augment.draw(count, sizes, generator.manual_seed(s)) for s in seeds])
 

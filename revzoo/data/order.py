@@ -57,13 +57,6 @@ class EpochSampler(DistributedSampler[int]):
     It subclasses ``DistributedSampler``, so Lightning keeps it and sets its epoch. In your own loop
     each pass is the next epoch.
 
-    Args:
-        count: images in all.
-        batch_size: images in a batch of one process.
-        seed: decides the order, together with the epoch.
-        processes: processes that train together.
-        rank: index of this process.
-
     Attributes:
         start: number of batches that the next pass skips; the pass after it skips none.
     """
@@ -272,11 +265,6 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
 
     A class with a single image goes to the first part, so that it can be learnt. The split never
     depends on the run's seed or the global generator.
-
-    Args:
-        labels: class indices, int64 (N,).
-        fraction: share of the images that goes to the second part, strictly between 0 and 1.
-        seed: of the split.
 
     Returns:
         Ascending int64 indices of the first and of the held-back part, together all N. The latter

@@ -104,15 +104,9 @@ def check_same_images(
     found: Mapping[str, Any],
     remedy: str = "start a new training from the weights of this one",
 ) -> None:
-    """Refuse to resume a training with other images.
+    """Refuse to resume a training with other images; ``found`` is ``ImageData.identity``.
 
-    Args:
-        trained: the state of training's data; that of published weights lacks the key "images".
-        found: ``ImageData.identity`` of this data.
-        remedy: what to do if the change is wanted.
-
-    Raises:
-        DataError: says what has changed.
+    The state of published weights lacks the key "images".
     """
     before = trained.get("images")
     if before is None or before == found:

@@ -326,7 +326,7 @@ class Table(ImageFolder):
             )
 
     def check_files(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Raise a DataError if files of rows are missing."""
+        """Raise a DataError if files of rows are missing, or an image has two paths."""
         paths = [row[name] for name in self.file_columns for row in rows]
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
@@ -334,6 +334,14 @@ class Table(ImageFolder):
                 f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
                 "data.root, or correct the table"
             )
+        names: dict[tuple[int, int], str] = {}
+        for path in paths[: len(rows)]:  # of images: one file may be in two splits
+            file = Path(path).stat()
+            if (other := names.setdefault((file.st_dev, file.st_ino), path)) != path:
+                raise DataError(
+                    f"{self.table}: {other} and {path} are one file: expected one row for each "
+                    "image; remove one of them"
+                )
 
     def _no_training(self) -> DataError:
         return DataError(
@@ -352,11 +360,8 @@ def check_table(
 ) -> FolderReport:
     """Check every row of a table, and decode its files.
 
-    Args:
-        data: the data module that trains on the table.
-        table: ``data``, or its part that reads the rows.
-        workers: as :func:`~revzoo.data.folders.check_folder`.
-        check: likewise.
+    ``table`` is the data module, or its part that reads the rows; the other options are those of
+    :func:`~revzoo.data.folders.check_folder`.
 
     Raises:
         DataError: the table cannot be read, or lacks a column.

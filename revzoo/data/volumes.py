@@ -157,11 +157,7 @@ def measure(case: Case) -> Facts:
 def fault_of(case: Case, first: Case, *, classes: int | None, patch: Sequence[int] | None) -> str:
     """The fault of a case with the file and the remedy; empty if it has none.
 
-    Args:
-        case: to check.
-        first: the case that it is compared with.
-        classes: number of classes; None if unknown.
-        patch: that must fit into the volume; None for no patch.
+    It is compared with the first case, the number of classes and the patch, if these are known.
     """
     at: Path = case.images[0]
     try:
@@ -227,15 +223,8 @@ def _check_geometry(volume: Volume, other: Volume, remedy: str) -> None:
 class VolumeImages(ImageSet):
     """Volumes in files: patches of them to train with, whole ones otherwise.
 
-    Args:
-        cases: files.
-        facts: of each case.
-        classes: names, by label.
-        patch: voxels along each axis.
-        patches: of each volume in an epoch.
-        window: see :class:`Volumes`.
-        transforms: of the patches and their masks, whose labels are one higher.
-        training: whether patches are read.
+    The options are those of :class:`Volumes`. ``transforms`` change patches and their masks, whose
+    labels are one higher.
     """
 
     in_memory = False
@@ -581,9 +570,7 @@ def check_volumes(root: Path) -> tuple[int, list[str]] | None:
 def read_prepared(paths: Sequence[Path], state: Mapping[str, Any]) -> tuple[Tensor, Volume]:
     """A volume, float32 (C, D, H, W), prepared as for training, and its first file.
 
-    Args:
-        paths: a file for each channel.
-        state: of the training's data module.
+    There is a file for each channel; the state is that of the training's data module.
 
     Raises:
         DataError: a file cannot be read, or has NaN.

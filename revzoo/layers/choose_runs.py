@@ -185,11 +185,6 @@ def chosen_bits(
     independent numbers, so each run may cause 0.5 % over the root of their number; then all runs
     are measured together.
 
-    Args:
-        model: plain.
-        runs: of its blocks.
-        images: a batch, or the shape of a random one.
-
     Returns:
         1 to 8 for each run; 0 if even 8 bits change the outputs too much.
     """

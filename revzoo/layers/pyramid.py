@@ -29,14 +29,7 @@ _MERGE = Merge()
 
 
 class LevelCoupling(AdditiveCoupling):
-    """``x_i += F(x_j)`` for two of ``streams`` streams, which may differ in shape.
-
-    Args:
-        branch: F.
-        target: i.
-        source: j.
-        streams: number of streams of the state.
-    """
+    """``x_i += F(x_j)`` for two streams, target and source, which may differ in shape."""
 
     exact = True
     pair: tuple[int, int]
@@ -61,12 +54,7 @@ class LevelCoupling(AdditiveCoupling):
 
 
 class ChannelCopies(Invertible):
-    """``(B, of, H, W) -> (B, channels, H, W)``: repeats the channels in order; injective.
-
-    Args:
-        channels: of the output, at least ``of``.
-        of: channels of the input.
-    """
+    """``(B, of, H, W) -> (B, channels, H, W)``: repeats the channels in order; injective."""
 
     streams = 1
     exact = True
@@ -88,9 +76,6 @@ class SplitLevels(Invertible):
     """The halves of each level: ``(x_0, x_1, ...) -> (a_0, b_0, a_1, b_1, ...)``.
 
     A level ``(B, C, H, W)`` becomes two streams ``(B, C / 2, H, W)``.
-
-    Args:
-        levels: number of levels.
     """
 
     exact = True
@@ -114,9 +99,7 @@ class SplitLevels(Invertible):
 class NewLevel(Invertible):
     """Appends a level of zeros ``(B, channels, H / 2, W / 2)``; the inverse drops it.
 
-    Args:
-        channels: of the new level.
-        levels: number of levels before; the last is ``(B, C, H, W)``.
+    The last level before is ``(B, C, H, W)``.
     """
 
     exact = True
@@ -145,9 +128,6 @@ class MergePyramid(Invertible):
     """All levels in one tensor of the coarsest size: finer levels are squeezed (space to depth).
 
     Level i of L, ``(B, c_i, H 2^(L-1-i), W 2^(L-1-i))``, gives ``c_i 4^(L-1-i)`` channels.
-
-    Args:
-        channels: c_i of each level, the finest first.
     """
 
     exact = True
@@ -167,15 +147,10 @@ class MergePyramid(Invertible):
 
 
 class Rearranged(Invertible):
-    """Moves the values of some successive streams by a function; the other streams pass.
+    """Moves the values of some successive streams; the other streams pass.
 
-    Args:
-        there: the function; returns a tensor or a tuple.
-        back: its inverse.
-        at: position of its first stream.
-        streams: number of streams of the state.
-        takes: number of streams that ``there`` takes.
-        gives: number of streams that it returns.
+    The function ``there`` takes some streams, beginning ``at`` one, and gives others; ``back`` is
+    its inverse.
     """
 
     exact = True

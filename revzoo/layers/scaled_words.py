@@ -66,10 +66,7 @@ def multiply(words: Tensor, scale: Tensor) -> tuple[Tensor, bool]:
 def divide(product: Tensor, scale: Tensor, saved: Sequence[Tensor]) -> Tensor:
     """The words ``(B, C, H, W)`` that :func:`multiply` got.
 
-    Args:
-        product: its result.
-        scale: the same, ``(1, C, 1, 1)``.
-        saved: the tensors that it saved: for each bit, its channels and its packed plane.
+    It has saved, for each bit, its channels and its packed plane.
     """
     ratio = _Ratio.of(scale)
     dropped = torch.zeros_like(product, dtype=torch.int16)

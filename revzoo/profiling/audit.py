@@ -310,7 +310,8 @@ def audit(
     shape, added = checked_arguments(model, input_shape, extra)
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
-    present = present_mode(model)
+    found = modes_in(model) or {"store"}  # without steps
+    present = _MIXED if len(found) > 1 else found.pop()
     wanted = modes_on([p.device for p in model.parameters()]) if modes is None else list(modes)
     for mode in wanted:
         check_choice("modes", mode, MODES)
@@ -357,11 +358,3 @@ def made_plain(twin: nn.Module) -> nn.Module:
     make_reversible(twin, None)
     assign_memory([m for m in twin.modules() if isinstance(m, Step)], "store")
     return twin
-
-
-def present_mode(model: nn.Module) -> str:
-    """The mode of all steps, ``as set`` if they differ, ``store`` without steps."""
-    modes = modes_in(model)
-    if len(modes) > 1:
-        return _MIXED
-    return modes.pop() if modes else "store"

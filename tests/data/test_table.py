@@ -180,6 +180,16 @@ def test_bad_tables_are_refused(
         _ready(table, **options)
 
 
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_one_file_with_two_names_is_refused(link: str, tmp_path: Path) -> None:
+    """A linked image was in the training and in the validation split."""
+    table = _table(tmp_path, [_row(i) for i in range(4)])
+    (tmp_path / "3.png").unlink()
+    getattr(tmp_path / "3.png", link)(tmp_path / "0.png")
+    with pytest.raises(DataError, match=r"0\.png and .*3\.png are one file: expected one row"):
+        Table(table).prepare_data()
+
+
 def test_one_group_with_two_spellings_is_refused(tmp_path: Path) -> None:
     """Patient 1 was in the training and patient 1.0 in the validation split."""
     rows = [(f"{i}.png", str(i % 2), "train", "1" if i < 4 else "1.0") for i in range(8)]
