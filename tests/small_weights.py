@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from revzoo._files import json_bytes
 from revzoo.models import ImageNetwork, create_model
-from revzoo.models.save import json_of, pack
+from revzoo.models.save import pack
 from revzoo.weights.entry import WeightsEntry
 
 OPTIONS = {"units": (1, 2, 1), "stem_width": 4, "widths": (4, 4, 8)}
@@ -45,7 +46,7 @@ def write_entry(folder: Path, name: str = "revnet38.small", **facts: Any) -> Wei
     model = small(name.partition(".")[0])
     data, entry = pack(model, file=f"{name}.safetensors", facts={"name": name, **FACTS, **facts})
     (folder / f"{name}.safetensors").write_bytes(data)
-    (folder / f"{name}.json").write_bytes(json_of(entry))
+    (folder / f"{name}.json").write_bytes(json_bytes(entry.plain()))
     return entry
 
 

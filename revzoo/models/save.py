@@ -179,7 +179,7 @@ class SavableNetwork(nn.Module):
         data, entry = pack(self, file=TENSORS_FILE, facts=facts)
         inverts = any(step.invertible for step in steps_in(self).values())
         card = model_card(entry, source=folder.name, reversible=inverts).encode()
-        contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
+        contents = {TENSORS_FILE: data, CONFIG_FILE: json_bytes(entry.plain()), "README.md": card}
         # together: an entry beside different weights would fail verification
         write_together({folder / name: content for name, content in contents.items()})
         return entry
@@ -261,11 +261,6 @@ def _outputs(network: Any, image: Tensor) -> list[Tensor]:
 def describing_save(names: Iterable[str] = _NEEDED) -> str:
     """The call that saves a model with these facts about its data, for messages."""
     return f"model.save_pretrained(FOLDER, {', '.join(f'{name}=[...]' for name in names)})"
-
-
-def json_of(entry: WeightsEntry) -> bytes:
-    """An entry as its JSON file."""
-    return json_bytes(entry.plain())
 
 
 def _known(network: SavableNetwork, *, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -264,11 +264,8 @@ class WrappedNetwork(ImageNetwork):
 class OwnNetwork(WrappedNetwork):
     """A user's network, see :func:`revzoo.register_model`.
 
-    Args:
-        keywords: of the user's function, see :func:`keywords_of`.
-        num_classes: number of logits; 0 for the classifier's input instead.
-        in_chans: channels of the images.
-        memory: memory mode of the steps in it; None keeps theirs.
+    ``keywords`` are those of the user's function, see :func:`keywords_of`. A ``memory`` of None
+    keeps the modes of the steps in it.
 
     Raises:
         TypeError: the function returned something else than a module.
@@ -383,11 +380,6 @@ def weights_address(name: str) -> str:
     return str(address)
 
 
-def weights_name(name: str) -> str:
-    """The published name of the default weights of ``LIBRARY:NAME``: ``resnet50-11ad3fa6.pth``."""
-    return weights_address(name).rpartition("/")[2]
-
-
 @dataclass(frozen=True)
 class LibraryVariant:
     """The row of a library's network: its full name."""
@@ -399,11 +391,7 @@ class LibraryNetwork(WrappedNetwork):
     """A classifier of torchvision or timm, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Args:
-        variant: the name of the network.
-        num_classes: number of logits; 0 for pooled features instead. For other numbers than the
-            library's 1,000 the classifier is new.
-        in_chans: channels of the images.
-        memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
+        variant: the name of the network; see :func:`revzoo.create_model` for the other arguments.
         img_size: side of the images in pixels, for networks whose weights depend on it.
         pretrained: let the library download and load its default weights.
 

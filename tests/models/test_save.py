@@ -7,11 +7,11 @@ from small_weights import FACTS, OPTIONS, small, undescribed, write_entry
 from torch.nn.utils import prune
 
 import revzoo
+from revzoo._files import json_bytes
 from revzoo.core.invertible import all_steps
 from revzoo.layers.make_reversible import described_runs, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
-from revzoo.models.save import json_of
 from revzoo.weights.entry import read_entry
 from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.table import WeightsTable
@@ -22,7 +22,8 @@ def test_a_folder_holds_weights_entry_and_card(tmp_path):
     entry = small().save_pretrained(folder, **FACTS)
     names = sorted(p.name for p in folder.iterdir())
     assert names == ["README.md", "config.json", "model.safetensors"]
-    assert json_of(read_entry(folder / "config.json")) == json_of(entry)
+    again = read_entry(folder / "config.json")
+    assert json_bytes(again.plain()) == json_bytes(entry.plain())
     assert dict(entry.options) == OPTIONS
     assert (entry.license, entry.num_classes, entry.input_size) == ("MIT", 5, (3, 8, 8))
     assert undescribed(entry) == []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._checks import Size
-from revzoo._files import write_together
+from revzoo._files import json_bytes, write_together
 from revzoo.cli.commands._models import add_option, trained
 from revzoo.cli.terminal import command_line, folded_command, status_of
 from revzoo.weights.source import CHECKPOINTS, resolve_source
@@ -66,7 +66,7 @@ def publish(
     ``size``: of the images, in pixels; None for the size in training.
     """
     with status_of("loading torch and Lightning"):
-        from revzoo.models.save import json_of, pack
+        from revzoo.models.save import pack
 
     restored = trained(checkpoint)
     model = restored.network
@@ -74,7 +74,7 @@ def publish(
     # the user's facts replace the checkpoint's
     facts = {**restored.facts, "input_size": sized, **facts}
     data, entry = pack(model, file=f"{facts['name']}.safetensors", facts=facts)
-    contents = {".safetensors": data, ".json": json_of(entry)}
+    contents = {".safetensors": data, ".json": json_bytes(entry.plain())}
     files = {folder / f"{entry.name}{suffix}": content for suffix, content in contents.items()}
     write_together(files)
     return list(files)

@@ -29,7 +29,7 @@ from revzoo.cli.terminal import (
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
 from revzoo.models.network import ImageNetwork
-from revzoo.models.wrapped import weights_name
+from revzoo.models.wrapped import weights_address
 from revzoo.training.callbacks.checkpoints import (
     BestCheckpoint,
     best_checkpoint_path,
@@ -211,7 +211,9 @@ def _weights(spec: Mapping[str, Any], model: nn.Module) -> str:
         return str(file)
     # a library's weights have no entry
     entry = model.entry if isinstance(model, ImageNetwork) else None
-    return (entry.name if entry else weights_name(spec["name"])) if spec.get("pretrained") else ""
+    if not spec.get("pretrained"):
+        return ""
+    return entry.name if entry else weights_address(spec["name"]).rpartition("/")[2]
 
 
 def _step(trainer: pl.Trainer, data: ImageData) -> str:
