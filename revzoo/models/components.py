@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo._checks import check_choice, check_counts
-from revzoo.core.invertible import calls_only_forward
+from revzoo._checks import check_choice, check_counts, check_probability
+from revzoo.core.invertible import Step, calls_only_forward
 from revzoo.layers.streams import narrowed
-from revzoo.models.lean import Lean
+from revzoo.models.lean import Lean, run
 
 # TensorFlow: running = decay * running + (1 - decay) * batch with decay 0.99;
 # torch: running = (1 - momentum) * running + momentum * batch. So momentum = 1 - decay.
@@ -63,11 +63,7 @@ class SamePadding(nn.Module):
     The layer then gives ``(ceil(H/stride), ceil(W/stride))``. An odd number of pixels is padded as
     ``n // 2`` before and the rest after the image. So a kernel of 3 with stride 2 pads an even side
     only after the image, where torch's padding of 1 shifts its places by one pixel.
-
-    Args:
-        kernel_size: of the layer.
-        stride: of the layer.
-        value: of the padding; ``-inf`` before a max pool.
+    ``value`` fills the padding: ``-inf`` before a max pool.
     """
 
     def __init__(self, kernel_size: int, *, stride: int, value: float = 0.0) -> None:
@@ -170,8 +166,23 @@ RELEASE = NormAct()
 """Batch normalisation and ReLU with the constants of the RevNet release."""
 
 
+class PlainStem(Step):
+    """The first layers of a network, one after the other, on one stream."""
+
+    streams = 1
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Any:
+        return run(self.children(), x)  # keeps less, see lean.py
+
+
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """The probabilities of ``depth`` units, from 0 for the first to ``rate`` for the last."""
+    check_probability("drop_path_rate", rate)
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
@@ -202,19 +213,16 @@ class Branch(Lean):
     and convolutions are numbered from 1: the ``state_dict`` keys are always the same.
 
     Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
+        in_channels, out_channels: of the whole function.
         kernels: side of each convolution's kernel.
         inner: channels between the convolutions; None for ``out_channels``.
-        stride: stride of one convolution.
-        strided: the index of that convolution.
+        stride, strided: of one convolution, and its index.
         activate_first: False omits the leading BN-ReLU, for the first branch after a stem that ends
             in BN-ReLU.
-        dropout: probability of zeroing an activation before the last convolution.
-        drop_path: probability of dropping the whole value for an image.
+        dropout, drop_path: probabilities of zeroing an activation, and the whole value of an image.
         dropout_at_conv: dropout before the last BN-ReLU, not after it.
         same: pad the strided convolution with :class:`SamePadding`.
-        norm_act: normalisation and activation.
+        norm_act: makes the normalisations and activations.
     """
 
     def __init__(
@@ -287,9 +295,6 @@ class GlobalPool(nn.Module):
         kind: ``"avg"``, ``"max"``, ``"avgmax"`` (half of their sum), ``"catavgmax"`` (both, side by
             side: twice the channels), or empty for none.
         places: the dimensions to pool over: ``(2, 3)`` of maps, ``(1,)`` of tokens.
-
-    Raises:
-        ValueError: unknown kind.
     """
 
     def __init__(self, kind: str, *, places: tuple[int, ...]) -> None:

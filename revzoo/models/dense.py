@@ -15,8 +15,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_count, size_word
+from revzoo._checks import size_word
 from revzoo.core.invertible import State, Step, as_state
+from revzoo.models.components import PlainStem
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, feature_infos
 
 CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
@@ -24,19 +25,6 @@ CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
     2: nn.Conv2d,
     3: nn.Conv3d,
 }
-
-
-class DenseStem(Step):
-    """``(B, in_chans, *sizes) -> (B, width, *sizes)``: a convolution with kernels of side 3."""
-
-    streams = 1
-
-    def __init__(self, in_chans: int, *, width: int, dims: int, bias: bool = True) -> None:
-        super().__init__()
-        self.conv = CONVOLUTIONS[dims](in_chans, width, 3, padding=1, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)
 
 
 class DenseNetwork(ImageNetwork):
@@ -74,8 +62,9 @@ class DenseNetwork(ImageNetwork):
         self.dims, self.size_multiples = variant.dims, variant.size_multiples
         self.num_features = variant.channels[0]
         stages = self.build_stages(variant)
-        stem = DenseStem(in_chans, width=self.num_features, dims=self.dims, bias=self.stem_bias)
-        self._build(variant, [stem], stages)
+        conv = CONVOLUTIONS[self.dims]
+        first = conv(in_chans, self.num_features, 3, padding=1, bias=self.stem_bias)
+        self._build(variant, [PlainStem(conv=first)], stages)
         self._assemble(num_classes, drop_rate, memory, "")
 
     @abstractmethod
@@ -99,29 +88,16 @@ class DenseNetwork(ImageNetwork):
         )
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the last convolution by a fresh one with ``num_classes`` outputs.
-
-        Args:
-            num_classes: 0 for none: the model then returns its features.
-            global_pool: None, or empty: there is no pooling.
-
-        Raises:
-            ValueError: ``num_classes`` is not an integer >= 0, or there is a pooling.
-        """
-        check_count("num_classes", num_classes, least=0)
         if global_pool:
             raise ValueError(
                 f"global_pool={global_pool!r}: expected None, since {type(self).__name__} "
                 "classifies each position and pools nothing"
             )
-        self.num_classes, self.fresh_head = num_classes, True
-        self.fc: nn.Module = nn.Identity()
-        if num_classes:
-            conv, kernel = CONVOLUTIONS[self.dims], self.head_kernel
-            self.fc = conv(self.num_features, num_classes, kernel, padding=kernel // 2)
-            # device and precision may have changed since creation
-            like = next(self.parameters())
-            self.fc.to(like.device, like.dtype).train(self.training)
+        super().reset_classifier(num_classes)
+
+    def new_classifier(self, num_classes: int) -> nn.Module:
+        conv, kernel = CONVOLUTIONS[self.dims], self.head_kernel
+        return conv(self.num_features, num_classes, kernel, padding=kernel // 2)
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
         self._check_images(x)

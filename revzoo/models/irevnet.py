@@ -186,7 +186,6 @@ class IRevNet(ConvolutionalClassifier):
         global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
-        check_probability("drop_path_rate", drop_path_rate)
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
         stem: list[Step] = [Split()]

@@ -26,66 +26,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice
 from revzoo.core.invertible import State, Step
 from revzoo.layers.momentum import MomentumBlock
-from revzoo.models.components import check_stages
-from revzoo.models.lean import Lean, run
+from revzoo.models.components import PlainStem
+from revzoo.models.lean import Lean
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo, feature_infos
-from revzoo.models.revnet import BOTTLENECK_EXPANSION, BranchKind
+from revzoo.models.revnet import ResidualRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MomentumNetVariant:
-    """One row of the table of Momentum ResNets.
+class MomentumNetVariant(ResidualRow):
+    """One row of the table of Momentum ResNets; channels are those of x.
 
     Attributes:
-        units: blocks of each stage, with its transition.
-        widths: channels of each stage, before a bottleneck multiplies them by 4.
-        strides: stride of the transition of each stage.
-        branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
         gamma: the momentum, at least 0.001 and below 1.
-        downsampling_stem: True for a 7x7 stride-2 convolution and a 3x3 stride-2 max pool
-            (ImageNet), False for one 3x3 convolution (CIFAR).
-
-    Raises:
-        ValueError: a field is out of range or the sequences differ in length.
     """
 
-    units: tuple[int, ...]
     widths: tuple[int, ...] = (64, 128, 256, 512)
     strides: tuple[int, ...] = (1, 2, 2, 2)
-    branch: BranchKind = "basic"
     gamma: float = 0.9
-    downsampling_stem: bool = False
-
-    def __post_init__(self) -> None:
-        check_stages(self, "units", "widths", "strides")
-        check_choice("branch", self.branch, get_args(BranchKind))
-
-    @property
-    def stage_channels(self) -> tuple[int, ...]:
-        """Channels of x at the end of each stage."""
-        expansion = BOTTLENECK_EXPANSION if self.branch == "bottleneck" else 1
-        return tuple(width * expansion for width in self.widths)
-
-    @property
-    def reductions(self) -> tuple[int, ...]:
-        """Image side over map side, after each stage."""
-        stem = 4 if self.downsampling_stem else 1
-        return tuple(stem * product for product in accumulate(self.strides, mul))
-
-    @property
-    def image_size(self) -> int:
-        """224 for the ImageNet stem, 32 for the CIFAR stem."""
-        return 224 if self.downsampling_stem else 32
 
     @property
     def size_multiple(self) -> int:
@@ -103,41 +67,17 @@ MOMENTUMNETS: dict[str, MomentumNetVariant] = {
 
 
 class MomentumTransition(Step):
-    """The first block of a stage: ``x`` or ``(x, v)`` to ``(y, 0)``, ``y = ReLU(s(x) + F(x))``.
+    """The first block of a stage: ``x`` or ``(x, v)`` to ``(y, 0)``, ``y = ReLU(s(x) + F(x))``."""
 
-    Args:
-        branch: F.
-        shortcut: s, to the same shape.
-        streams: 2, or 1 in the first stage.
-    """
+    outputs = 2
 
     def __init__(self, branch: nn.Module, *, shortcut: nn.Module, streams: int) -> None:
         super().__init__()
         self.branch, self.shortcut, self.streams = branch, shortcut, streams
 
-    @property
-    def outputs(self) -> int:
-        return 2
-
     def forward(self, x: Tensor, *v: Tensor) -> State:
         y = torch.relu_(self.shortcut(x) + self.branch(x))
         return y, torch.zeros_like(y)
-
-
-class MomentumStem(Step):
-    """``(B, in_chans, H, W) -> (B, width, H, W)``: convolution, BN, ReLU, and max pool if large."""
-
-    streams = 1
-
-    def __init__(self, in_chans: int, *, width: int, downsample: bool) -> None:
-        super().__init__()
-        self.conv = _conv(in_chans, width, *((7, 2) if downsample else (3, 1)))
-        self.norm = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return run((self.conv, self.norm, self.relu, self.pool), x)
 
 
 class MomentumNet(ConvolutionalClassifier):
@@ -165,8 +105,13 @@ class MomentumNet(ConvolutionalClassifier):
     ) -> None:
         super().__init__(in_chans=in_chans)
         self.num_features = variant.stage_channels[-1]
-        width = variant.widths[0]
-        stem = MomentumStem(in_chans, width=width, downsample=variant.downsampling_stem)
+        width, large = variant.widths[0], variant.downsampling_stem
+        stem = PlainStem(
+            conv=_conv(in_chans, width, *((7, 2) if large else (3, 1))),
+            norm=nn.BatchNorm2d(width),
+            relu=nn.ReLU(),
+            pool=nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity(),
+        )
         inputs = (width, *variant.stage_channels[:-1])
         stages = (_stage(variant, i, channels) for i, channels in enumerate(inputs))
         self._build(variant, [stem], stages)

@@ -283,7 +283,7 @@ class ImageNetwork(SavableNetwork, ABC):
         """
         check_count("num_classes", num_classes, least=0)
         pool = self.pool if global_pool is None else self._pool(global_pool)
-        if num_classes and not pool.kind:
+        if num_classes and not pool.kind and not self.dense:
             raise ValueError(
                 f"global_pool='' with num_classes={num_classes}: a linear layer classifies pooled "
                 "features; give num_classes=0 for features that are not pooled"
@@ -292,16 +292,19 @@ class ImageNetwork(SavableNetwork, ABC):
         if global_pool is not None and self.spec is not None:  # a saved model must be rebuilt alike
             options = {**self.spec.options, "global_pool": global_pool}
             self.spec = self.spec._replace(options=options)
-        self.fc: nn.Module = nn.Identity()
-        if num_classes:
-            # as in the TensorFlow release of arXiv 1707.04585: uniform of variance 1 / in_features
-            self.fc = nn.Linear(self.num_features * pool.widening, num_classes)
-            bound = math.sqrt(3.0 / self.fc.in_features)
-            nn.init.uniform_(self.fc.weight, -bound, bound)
-            nn.init.zeros_(self.fc.bias)
-            # device and precision may have changed since creation
-            like = next(self.parameters())
-            self.fc.to(like.device, like.dtype).train(self.training)
+        self.fc = self.new_classifier(num_classes) if num_classes else nn.Identity()
+        # device and precision may have changed since creation
+        like = next(self.parameters())
+        self.fc.to(like.device, like.dtype).train(self.training)
+
+    def new_classifier(self, num_classes: int) -> nn.Module:
+        """A fresh layer from the pooled features to logits."""
+        layer = nn.Linear(self.num_features * self.pool.widening, num_classes)
+        # as in the TensorFlow release of arXiv 1707.04585: uniform of variance 1 / in_features
+        bound = math.sqrt(3.0 / layer.in_features)
+        nn.init.uniform_(layer.weight, -bound, bound)
+        nn.init.zeros_(layer.bias)
+        return layer
 
     @property
     def encoded_channels(self) -> int:

@@ -188,16 +188,9 @@ class SqueezeExcite(nn.Module):
 class MBConv(Lean):
     """A MobileNet block, ``(B, in, H, W) -> (B, out, ceil(H / stride), ceil(W / stride))``.
 
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the value.
-        kernel: side of the depthwise convolution's kernel, odd.
-        expand: its width over ``in_channels``; 1 omits the first 1x1 convolution.
-        squeeze: hidden width of squeeze-excite over ``in_channels``; 0 omits it.
-        norm_act: normalisation and activation.
-        stride: of the depthwise convolution.
-        drop_path: probability of dropping the whole value for an image.
-        upsample: bilinear upsampling of the value by this factor.
+    ``kernel`` and ``stride`` are those of the depthwise convolution, ``expand`` its width over
+    ``in_channels``, ``squeeze`` the hidden width of squeeze-excite over them. An ``expand`` of 1
+    and a ``squeeze`` of 0 omit these layers. ``upsample`` is a factor of bilinear upsampling.
     """
 
     def __init__(

@@ -43,13 +43,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo._checks import check_count, check_probability
+from revzoo._checks import check_count
 from revzoo.core.invertible import Invertible, State, Step, as_state
 from revzoo.core.replay import Recorder
 from revzoo.core.sums import add, put_on_grid_of
 from revzoo.core.words import Fixed, words_in
 from revzoo.layers.scaled_words import SMALLEST, divide, multiply
-from revzoo.models.components import check_stages, drop_path_rates, stochastic_depth
+from revzoo.models.components import PlainStem, check_stages, drop_path_rates, stochastic_depth
 from revzoo.models.network import ConvolutionalClassifier, FeatureInfo
 
 # the release's values
@@ -312,21 +312,6 @@ class Level(Invertible):
         return product
 
 
-class RevColStem(Step):
-    """``(B, in_chans, H, W) -> (B, width, H/4, W/4)``: a convolution of patches, then LN."""
-
-    streams = 1
-
-    def __init__(self, in_chans: int, *, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(in_chans, width, STEM_STRIDE, stride=STEM_STRIDE)
-        self.norm = ChannelNorm(width)
-
-    def forward(self, *state: Tensor) -> Tensor:
-        (x,) = state
-        return self.norm(self.conv(x))
-
-
 class RevCol(ConvolutionalClassifier):
     """Reversible column network, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
@@ -355,9 +340,10 @@ class RevCol(ConvolutionalClassifier):
         global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
-        check_probability("drop_path_rate", drop_path_rate)
         self.num_features = variant.widths[-1]
-        stem = RevColStem(in_chans, width=variant.widths[0])
+        width = variant.widths[0]
+        patches = nn.Conv2d(in_chans, width, STEM_STRIDE, stride=STEM_STRIDE)
+        stem = PlainStem(conv=patches, norm=ChannelNorm(width))
         columns = range(variant.columns)
         self._build(variant, [stem], (_column(variant, i == 0, drop_path_rate) for i in columns))
         self.apply(_initialise)

@@ -42,13 +42,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo._checks import check_choice, check_count, check_counts, check_probability
+from revzoo._checks import check_counts
 from revzoo.core.invertible import State, Step
 from revzoo.layers.sequence import ReversibleBlock
-from revzoo.models.components import ACTIVATIONS, drop_path_rates, stochastic_depth
+from revzoo.models.components import drop_path_rates, stochastic_depth
 from revzoo.models.lean import Lean, run
 from revzoo.models.network import FeatureInfo, feature_infos
-from revzoo.models.revvit import EPSILON, MLP, STD, TokenNetwork
+from revzoo.models.revvit import EPSILON, MLP, STD, TokenNetwork, TokenRow
 
 # the release's values
 PATCH_KERNEL, PATCH_STRIDE = 7, 4
@@ -59,44 +59,22 @@ BIAS = 0.02  # initial, of linear layers and normalisations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevMViTVariant:
+class RevMViTVariant(TokenRow):
     """One row of the table of reversible multiscale vision transformers.
 
-    Attributes:
-        width: width D of a token in one stream of the first stage; doubles with each stage.
-        units: number of blocks of each stage; in later stages, the first is the transition.
-        heads: heads of the attention in the first stage, a divisor of ``width``; doubles, too.
-        img_size: height and width of the images in pixels, a multiple of ``size_multiple``;
-            decides the number of position embeddings.
-        mlp_ratio: hidden width of an MLP over its width.
-        activation: of the MLPs, a name in :data:`~revzoo.models.components.ACTIVATIONS`.
-        dropout: probability of zeroing a value in a branch.
-        drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
-            block; it rises linearly from 0 at the first.
+    Width and heads double with each stage; ``img_size`` is a multiple of ``size_multiple``.
 
-    Raises:
-        ValueError: a field is out of range or does not fit another.
+    Attributes:
+        units: number of blocks of each stage; in later stages, the first is the transition.
     """
 
-    width: int
     units: tuple[int, ...]
     heads: int = 1
-    img_size: int = 224
-    mlp_ratio: int = 4
-    activation: str = "gelu"
-    dropout: float = 0.0
-    drop_path_rate: float = 0.0
 
     def __post_init__(self) -> None:
+        TokenRow.__post_init__(self)
         # configurations give lists; the class is frozen, and rows must be hashable
         object.__setattr__(self, "units", check_counts("units", self.units))
-        for name in ("width", "heads", "img_size", "mlp_ratio"):
-            check_count(name, getattr(self, name))
-        for name in ("dropout", "drop_path_rate"):
-            check_probability(name, getattr(self, name))
-        check_choice("activation", self.activation, ACTIVATIONS)
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
         if self.img_size % self.size_multiple:
             raise ValueError(
                 f"img_size={self.img_size}: expected a multiple of {self.size_multiple}, since "
@@ -226,8 +204,7 @@ class StageTransition(Step):
         self.attention = attention
         self.mlp = mlp
 
-    def forward(self, *state: Tensor) -> State:
-        (x,) = state
+    def forward(self, x: Tensor) -> State:
         assert self.attention.pool_q is not None
         y = self.attention.pool_q(x).transpose(1, 2).flatten(2) + self.attention(x)
         y = y + self.mlp(y)

@@ -52,6 +52,7 @@ from revzoo.models.components import (
     Branch,
     NormAct,
     NormKind,
+    PlainStem,
     SamePadding,
     check_stages,
     conv2d,
@@ -121,65 +122,33 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One row of a table: widths, depths and strides. Channels count all streams together.
+class ResidualRow:
+    """Widths, depths and strides of a residual network. Channels count all streams together.
 
     Attributes:
-        stem_width: channels after the stem.
         widths: channels of each stage, before a bottleneck multiplies them by 4.
         units: number of residual units of each stage.
         strides: stride of the first unit of each stage.
         branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
         downsampling_stem: True for a 7x7 stride-2 convolution and a 3x3 stride-2 max pool
             (ImageNet), False for one 3x3 convolution (CIFAR).
-        norm: ``"batch"``, ``"group"`` or ``"none"``, see
-            :class:`~revzoo.models.components.NormAct`.
-        activation: a name in :data:`~revzoo.models.components.ACTIVATIONS`.
-        convention: a name in :data:`CONVENTIONS`.
-
-    Raises:
-        ValueError: a field is out of range or the sequences differ in length.
     """
 
-    stem_width: int
     widths: tuple[int, ...]
     units: tuple[int, ...]
     strides: tuple[int, ...] = (1, 2, 2)
     branch: BranchKind = "basic"
     downsampling_stem: bool = False
-    norm: NormKind = "batch"
-    activation: str = "relu"
-    convention: str = "gomez"
 
     def __post_init__(self) -> None:
         check_stages(self, "widths", "units", "strides")
-        check_count("stem_width", self.stem_width)
         check_choice("branch", self.branch, get_args(BranchKind))
-        check_choice("convention", self.convention, CONVENTIONS)
-        NormAct(self.norm, self.activation)  # refuses unknown names
-
-    @property
-    def norm_act(self) -> NormAct:
-        """Normalisation and activation, with the constants of the convention."""
-        constants = CONVENTIONS[self.convention]
-        return NormAct(self.norm, self.activation, constants.momentum, constants.epsilon)
 
     @property
     def stage_channels(self) -> tuple[int, ...]:
         """Channels at the end of each stage, all streams together."""
         expansion = BOTTLENECK_EXPANSION if self.branch == "bottleneck" else 1
         return tuple(width * expansion for width in self.widths)
-
-    @property
-    def size_multiple(self) -> int:
-        """Height and width of an image must be multiples of this number.
-
-        The basic shortcut average-pools without padding, which fits the branch's padded strided
-        convolution on even sizes only; a strided 1x1 convolution fits any size.
-        """
-        if self.branch == "bottleneck" or CONVENTIONS[self.convention].memcnn:
-            return 1
-        return self.reductions[-1]
 
     @property
     def reductions(self) -> tuple[int, ...]:
@@ -191,6 +160,50 @@ class Variant:
     def image_size(self) -> int:
         """224 for the ImageNet stem, 32 for the CIFAR stem."""
         return 224 if self.downsampling_stem else 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant(ResidualRow):
+    """One row of the tables of RevNets and ResNets.
+
+    Attributes:
+        stem_width: channels after the stem.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see
+            :class:`~revzoo.models.components.NormAct`.
+        activation: a name in :data:`~revzoo.models.components.ACTIVATIONS`.
+        convention: a name in :data:`CONVENTIONS`.
+
+    Raises:
+        ValueError: a field is out of range or the sequences differ in length.
+    """
+
+    stem_width: int
+    norm: NormKind = "batch"
+    activation: str = "relu"
+    convention: str = "gomez"
+
+    def __post_init__(self) -> None:
+        ResidualRow.__post_init__(self)
+        check_count("stem_width", self.stem_width)
+        check_choice("convention", self.convention, CONVENTIONS)
+        NormAct(self.norm, self.activation)  # refuses unknown names
+
+    @property
+    def norm_act(self) -> NormAct:
+        """Normalisation and activation, with the constants of the convention."""
+        constants = CONVENTIONS[self.convention]
+        return NormAct(self.norm, self.activation, constants.momentum, constants.epsilon)
+
+    @property
+    def size_multiple(self) -> int:
+        """Height and width of an image must be multiples of this number.
+
+        The basic shortcut average-pools without padding, which fits the branch's padded strided
+        convolution on even sizes only; a strided 1x1 convolution fits any size.
+        """
+        if self.branch == "bottleneck" or CONVENTIONS[self.convention].memcnn:
+            return 1
+        return self.reductions[-1]
 
     def stages(self, *, dropout: float = 0.0, drop_path_rate: float = 0.0) -> list[list[UnitPlan]]:
         """One list of unit plans per stage; the first unit of a stage changes width and stride.
@@ -353,7 +366,7 @@ def shortcut(plan: UnitPlan) -> nn.Module:
     return Lean(projection, plan.norm_act.normalise(out)) if plan.memcnn else projection
 
 
-class Stem(Step):
+class Stem(PlainStem):
     """The first layers: ``(B, in_chans, H, W)`` -> ``out_streams`` of ``(B, channels / out_streams,
     H, W)``.
 
@@ -363,8 +376,6 @@ class Stem(Step):
     It ends in BN-ReLU, so the first branch omits it. With ``downsample`` it is the ImageNet stem,
     whose output is ``(H/4, W/4)``, rounded up.
     """
-
-    streams = 1
 
     def __init__(
         self,
@@ -376,31 +387,24 @@ class Stem(Step):
         norm_act: NormAct = RELEASE,
         same: bool = False,
     ) -> None:
-        super().__init__()
-        self.out_streams = out_streams
-        kernel_size, stride = (7, 2) if downsample else (3, 1)
+        side, stride = (7, 2) if downsample else (3, 1)
         same = same and downsample  # without strides, both paddings are the same
-        self.conv = conv2d(
-            in_chans,
-            out_channels=channels,
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=0 if same else None,
+        layers: dict[str, nn.Module] = {"pad": SamePadding(side, stride=stride)} if same else {}
+        padding = 0 if same else None
+        layers["conv"] = conv2d(
+            in_chans, out_channels=channels, kernel_size=side, stride=stride, padding=padding
         )
-        self.norm = norm_act.normalise(channels)
-        self.relu = norm_act.activate()
-        self.pool: nn.Module = nn.Identity()
-        self.pad: nn.Module | None = None
+        layers["norm"], layers["relu"] = norm_act.normalise(channels), norm_act.activate()
         if same:
-            self.pad = SamePadding(kernel_size, stride=stride)
             pool_pad = SamePadding(3, stride=2, value=-torch.inf)
-            self.pool = nn.Sequential(pool_pad, nn.MaxPool2d(3, stride=2))
+            layers["pool"] = nn.Sequential(pool_pad, nn.MaxPool2d(3, stride=2))
         elif downsample:
-            self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+            layers["pool"] = nn.MaxPool2d(3, stride=2, padding=1)
+        super().__init__(**layers)
+        self.out_streams = out_streams
 
     def forward(self, x: Tensor) -> Tensor | State:
-        pad = () if self.pad is None else (self.pad,)
-        y = run((*pad, self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see lean.py
+        y = super().forward(x)
         return y if self.out_streams == 1 else halves(y)
 
 
@@ -439,7 +443,6 @@ class StagedNetwork(ConvolutionalClassifier):
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("dropout", dropout)
-        check_probability("drop_path_rate", drop_path_rate)
         self.num_features = variant.stage_channels[-1]
         stem = Stem(
             in_chans,

@@ -20,12 +20,12 @@ coarser levels, too: with the published widths 1.33 times the values of the fine
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import Step
@@ -36,7 +36,7 @@ from revzoo.models.dense import CONVOLUTIONS, DenseNetwork
 from revzoo.models.revcol import FirstLevel
 
 SLOPE = 0.01  # of the leaky ReLUs, torch's default
-POOLS = {1: functional.max_pool1d, 2: functional.max_pool2d, 3: functional.max_pool3d}
+POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 UPSAMPLINGS = {1: "linear", 2: "bilinear", 3: "trilinear"}
 MERGE = Merge()
 
@@ -92,41 +92,6 @@ REVUNETS: dict[str, RevUNetVariant] = {
 }
 
 
-class UNetBranch(nn.Sequential):
-    """F and G of a block: GN - leaky ReLU - conv, same shape."""
-
-    def __init__(self, channels: int, *, groups: int, dims: int) -> None:
-        super().__init__(
-            nn.GroupNorm(groups, channels),
-            nn.LeakyReLU(SLOPE, inplace=True),
-            CONVOLUTIONS[dims](channels, channels, 3, padding=1, bias=False),
-        )
-
-
-class Downsampling(nn.Module):
-    """``(B, C, *sizes) -> (B, width, *sizes / 2)``: maximum, then 1x1 convolution."""
-
-    def __init__(self, channels: int, *, width: int, dims: int) -> None:
-        super().__init__()
-        self.conv = CONVOLUTIONS[dims](channels, width, 1)
-        self.dims = dims
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(POOLS[self.dims](x, 2))
-
-
-class Upsampling(nn.Module):
-    """``(B, C, *sizes) -> (B, width, *sizes * 2)``: 1x1 convolution, then interpolation."""
-
-    def __init__(self, channels: int, *, width: int, dims: int) -> None:
-        super().__init__()
-        self.conv = CONVOLUTIONS[dims](channels, width, 1)
-        self.mode = UPSAMPLINGS[dims]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.interpolate(self.conv(x), scale_factor=2, mode=self.mode)
-
-
 class RevUNet(DenseNetwork):
     """Reversible U-Net, ``(B, in_chans, *sizes) -> (B, num_classes, *sizes)``.
 
@@ -179,14 +144,22 @@ def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
     The streams are the levels above, the halves of the present one, and the levels below.
     """
     channels, last = variant.channels, len(variant.channels) - 1
+    dims, conv = variant.dims, CONVOLUTIONS[variant.dims]
+
+    def residual(width: int) -> nn.Module:
+        """F and G of a block."""
+        return nn.Sequential(
+            nn.GroupNorm(variant.groups, width),
+            nn.LeakyReLU(SLOPE, inplace=True),
+            conv(width, width, 3, padding=1, bias=False),
+        )
 
     def couplings(level: int, name: str, streams: int) -> dict[str, Step]:
         steps: dict[str, Step] = {}
         for j in range(2 * variant.units[level]):
-            branch = UNetBranch(channels[level] // 2, groups=variant.groups, dims=variant.dims)
             target, source = (level, level + 1) if j % 2 == 0 else (level + 1, level)
             steps[f"{name}{j}"] = LevelCoupling(
-                branch, target=target, source=source, streams=streams
+                residual(channels[level] // 2), target=target, source=source, streams=streams
             )
         return steps
 
@@ -199,10 +172,10 @@ def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
     for level in range(last + 1):
         steps: dict[str, Step] = {}
         if level:
-            width = channels[level]
-            branch: nn.Module = Downsampling(channels[level - 1], width=width, dims=variant.dims)
+            narrow = conv(channels[level - 1], channels[level], 1)
+            down = nn.Sequential(OrderedDict(pool=POOLS[dims](2), conv=narrow))
             steps["merge"] = merge(level - 1, level + 1)
-            steps["down"] = FirstLevel(branch, level=level - 1)
+            steps["down"] = FirstLevel(down, level=level - 1)
         steps["split"] = split(level, level + 1)
         steps |= couplings(level, "encoder", level + 2)
         if level == last:
@@ -211,9 +184,11 @@ def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
                 steps["end"] = merge(0, 2)
         yield steps
     for level in reversed(range(last)):
-        branch = Upsampling(channels[level + 1], width=channels[level], dims=variant.dims)
+        narrow = conv(channels[level + 1], channels[level], 1)
+        wide = nn.Upsample(scale_factor=2, mode=UPSAMPLINGS[dims])
+        up = nn.Sequential(OrderedDict(conv=narrow, up=wide))
         steps = {"merge": merge(level + 1, last + 2)}
-        steps["up"] = LevelCoupling(branch, target=level, source=level + 1, streams=last + 1)
+        steps["up"] = LevelCoupling(up, target=level, source=level + 1, streams=last + 1)
         steps["split"] = split(level, last + 1)
         steps |= couplings(level, "decoder", last + 2)
         if not level:

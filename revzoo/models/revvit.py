@@ -49,17 +49,15 @@ EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RevViTVariant:
-    """One row of the table of reversible vision transformers.
+class TokenRow:
+    """Width and sizes of a vision transformer.
 
     Attributes:
-        width: width D of a token in one stream.
-        depth: number of blocks; each is an attention and an MLP.
-        heads: heads of the attention, a divisor of ``width``.
-        img_size: height and width of the images in pixels, a multiple of ``patch_size``; decides
-            the number of position embeddings.
-        patch_size: side of a patch in pixels.
-        mlp_ratio: hidden width of an MLP over ``width``.
+        width: width D of a token in one stream, in the first stage.
+        heads: heads of the attention there, a divisor of ``width``.
+        img_size: height and width of the images in pixels; decides the number of position
+            embeddings.
+        mlp_ratio: hidden width of an MLP over its width.
         activation: of the MLPs, a name in :data:`~revzoo.models.components.ACTIVATIONS`.
         dropout: probability of zeroing a value in a branch.
         drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
@@ -70,23 +68,39 @@ class RevViTVariant:
     """
 
     width: int
-    depth: int
     heads: int
     img_size: int = 224
-    patch_size: int = 16
     mlp_ratio: int = 4
     activation: str = "gelu"
     dropout: float = 0.0
     drop_path_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("width", "depth", "heads", "img_size", "patch_size", "mlp_ratio"):
+        for field in ("width", "heads", "img_size", "mlp_ratio"):
             check_count(field, getattr(self, field))
         for field in ("dropout", "drop_path_rate"):
             check_probability(field, getattr(self, field))
         check_choice("activation", self.activation, ACTIVATIONS)
         if self.width % self.heads:
             raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevViTVariant(TokenRow):
+    """One row of the table of reversible vision transformers; ``patch_size`` divides ``img_size``.
+
+    Attributes:
+        depth: number of blocks; each is an attention and an MLP.
+        patch_size: side of a patch in pixels.
+    """
+
+    depth: int
+    patch_size: int = 16
+
+    def __post_init__(self) -> None:
+        TokenRow.__post_init__(self)
+        check_count("depth", self.depth)
+        check_count("patch_size", self.patch_size)
         if self.img_size % self.patch_size:
             raise ValueError(
                 f"img_size={self.img_size}: expected a multiple of patch_size={self.patch_size}; "
@@ -178,8 +192,7 @@ class PatchEmbedding(Step):
         self.positions = nn.Parameter(torch.empty(1, patches, conv.out_channels))
         nn.init.trunc_normal_(self.positions, std=STD)
 
-    def forward(self, *state: Tensor) -> State:
-        (x,) = state
+    def forward(self, x: Tensor) -> State:
         # (B, D, H / P, W / P) -> (B, N, D)
         tokens = self.conv(x).flatten(2).transpose(1, 2) + self.positions
         return (tokens,) * self.copies  # one tensor twice: steps do not change their inputs

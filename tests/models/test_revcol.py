@@ -210,7 +210,7 @@ def test_errors():
     model = small()
     with pytest.raises(ImageSizeError, match="multiples of 32, since this model halves"):
         model(images(48))
-    with pytest.raises(NotInvertibleError, match=r"stem\.steps\.0 RevColStem loses"):
+    with pytest.raises(NotInvertibleError, match=r"stem\.steps\.0 PlainStem loses"):
         model.inverse(model.encode(images()))
     with pytest.raises(ValueError, match="kernel_size=4: expected an odd number"):
         small(kernel_size=4)
