@@ -20,11 +20,10 @@ from revzoo.core.invertible import State, Step, as_state
 from revzoo.models.components import PlainStem
 from revzoo.models.network import FeatureInfo, ImageNetwork, ImageSizeError, feature_infos
 
-CONVOLUTIONS: Mapping[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
-    1: nn.Conv1d,
-    2: nn.Conv2d,
-    3: nn.Conv3d,
-}
+
+def layer_for(dims: int, name: str) -> Any:
+    """Torch's class of a layer for so many axes: ``nn.Conv3d`` for 3 and ``Conv``."""
+    return getattr(nn, f"{name}{dims}d")
 
 
 class DenseNetwork(ImageNetwork):
@@ -62,7 +61,7 @@ class DenseNetwork(ImageNetwork):
         self.dims, self.size_multiples = variant.dims, variant.size_multiples
         self.num_features = variant.channels[0]
         stages = self.build_stages(variant)
-        conv = CONVOLUTIONS[self.dims]
+        conv = layer_for(self.dims, "Conv")
         first = conv(in_chans, self.num_features, 3, padding=1, bias=self.stem_bias)
         self._build(variant, [PlainStem(conv=first)], stages)
         self._assemble(num_classes, drop_rate, memory, "")
@@ -96,7 +95,7 @@ class DenseNetwork(ImageNetwork):
         super().reset_classifier(num_classes)
 
     def new_classifier(self, num_classes: int) -> nn.Module:
-        conv, kernel = CONVOLUTIONS[self.dims], self.head_kernel
+        conv, kernel = layer_for(self.dims, "Conv"), self.head_kernel
         return conv(self.num_features, num_classes, kernel, padding=kernel // 2)
 
     def stage_states(self, x: Tensor) -> Iterator[State]:

@@ -46,14 +46,9 @@ from revzoo.layers.rearrange import Squeeze
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.streams import halves
 from revzoo.models.components import check_stages
-from revzoo.models.dense import CONVOLUTIONS, DenseNetwork
+from revzoo.models.dense import DenseNetwork, layer_for
 
 SLOPE = 0.01  # of the leaky ReLUs, torch's default
-NORMS: Mapping[int, type[nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
-    1: nn.InstanceNorm1d,
-    2: nn.InstanceNorm2d,
-    3: nn.InstanceNorm3d,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +174,9 @@ def _branch(variant: IUNetVariant, before: int, after: int) -> nn.Sequential:
     for i in range(variant.convolutions):
         first = before if i == 0 else max(before, after)
         last = after if i == variant.convolutions - 1 else max(before, after)
-        conv = CONVOLUTIONS[variant.dims](first, last, 3, padding=1, bias=False)
+        conv = layer_for(variant.dims, "Conv")(first, last, 3, padding=1, bias=False)
         nn.init.kaiming_uniform_(conv.weight, a=SLOPE, mode="fan_out", nonlinearity="leaky_relu")
-        norm = NORMS[variant.dims](last, affine=True)
+        norm = layer_for(variant.dims, "InstanceNorm")(last, affine=True)
         layers += (conv, norm, nn.LeakyReLU(SLOPE, inplace=True))
     return nn.Sequential(*layers)
 

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import Size, check_choice, check_count, check_probability, is_count, size_word
+from revzoo._checks import check_choice, check_count, check_probability, is_count, size_word
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -99,7 +99,7 @@ class ImageSizeError(ValueError):
 class ImageNetwork(SavableNetwork, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
-    Subclasses build ``stem`` and ``stages``, set ``num_features`` (channels of
+    Subclasses call :meth:`_build` for stem and stages, set ``num_features`` (channels of
     :meth:`forward_features`), call :meth:`_assemble` at the end of their constructor, and define
     the abstract methods.
     """
@@ -130,9 +130,6 @@ class ImageNetwork(SavableNetwork, ABC):
 
     positions: ClassVar[str | None] = None
     """Path of learned positions (1, N, D), if they can be resized for other images."""
-
-    variant: Any
-    """The row of the network's table."""
 
     num_features: int
     stem: ReversibleSequence
@@ -174,10 +171,6 @@ class ImageNetwork(SavableNetwork, ABC):
 
     def _pool(self, kind: str) -> GlobalPool:
         return GlobalPool(kind, places=(2, 3) if self.channel_dim == 1 else (1,))
-
-    @property
-    def image_size(self) -> Size:
-        return self.variant.image_size
 
     @property
     @abstractmethod

@@ -32,11 +32,10 @@ from revzoo.core.invertible import Step
 from revzoo.layers.pyramid import LevelCoupling, Rearranged
 from revzoo.layers.streams import Merge, halves
 from revzoo.models.components import check_stages
-from revzoo.models.dense import CONVOLUTIONS, DenseNetwork
+from revzoo.models.dense import DenseNetwork, layer_for
 from revzoo.models.revcol import FirstLevel
 
 SLOPE = 0.01  # of the leaky ReLUs, torch's default
-POOLS = {1: nn.MaxPool1d, 2: nn.MaxPool2d, 3: nn.MaxPool3d}
 UPSAMPLINGS = {1: "linear", 2: "bilinear", 3: "trilinear"}
 MERGE = Merge()
 
@@ -144,7 +143,7 @@ def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
     The streams are the levels above, the halves of the present one, and the levels below.
     """
     channels, last = variant.channels, len(variant.channels) - 1
-    dims, conv = variant.dims, CONVOLUTIONS[variant.dims]
+    dims, conv = variant.dims, layer_for(variant.dims, "Conv")
 
     def residual(width: int) -> nn.Module:
         """F and G of a block."""
@@ -173,7 +172,7 @@ def _stages(variant: RevUNetVariant) -> Iterator[dict[str, Step]]:
         steps: dict[str, Step] = {}
         if level:
             narrow = conv(channels[level - 1], channels[level], 1)
-            down = nn.Sequential(OrderedDict(pool=POOLS[dims](2), conv=narrow))
+            down = nn.Sequential(OrderedDict(pool=layer_for(dims, "MaxPool")(2), conv=narrow))
             steps["merge"] = merge(level - 1, level + 1)
             steps["down"] = FirstLevel(down, level=level - 1)
         steps["split"] = split(level, level + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +57,8 @@ class SavableNetwork(nn.Module):
         fresh_head: whether the classifier was replaced after ``entry`` or ``trained_on`` was set.
     """
 
+    variant: Any
+    """The row of the network's table."""
     num_classes: int
     in_chans: int
     dims: int = 2
@@ -94,9 +95,9 @@ class SavableNetwork(nn.Module):
         self._entry, self.fresh_head = entry, False
 
     @property
-    @abstractmethod
     def image_size(self) -> Size:
         """Size in pixels of the images in the architecture's publication: the side of a square."""
+        return self.variant.image_size
 
     def batch_shape(self, batch: int, size: Size | None = None) -> tuple[int, ...]:
         """The shape of ``batch`` images of ``size`` pixels, or of :attr:`image_size`."""
