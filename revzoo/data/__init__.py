@@ -3,20 +3,35 @@
 Start reading at ``module.py``, which holds the rules for every set.
 """
 
-from revzoo.data.augment import Augment as Augment
-from revzoo.data.augment import DictTransform as DictTransform
-from revzoo.data.cifar import CIFAR10 as CIFAR10
-from revzoo.data.cifar import CIFAR100 as CIFAR100
-from revzoo.data.digits import Digits as Digits
-from revzoo.data.errors import DataError as DataError
-from revzoo.data.imagefolder import ImageFolder as ImageFolder
-from revzoo.data.masks import Masks as Masks
-from revzoo.data.module import ImageData as ImageData
-from revzoo.data.registry import DATA as DATA
-from revzoo.data.registry import register_data as register_data
-from revzoo.data.registry import register_transform as register_transform
-from revzoo.data.shapes import Blobs3d as Blobs3d
-from revzoo.data.shapes import Shapes as Shapes
-from revzoo.data.sharded import Shards as Shards
-from revzoo.data.table import Table as Table
-from revzoo.data.volumes import Volumes as Volumes
+from revzoo.data.augment import Augment, DictTransform
+from revzoo.data.cifar import CIFAR10, CIFAR100
+from revzoo.data.digits import Digits
+from revzoo.data.errors import DataError
+from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.masks import Masks
+from revzoo.data.module import ImageData
+from revzoo.data.registry import DATA, register_data, register_transform
+from revzoo.data.shapes import Blobs3d, Shapes
+from revzoo.data.sharded import Shards
+from revzoo.data.table import Table
+from revzoo.data.volumes import Volumes
+
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "DATA",
+    "Augment",
+    "Blobs3d",
+    "DataError",
+    "DictTransform",
+    "Digits",
+    "ImageData",
+    "ImageFolder",
+    "Masks",
+    "Shapes",
+    "Shards",
+    "Table",
+    "Volumes",
+    "register_data",
+    "register_transform",
+]

@@ -1,43 +1,58 @@
 """The zoo: networks built from the layers, and their registry."""
 
-from revzoo.models.iresnet import IRESNETS as IRESNETS
-from revzoo.models.iresnet import IResNet as IResNet
-from revzoo.models.iresnet import IResNetVariant as IResNetVariant
-from revzoo.models.irevnet import IREVNETS as IREVNETS
-from revzoo.models.irevnet import IRevNet as IRevNet
-from revzoo.models.irevnet import IRevNetVariant as IRevNetVariant
-from revzoo.models.iunet import IUNETS as IUNETS
-from revzoo.models.iunet import IUNet as IUNet
-from revzoo.models.iunet import IUNetVariant as IUNetVariant
-from revzoo.models.momentumnet import MOMENTUMNETS as MOMENTUMNETS
-from revzoo.models.momentumnet import MomentumNet as MomentumNet
-from revzoo.models.momentumnet import MomentumNetVariant as MomentumNetVariant
-from revzoo.models.network import FeatureInfo as FeatureInfo
-from revzoo.models.network import FeatureNet as FeatureNet
-from revzoo.models.network import ImageNetwork as ImageNetwork
-from revzoo.models.registry import create_model as create_model
-from revzoo.models.registry import from_pretrained as from_pretrained
-from revzoo.models.registry import list_models as list_models
-from revzoo.models.revbifpn import REVBIFPNS as REVBIFPNS
-from revzoo.models.revbifpn import RevBiFPN as RevBiFPN
-from revzoo.models.revbifpn import RevBiFPNVariant as RevBiFPNVariant
-from revzoo.models.revcol import REVCOLS as REVCOLS
-from revzoo.models.revcol import RevCol as RevCol
-from revzoo.models.revcol import RevColVariant as RevColVariant
-from revzoo.models.revmvit import REVMVITS as REVMVITS
-from revzoo.models.revmvit import RevMViT as RevMViT
-from revzoo.models.revmvit import RevMViTVariant as RevMViTVariant
-from revzoo.models.revnet import RESNETS as RESNETS
-from revzoo.models.revnet import REVNETS as REVNETS
-from revzoo.models.revnet import ResNet as ResNet
-from revzoo.models.revnet import RevNet as RevNet
-from revzoo.models.revnet import StagedNetwork as StagedNetwork
-from revzoo.models.revnet import Variant as Variant
-from revzoo.models.revunet import REVUNETS as REVUNETS
-from revzoo.models.revunet import RevUNet as RevUNet
-from revzoo.models.revunet import RevUNetVariant as RevUNetVariant
-from revzoo.models.revvit import REVVITS as REVVITS
-from revzoo.models.revvit import VITS as VITS
-from revzoo.models.revvit import RevViT as RevViT
-from revzoo.models.revvit import RevViTVariant as RevViTVariant
-from revzoo.models.revvit import ViT as ViT
+from revzoo.models.iresnet import IRESNETS, IResNet, IResNetVariant
+from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
+from revzoo.models.iunet import IUNETS, IUNet, IUNetVariant
+from revzoo.models.momentumnet import MOMENTUMNETS, MomentumNet, MomentumNetVariant
+from revzoo.models.network import FeatureInfo, FeatureNet, ImageNetwork
+from revzoo.models.registry import create_model, from_pretrained, list_models
+from revzoo.models.revbifpn import REVBIFPNS, RevBiFPN, RevBiFPNVariant
+from revzoo.models.revcol import REVCOLS, RevCol, RevColVariant
+from revzoo.models.revmvit import REVMVITS, RevMViT, RevMViTVariant
+from revzoo.models.revnet import RESNETS, REVNETS, ResNet, RevNet, StagedNetwork, Variant
+from revzoo.models.revunet import REVUNETS, RevUNet, RevUNetVariant
+from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
+
+__all__ = [
+    "IRESNETS",
+    "IREVNETS",
+    "IUNETS",
+    "MOMENTUMNETS",
+    "RESNETS",
+    "REVBIFPNS",
+    "REVCOLS",
+    "REVMVITS",
+    "REVNETS",
+    "REVUNETS",
+    "REVVITS",
+    "VITS",
+    "FeatureInfo",
+    "FeatureNet",
+    "IResNet",
+    "IResNetVariant",
+    "IRevNet",
+    "IRevNetVariant",
+    "IUNet",
+    "IUNetVariant",
+    "ImageNetwork",
+    "MomentumNet",
+    "MomentumNetVariant",
+    "ResNet",
+    "RevBiFPN",
+    "RevBiFPNVariant",
+    "RevCol",
+    "RevColVariant",
+    "RevMViT",
+    "RevMViTVariant",
+    "RevNet",
+    "RevUNet",
+    "RevUNetVariant",
+    "RevViT",
+    "RevViTVariant",
+    "StagedNetwork",
+    "Variant",
+    "ViT",
+    "create_model",
+    "from_pretrained",
+    "list_models",
+]
