@@ -37,7 +37,7 @@ from measure import environment
 from torch import Tensor
 
 from revzoo.cli.config import compose
-from revzoo.cli.run.build import build_data, build_module, build_trainer, with_monitor
+from revzoo.cli.run.build import build_data, build_module, build_trainer, for_task
 from revzoo.data import ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule
@@ -156,7 +156,7 @@ def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
         data = RandomCIFAR(batch_size=data.batch_size, augment=data.augment)
     data.setup("fit")
     torch.manual_seed(0)
-    return data, build_module(config, **data.shape, task=data.task)
+    return data, build_module(for_task(config, data.task), **data.shape)
 
 
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
@@ -174,7 +174,7 @@ def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times
         loop(steps)
     turns = Turns(loops, steps=steps, rounds=rounds)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        trainer = build_trainer(with_monitor(config, data.task), run_dir=Path(folder))
+        trainer = build_trainer(for_task(config, data.task), run_dir=Path(folder))
         trainer.callbacks.append(turns)
         trainer.fit(module, datamodule=data)
     return turns.seconds, data.batch_size

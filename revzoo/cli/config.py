@@ -645,7 +645,7 @@ def _check_callbacks(config: Config) -> None:
                 "trainer.limit_val_batches=0 the run does not validate: set "
                 f"callbacks.{name}.monitor=train/loss, or callbacks.{name}=null"
             )
-        if figure is not None:  # else the task decides, see with_monitor in run/build.py
+        if figure is not None:  # else the task decides, see for_task in run/build.py
             check_mode(name, figure, mode)
 
 

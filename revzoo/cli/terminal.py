@@ -28,7 +28,6 @@ USER_ERRORS = (ValueError, OSError, UserError)
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-SCRIPT = "train.py"  # in a checkout; the same as ``revzoo train``
 imported: list[str] = []  # the modules of the command's --import
 
 
@@ -162,25 +161,29 @@ def message_line(error: Exception) -> str:
 
 
 def command_line(command: str, *arguments: object) -> str:
-    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``.
-
-    It repeats this process's ``--import``.
-    """
-    script, python = _script(), _as_typed("python", sys.executable)
-    if script == SCRIPT and command == "train":
-        words = [python, sys.argv[0]]
-    elif script == "revzoo":
-        words = [_as_typed("revzoo", sys.argv[0]), command]
-    elif script is not None and shutil.which("revzoo"):  # in a notebook, or a script of the user
-        words = ["revzoo", command]
-    else:
-        words = [python, "-m", "revzoo", command]
-    return shlex.join([*words, *import_arguments(), *map(str, arguments)])
+    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``."""
+    return shlex.join([_program("revzoo"), command, *_imports(), *map(str, arguments)])
 
 
-def import_arguments() -> list[str]:
-    """The modules of ``--import`` as arguments, for further processes."""
-    return [part for module in imported for part in ("--import", module)]
+def train_words() -> list[str]:
+    """The first words of a command line that trains, for another process."""
+    return [sys.executable, "-m", "revzoo", "train", *_imports()]
+
+
+def tensorboard_line(folder: object) -> str:
+    """The text of the command that shows ``folder`` in this environment's TensorBoard."""
+    return shlex.join([_program("tensorboard"), "--logdir", str(folder)])
+
+
+def _program(name: str) -> str:
+    """``name``, or its path if the environment, which has it, is not activated."""
+    # not resolved: a virtual environment's python is a link
+    path = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) == str(path) or not path.exists() else str(short_path(path))
+
+
+def _imports() -> list[str]:
+    return [word for module in imported for word in ("--import", module)]
 
 
 def override_argument(text: str) -> str:
@@ -191,49 +194,6 @@ def override_argument(text: str) -> str:
     key, equals, value = text.partition("=")
     is_plain = value.isascii() or re.search(r"""['"\\$,(){}\[\]]""", value)
     return text if is_plain else f"{key}{equals}'{value}'"
-
-
-def tensorboard_line(folder: object) -> str:
-    """The text of the command that shows ``folder`` in this environment's TensorBoard."""
-    program = Path(sys.executable).parent / "tensorboard"
-    return shlex.join([_as_typed("tensorboard", str(program)), "--logdir", str(folder)])
-
-
-def _as_typed(name: str, path: str) -> str:
-    """``name`` if the shell finds the program at ``path`` under it; otherwise ``path``, kept short.
-
-    Without an activated environment, ``name`` may be missing or another environment's program.
-    """
-    # absolute, not resolved: a virtual environment's python is a link
-    in_path, program = shutil.which(name), Path(path).absolute()
-    if not program.name.startswith(name) or (in_path and Path(in_path).parent == program.parent):
-        return name
-    return str(short_path(program))
-
-
-def train_words() -> list[str]:
-    """The first words of a command line that trains, as this process was started.
-
-    They repeat this process's ``--import``.
-    """
-    script, path = _script(), str(Path(sys.argv[0]).absolute())  # the command may change folders
-    if script == SCRIPT:
-        words = [sys.executable, path]
-    elif script == "revzoo":
-        words = [sys.executable, path, "train"]
-    else:
-        words = [sys.executable, "-m", "revzoo", "train"]
-    return [*words, *import_arguments()]
-
-
-def _script() -> str | None:
-    """The name of the script that runs; None after ``python -m revzoo``.
-
-    There ``sys.argv[0]`` is the path of a module, which may be ``.../commands/train.py``.
-    """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script
-    by_module = spec is not None and spec.name.startswith("revzoo")
-    return None if by_module else Path(sys.argv[0]).name
 
 
 def short_path(path: str | Path) -> Path:

@@ -8,7 +8,6 @@ import sys
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from small_weights import change, small, write_entry
@@ -247,30 +246,18 @@ def test_ctrl_c_after_imports_is_an_exception():
         signal.signal(signal.SIGINT, handler)
 
 
-def test_messages_name_a_command_that_exists(monkeypatch):
+def test_messages_name_a_command_that_exists(monkeypatch, tmp_path):
     """Messages named revzoo-train, although only train.py existed."""
-    module = SimpleNamespace(__spec__=SimpleNamespace(name="revzoo.__main__"))
-    script = SimpleNamespace(__spec__=None)
-    here, other = "/env/bin", "/usr/bin"
-    for main_module, argv, found, texts in [
-        (module, "x/__main__.py", here, ("python -m revzoo train", "python -m revzoo eval")),
-        (script, "/env/bin/revzoo", here, ("revzoo train", "revzoo eval")),
-        (script, "../train.py", here, ("python ../train.py", "revzoo eval")),
-        # the environment is not activated
-        (script, "/env/bin/revzoo", other, ("/env/bin/revzoo train", "/env/bin/revzoo eval")),
-        (
-            script,
-            "../train.py",
-            None,
-            ("/env/bin/python ../train.py", "/env/bin/python -m revzoo eval"),
-        ),
-    ]:
-        monkeypatch.setitem(sys.modules, "__main__", main_module)
-        monkeypatch.setattr("sys.argv", [argv])
-        monkeypatch.setattr("sys.executable", "/env/bin/python")
-        monkeypatch.setattr("shutil.which", lambda name, found=found: found and f"{found}/{name}")
-        assert tuple(terminal.command_line(name) for name in ("train", "eval")) == texts
-    monkeypatch.undo()
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert terminal.command_line("eval") == "revzoo eval"
+    program = tmp_path / "revzoo"
+    program.touch(0o755)
+    assert terminal.command_line("eval") == "revzoo eval"
+    monkeypatch.setenv("PATH", "/usr/bin")  # the environment is not activated
+    assert terminal.command_line("eval") == f"{program} eval"
+    monkeypatch.chdir(tmp_path.parent)
+    assert terminal.command_line("eval", "a b") == f"{tmp_path.name}/revzoo eval 'a b'"
 
 
 def test_train_py_without_the_environment_names_the_remedy(tmp_path):

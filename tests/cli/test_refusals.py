@@ -80,7 +80,7 @@ WITHOUT_TORCH = {
     "train model=revnet39 -m": "did you mean 'revnet38'",
     "train --resume nowhere optim.lr=1": "there is no",
     "eval ckpt=x splt=val": "did you mean 'split'",
-    "eval model=x": "expected ckpt=x",
+    "eval model=x": "expected one of the keys of an evaluation, ckpt,",
     "eval ckpt_path=a.ckpt": "did you mean 'ckpt'",
     "sweep trails=2": "did you mean 'trials'",
     "sweep optim.lrr=interval(0,1)": "did you mean 'optim.lr'",

@@ -44,13 +44,6 @@ from revzoo.weights.source import resolve_source
 
 log = logging.getLogger(__name__)
 
-# the reason why an evaluation lacks a section
-REASONS = {
-    "compile": "; only a training compiles",
-    "memory": "; the memory mode does not matter: an evaluation keeps no activations",
-    "model": "; the checkpoint contains the model, and bits=null makes its blocks plain",
-}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -100,19 +93,10 @@ def _check_keys(overrides: Iterable[str]) -> None:
     from revzoo.cli.schema import CONFIGS, EVALUATION
 
     for override in overrides:
-        key, _, value = override.partition("=")
-        if key == "model":
-            raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
-        section = key.lstrip("+").partition(".")[0]
-        trains = section in REASONS or (CONFIGS / section).is_dir()
-        if trains and section not in EVALUATION.options:
+        section = override.lstrip("+").partition("=")[0].partition(".")[0]
+        if (CONFIGS / section).is_dir() and section not in EVALUATION.options:
             keys = ", ".join(EVALUATION.options)
-            raise ConfigError(
-                f"{override}: expected one of the keys of an evaluation, {keys}"
-                + REASONS.get(section, "")
-            )
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{override}: expected KEY=VALUE")
+            raise ConfigError(f"{override}: expected one of the keys of an evaluation, {keys}")
 
 
 def evaluate(
@@ -126,6 +110,7 @@ def evaluate(
     """
     from revzoo.cli.config import check_machine
     from revzoo.cli.run.build import apply_precision, build_data, make_trainer, measure_surfaces
+    from revzoo.cli.run.console import place_of
     from revzoo.data import DataError
     from revzoo.training.callbacks.progress_bar import Progress
     from revzoo.training.class_table import class_table, lines_of, write
@@ -157,8 +142,7 @@ def evaluate(
     # before `setup`, which would measure mean and deviation of these images
     data.load_state_dict(restored.data_state)
     if is_first_process():
-        place = data_config.get("root") or data_config.get("table")
-        place = f" in {place}" if place else ""
+        place = f" in {place}" if (place := place_of(data_config)) else ""
         split = "test" if testing else "validation"
         log.info("reading the %s images of %s%s", split, type(data).__name__, place)
     data.setup("test" if testing else "validate")

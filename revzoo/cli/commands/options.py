@@ -11,7 +11,6 @@ GROUP.OPTION=VALUE.
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import textwrap
@@ -35,9 +34,7 @@ def run(args: argparse.Namespace) -> None:
         listed = "\n".join(groups())
         sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
-    width = shutil.get_terminal_size().columns
-    shown = [wrapped(text, width) for name in args.group for text in texts(name)]
-    sys.stdout.write("\n".join(shown))
+    sys.stdout.write("\n".join(text for name in args.group for text in texts(name)))
 
 
 def choices() -> dict[str, list[str]]:
@@ -141,23 +138,3 @@ def comment(option: Option) -> str:
     elif option.range:
         words.append(option.within)
     return "; ".join(words)
-
-
-def wrapped(text: str, width: int) -> str:
-    """YAML with its comments wrapped; each line of a comment begins with #. Commands stay whole."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        mark = re.search(r"(^|(?<=\s))# ", line)
-        if len(line) <= width or mark is None or re.match(r"\s*#  ", line):
-            lines.append(line)
-            continue
-        column, first, rest = mark.start(), line, ""
-        if column > width // 2:  # beside a long value the column would be narrow, so above it
-            rest, column = line[:column].rstrip(), len(line) - len(line.lstrip())
-            first = " " * column + line[mark.start() :]
-        margin = " " * column + "# "
-        lines += textwrap.wrap(
-            first, width, subsequent_indent=margin, break_long_words=False, break_on_hyphens=False
-        )
-        lines += [rest] if rest else []
-    return "\n".join([*lines, ""])

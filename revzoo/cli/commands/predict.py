@@ -26,14 +26,13 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import Size, check_count, number_of, shortened, sides_of
 from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import add_option, add_saved_bits_option, check_size, trained
-from revzoo.cli.terminal import ConfigError, columns, message_line, printable, status_of
+from revzoo.cli.terminal import ConfigError, columns, message_line, one_line, printable, status_of
 from revzoo.weights.source import resolve_source
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
@@ -74,8 +73,6 @@ def run(args: argparse.Namespace) -> None:
     check_count("--batch-size", args.batch_size)
     if args.image_size is not None:
         sides_of("--image-size", args.image_size)
-    # the form that revzoo eval takes
-    source = args.ckpt.removeprefix("ckpt=")
     # argparse cannot tell --csv FILE IMAGES from --csv IMAGES
     outputs = [path for path in args.images if path.endswith(f".{args.form}")]
     args.images = [path for path in args.images if path not in outputs]
@@ -89,7 +86,8 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"there is no image or folder {path}")
         if Path(path).is_dir() and not any(Path(path).iterdir()):
             raise ConfigError(f"no images in {path}: the folder is empty")
-    source = resolve_source(source)
+    # revzoo eval takes ckpt=
+    source = resolve_source(args.ckpt.removeprefix("ckpt="))
     with status_of("loading torch and Lightning"):
         from revzoo.data import DataError
         from revzoo.training.lightning_compat import quiet
@@ -108,34 +106,12 @@ def run(args: argparse.Namespace) -> None:
             if args.masks is None:
                 got = "classifies pixels: add --masks DIR"
             raise ConfigError(f"{source} {got}")
-        if args.masks is not None:
-            if args.form != "table":
-                raise ConfigError(f"--{args.form} is for whole images: leave it out with --masks")
-            write = partial(write_masks, size=args.image_size, tta=args.tta)
-            if restored.network.dims == 3:
-                write = partial(write_volume_masks, probabilities=args.probabilities, tta=args.tta)
-            elif args.probabilities:
-                raise ConfigError("--probabilities is for volumes: leave it out")
-            readable = write(restored, args.images, args.masks, device, on_error=report)
-            classes = ", ".join(f"{i} {n}" for i, n in enumerate(restored.data_state["classes"]))
-            rows = f"{number_of(readable, 'mask')} in {args.masks}: {classes}\n"
-        else:
-            check_size(restored.network, args.image_size)
-            options = {
-                "batch_size": args.batch_size,
-                "tta": args.tta,
-                "image_size": args.image_size,
-                "device": device,
-            }
-            # a list: the table aligns paths by the longest
-            predictions = list(predict(restored, args.images, **options, on_error=report))
-            task = restored.module.task
-            top = len(restored.data_state["classes"]) if task == "regression" else args.top
-            rows, readable = FORMS[args.form](predictions, top, task), len(predictions)
+        answer = _rows if args.masks is None else _masks
+        text, readable = answer(args, restored, device, report)
     if output is None:
-        sys.stdout.write(rows)
+        sys.stdout.write(text)
     else:
-        write_atomically(output, rows.encode())
+        write_atomically(output, text.encode())
     if unreadable:
         sys.stdout.flush()  # the rows before the last message, also in one log
         images = number_of(readable + unreadable, "image")
@@ -154,12 +130,15 @@ def _device(name: str | None) -> torch.device:
         # torch.device("cuda:7") does not raise; a tensor there does
         return torch.empty(0, device=name or default).device
     except (RuntimeError, AssertionError) as error:
-        # without torch's advice and addresses
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        raise ConfigError(
-            f"--device {name} ({reason}): expected a device of this machine: use --device cpu or "
-            "leave it out"
-        ) from None
+        raise ConfigError(f"--device {name}: {one_line(error)}") from None
+
+
+Report = Callable[["DataError"], None]
+"""Is called for each file that cannot be decoded, which is left out."""
+
+
+def _raise(error: DataError) -> None:
+    raise error
 
 
 Prediction = tuple[str, dict[str, float]]
@@ -174,91 +153,95 @@ def predict(
     tta: str | None = None,
     image_size: Size | None = None,
     device: str | torch.device = "cpu",
-    on_error: Callable[[DataError], None] | None = None,
+    on_error: Report = _raise,
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
     Images are prepared as for evaluation: resized, the centre cropped. Folders are searched
-    recursively. ``on_error`` is called for each file that cannot be decoded, which is left out;
-    without it, the error is raised.
+    recursively.
     """
     from revzoo.data import DataError
-    from revzoo.data.decode import open_image
     from revzoo.training.predict import classify
 
     # before the first image is read
     if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint has no image size: give --image-size PIXELS")
     # a list: check all paths before the first result
-    files = [str(path) for path in image_files(paths)]
+    files = [*image_files(paths)]
     # classify opens a whole batch before its first result
     opened: deque[str] = deque()
 
     def images() -> Iterator[Opened]:
-        for path in files:
-            try:
-                image = open_image(path, restored.in_chans)
-            except DataError as error:
-                if on_error is None:
-                    raise
-                on_error(error)
-                continue
-            opened.append(path)
+        for path, image in _opened(files, restored.in_chans, on_error):
+            opened.append(str(path))
             yield image
 
     network = restored.network.to(device)
-    options: dict[str, Any] = {"size": image_size, "batch_size": batch_size, "tta": tta}
-    probabilities = classify(network, images(), **options)
-    return ((opened.popleft(), classes) for classes in probabilities)
+    found = classify(network, images(), size=image_size, batch_size=batch_size, tta=tta)
+    return ((opened.popleft(), classes) for classes in found)
 
 
-def write_masks(
-    restored: Restored,
-    paths: Sequence[str | Path],
-    folder: Path,
-    device: torch.device,
-    *,
-    size: Size | None,
-    tta: str | None,
-    on_error: Callable[[DataError], None],
-) -> int:
-    """Write the mask of each image as ``FOLDER/NAME.png``; returns their number.
-
-    Raises:
-        ConfigError: the folder has files, or two images have one name.
-    """
-    from PIL import Image
-
+def _opened(
+    files: Iterable[Path], channels: int, on_error: Report
+) -> Iterator[tuple[Path, Opened]]:
     from revzoo.data import DataError
     from revzoo.data.decode import open_image
-    from revzoo.training.predict import segment
 
-    files = [*image_files(paths)]
-    _make_folder(folder, (path.stem for path in files))
-    network, written = restored.network.to(device), 0
     for path in files:
         try:
-            image = open_image(str(path), restored.in_chans)
+            image = open_image(str(path), channels)
         except DataError as error:
             on_error(error)
-            continue
-        mask = segment(network, image, size=size or restored.image_size, tta=tta)
-        Image.fromarray(mask.numpy()).save(folder / f"{path.stem}.png")
+        else:
+            yield path, image
+
+
+def _rows(
+    args: argparse.Namespace, restored: Restored, device: torch.device, on_error: Report
+) -> tuple[str, int]:
+    """The predictions for images as a text, and their number."""
+    check_size(restored.network, args.image_size)
+    options = {name: getattr(args, name) for name in ("batch_size", "tta", "image_size")}
+    # a list: the table aligns paths by the longest
+    predictions = [*predict(restored, args.images, **options, device=device, on_error=on_error)]
+    task = restored.module.task
+    top = len(restored.data_state["classes"]) if task == "regression" else args.top
+    return FORMS[args.form](predictions, top, task), len(predictions)
+
+
+def _masks(
+    args: argparse.Namespace, restored: Restored, device: torch.device, on_error: Report
+) -> tuple[str, int]:
+    """Write the masks of images or volumes; return a line that says where, and their number."""
+    volumes = restored.network.dims == 3
+    if args.form != "table":
+        raise ConfigError(f"--{args.form} is for whole images: leave it out with --masks")
+    if args.probabilities and not volumes:
+        raise ConfigError("--probabilities is for volumes: leave it out")
+    restored.network.to(device)
+    count = (_write_volume_masks if volumes else _write_masks)(args, restored, on_error)
+    classes = ", ".join(f"{i} {name}" for i, name in enumerate(restored.data_state["classes"]))
+    return f"{number_of(count, 'mask')} in {args.masks}: {classes}\n", count
+
+
+def _write_masks(args: argparse.Namespace, restored: Restored, on_error: Report) -> int:
+    """Write the mask of each image as ``FOLDER/NAME.png``; return their number."""
+    from PIL import Image
+
+    from revzoo.training.predict import segment
+
+    files, written = [*image_files(args.images)], 0
+    _make_folder(args.masks, (path.stem for path in files))
+    size = args.image_size or restored.image_size
+    for path, image in _opened(files, restored.in_chans, on_error):
+        mask = segment(restored.network, image, size=size, tta=args.tta)
+        Image.fromarray(mask.numpy()).save(args.masks / f"{path.stem}.png")
         written += 1
     return written
 
 
-def write_volume_masks(
-    restored: Restored,
-    paths: Sequence[str | Path],
-    folder: Path,
-    device: torch.device,
-    on_error: Callable[[DataError], None],
-    *,
-    probabilities: bool = False,
-    tta: str | None = None,
-) -> int:
-    """Write the mask of each volume in its format, and ``NAME_probabilities``; as write_masks."""
+def _write_volume_masks(args: argparse.Namespace, restored: Restored, on_error: Report) -> int:
+    """Write the mask of each volume in its format, and ``NAME_probabilities``; as _write_masks."""
     import numpy as np
 
     from revzoo.data import DataError
@@ -273,13 +256,13 @@ def write_volume_masks(
     from revzoo.training.predict import segment_volume
 
     cases: list[tuple[Path, ...]] = []
-    for path in map(Path, paths):
+    for path in map(Path, args.images):
         found = volumes_in(path) if path.is_dir() and not is_series(path) else [channels_of(path)]
         if not any(found):
             raise DataError(f"no volumes in {path}: expected .nii, .nii.gz, .npy or DICOM series")
         cases += filter(None, found)
-    _make_folder(folder, map(case_name, cases))
-    network, state, written = restored.network.to(device), restored.data_state, 0
+    _make_folder(args.masks, map(case_name, cases))
+    state, written = restored.data_state, 0
     window = state.get("patch") or sides_of("image_size", state["image_size"], 3)
     for channels in cases:
         try:
@@ -293,10 +276,12 @@ def write_volume_masks(
             on_error(error)
             continue
         show = sys.stderr.isatty()
-        shares = segment_volume(network, volume, window, tta=tta, progress=show).numpy()
-        target = folder / case_name(channels)
+        shares = segment_volume(
+            restored.network, volume, window, tta=args.tta, progress=show
+        ).numpy()
+        target = args.masks / case_name(channels)
         write_volume(target, shares.argmax(0).astype(np.uint8), like)
-        if probabilities:  # NIfTI has channels last
+        if args.probabilities:  # NIfTI has channels last
             moved = shares if like.affine is None else np.moveaxis(shares, 0, -1)
             write_volume(target.with_name(f"{target.name}_probabilities"), moved, like)
         written += 1
@@ -349,22 +334,17 @@ def _in_line(name: str) -> str:
     return printable(name).replace("\n", r"\n")
 
 
-def present(probabilities: Mapping[str, float]) -> list[str]:
-    """The labels of an image, the most probable first."""
-    return [name for name, p in probabilities.items() if p > 0.5]
+def _decided(found: Mapping[str, float], task: str) -> dict[str, Any]:
+    """The class of an image, or its labels; a regression decides nothing."""
+    if task == "multilabel":
+        return {"labels": [name for name, p in found.items() if p > 0.5]}
+    return {} if task == "regression" else {"class": next(iter(found), "")}
 
 
 def as_json(predictions: Sequence[Prediction], top: int, task: str = "classification") -> str:
     """A list of objects with path, class or labels, and probabilities by name; or values."""
-    rows: list[dict[str, Any]] = []
-    for path, found in predictions:
-        if task == "regression":
-            rows.append({"path": path, "values": found})
-            continue
-        row: dict[str, Any] = {"path": path, "class": next(iter(found)), "probabilities": found}
-        if task == "multilabel":
-            row = {"path": path, "labels": present(found), "probabilities": found}
-        rows.append(row)
+    kind = "values" if task == "regression" else "probabilities"
+    rows = [{"path": path, **_decided(found, task), kind: found} for path, found in predictions]
     return json.dumps(rows, indent=1) + "\n"
 
 
@@ -374,14 +354,13 @@ def as_csv(predictions: Sequence[Prediction], top: int, task: str = "classificat
     # csv's default is \r\n, which many tools show as ^M
     writer = csv.writer(text, lineterminator="\n")
     # each image orders its classes by probability; columns need one order
-    names = sorted(predictions[0][1]) if predictions else []
+    first = predictions[0][1] if predictions else {}
+    names = sorted(first)
     digits = ".9g" if task == "regression" else ".6f"  # 9 digits give each float32 back
-    heads = {"classification": ["class"], "multilabel": ["labels"]}.get(task, [])
-    writer.writerow(["path", *heads, *names])
+    writer.writerow(["path", *_decided(first, task), *names])
     for path, found in predictions:
-        first = {"class": next(iter(found)), "labels": ";".join(present(found))}
-        values = (f"{found[name]:{digits}}" for name in names)
-        writer.writerow([path, *map(first.__getitem__, heads), *values])
+        words = [v if isinstance(v, str) else ";".join(v) for v in _decided(found, task).values()]
+        writer.writerow([path, *words, *(f"{found[name]:{digits}}" for name in names)])
     return text.getvalue()
 
 

@@ -69,8 +69,8 @@ def build_data(data: Mapping[str, Any], task: str | None = None) -> ImageData:
     return built
 
 
-def with_monitor(config: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The configuration with the figure that callbacks without one compare."""
+def for_task(config: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """The configuration with the task of the data, and the figure that callbacks compare."""
     figure = config.get("monitor") or task_class(task).monitor
     callbacks = dict(config["callbacks"])
     for name in ("best_checkpoint", "early_stopping"):
@@ -78,7 +78,7 @@ def with_monitor(config: Mapping[str, Any], task: str) -> dict[str, Any]:
         if options is not None and options.get("monitor") is None:
             check_mode(name, figure, options.get("mode"))
             callbacks[name] = {**options, "monitor": figure}
-    return {**config, "callbacks": callbacks}
+    return {**config, "task": task, "callbacks": callbacks}
 
 
 def data_name(config: Mapping[str, Any]) -> str:
@@ -95,27 +95,24 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 
 
 def build_module(
-    config: Mapping[str, Any],
-    *,
-    num_classes: int,
-    in_chans: int,
-    sizes: Sequence[int],
-    task: str = "classification",
+    config: Mapping[str, Any], *, num_classes: int, in_chans: int, sizes: Sequence[int]
 ) -> Classifier:
-    """The Lightning module of a task, for images of a size that it takes."""
+    """The Lightning module of the run's task, for images of a size that it takes."""
     spec = model_spec(config, num_classes=num_classes, in_chans=in_chans)
     if spec.get("reversible_bits"):
         spec["reversible_size"] = short_size(sizes)
     channels_last = config["precision"]["channels_last"]
-    module = task_class(task)(spec, optim=config["optim"], channels_last=channels_last)
+    module = task_class(config.get("task"))(
+        spec, optim=config["optim"], channels_last=channels_last
+    )
     network: Any = module.model
     name = config["model"]["name"]
-    if network.dense and task != "segmentation":
+    if network.dense and module.task != "segmentation":
         raise ConfigError(
             f"model={name} gives a class for each pixel: expected data with masks, such as "
             "data=shapes"
         )
-    if task == "segmentation" and not network.dense:
+    if module.task == "segmentation" and not network.dense:
         raise ConfigError(
             f"model={name} gives a class for each image: expected data with one label an image; or "
             "take a U-Net, such as model=iunet2d"
@@ -187,11 +184,7 @@ def check_parts(config: Mapping[str, Any]) -> None:
 
 
 def build_loggers(
-    config: Mapping[str, Any],
-    *,
-    run_dir: Path,
-    first_step: int | None = None,
-    task: str = "classification",
+    config: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
 ) -> list[Logger]:
     """The run's loggers: ``metrics.csv`` and the section's logger; an empty list for ``none``.
 
@@ -208,14 +201,11 @@ def build_loggers(
         raise ConfigError(package_needed(f"logger={kind} needs the package", kind))
     # MetricsCSV ignores the other processes itself
     if kind != "csv" and is_first_process():
-        described = run_description(config, task)
-        loggers.append(LOGGERS[kind](run_dir, described, first_step, **options))
+        loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))
     return loggers
 
 
-def run_description(
-    config: Mapping[str, Any], task: str = "classification"
-) -> dict[str, str | int | float]:
+def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     """A short description of a run, for tables that compare runs: numbers in columns of numbers.
 
     TensorBoard shows the columns in alphabetical order.
@@ -228,11 +218,11 @@ def run_description(
     default = default_memory(name, bits) if name in MODELS else "default"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
     length = {name: trainer[key] for key, name in ends.items() if (trainer.get(key) or -1) > 0}
-    best = config["callbacks"].get("best_checkpoint") or {}
+    best, kind = config["callbacks"].get("best_checkpoint") or {}, task_class(config.get("task"))
     return {
         **length,
-        "task": task,
-        "monitor": best.get("monitor") or task_class(task).monitor,
+        "task": kind.task,
+        "monitor": best.get("monitor") or kind.monitor,
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
         "memory": config["memory"]["mode"] or default,
@@ -251,14 +241,12 @@ def build_trainer(
     run_dir: Path,
     stop: GracefulStop | None = None,
     first_step: int | None = None,
-    task: str = "classification",
 ) -> pl.Trainer:
     """Lightning's Trainer with the run's callbacks, loggers and precision.
 
-    ``stop`` ends the run at a signal; ``first_step`` is the step at which a resumed run starts;
-    ``task`` is that of the data.
+    ``stop`` ends the run at a signal; ``first_step`` is the step at which a resumed run starts.
     """
-    loggers = build_loggers(config, run_dir=run_dir, first_step=first_step, task=task)
+    loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
     if not loggers:
         specs["learning_rate"] = None  # it refuses to start without a logger

@@ -256,10 +256,10 @@ def _length(trainer: pl.Trainer, max_time: object) -> str:
 
 def place_of(data: Mapping[str, Any]) -> str:
     """Where the section ``data`` has its files, for the terminal; empty if nowhere."""
-    root = data.get("root")
-    if not isinstance(root, str):
+    place = data.get("table") or data.get("root")
+    if not isinstance(place, str):  # plugins may mean something else
         return ""
-    return root if "://" in root else str(short_path(root))
+    return place if "://" in place else str(short_path(place))
 
 
 def log_result(

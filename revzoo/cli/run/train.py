@@ -35,8 +35,8 @@ from revzoo.cli.run.build import (
     build_trainer,
     check_network,
     data_name,
+    for_task,
     model_spec,
-    with_monitor,
 )
 from revzoo.cli.schema import MODES
 from revzoo.cli.terminal import USER_ERRORS, short_path, user_errors
@@ -279,8 +279,8 @@ def build(
     if resume is None and (run_dir / folder.CONFIG_FILE).exists():
         step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     data = build_data(config["data"], config.get("task"))
-    config = with_monitor(config, data.task)
-    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step, task=data.task)
+    config = for_task(config, data.task)
+    trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     if trainer.is_global_zero and (place := console.place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()
@@ -290,7 +290,7 @@ def build(
         before = pretrained.log.level
         pretrained.log.setLevel(before if resume is None else logging.WARNING)
         try:
-            module = build_module(config, **shape, task=data.task)
+            module = build_module(config, **shape)
         finally:
             pretrained.log.setLevel(before)
         check_network(config, all_callbacks(trainer), module.model)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import json_bytes, write_atomically
-from revzoo.cli.run.build import build_data, build_module
+from revzoo.cli.run.build import build_data, build_module, for_task
 from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.tuning import BatchSize, LRCurve, find_batch_size, find_lr
 
@@ -31,7 +31,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     data = build_data(config["data"], config.get("task"))
     data.prepare_data()
     data.setup("fit")
-    module = build_module(config, **data.shape, task=data.task)
+    module = build_module(for_task(config, data.task), **data.shape)
     module.balance(data)
     if config["callbacks"].get("finetuning") is not None:
         finetuning = Finetuning(**config["callbacks"]["finetuning"])

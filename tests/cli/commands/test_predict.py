@@ -62,27 +62,8 @@ def test_images_are_cropped_as_in_training(
 
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     image = str(image_folder(tmp_path))
-    with pytest.raises(SystemExit, match=r"--device foo \("):
+    with pytest.raises(SystemExit, match="--device foo: Expected one of cpu"):
         main(["predict", "ckpt=irevnet13.digits", image, "--device", "foo"])
-
-
-def test_a_device_without_a_driver_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The message was torch's paragraph, with an address."""
-    image = str(image_folder(tmp_path))
-    paragraph = "Found no NVIDIA driver on your system. Please check http://www.nvidia.com/x. Or y."
-
-    def empty(*args: object, **keywords: object) -> torch.Tensor:
-        raise RuntimeError(paragraph)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    message = (
-        r"--device cuda:1 \(Found no NVIDIA driver on your system\): expected a device of this "
-        r"machine: use --device cpu or leave it out$"
-    )
-    with pytest.raises(SystemExit, match=message):
-        main(["predict", "irevnet13.digits", image, "--device", "cuda:1"])
 
 
 def test_a_wrong_size_names_the_option(tmp_path: Path) -> None:

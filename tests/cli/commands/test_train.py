@@ -38,7 +38,8 @@ def test_a_run_writes_its_configuration_and_figures(compose, tmp_path):
     assert "store" in modes
     assert modes & {"recompute", "exact"}
     assert written["memory"].pop("planned_for")["input"] == [64, 1, 8, 8]
-    config["callbacks"]["best_checkpoint"]["monitor"] = "val/acc"  # the task's
+    config["task"] = "classification"  # of the data
+    config["callbacks"]["best_checkpoint"]["monitor"] = "val/acc"
     assert written == config
 
 

@@ -12,7 +12,7 @@ def test_jobs_use_the_configuration_of_the_command_line(tmp_path, monkeypatch):
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    monkeypatch.setattr(terminal, "import_arguments", lambda: ["--import", "mine"])
+    monkeypatch.setattr(terminal, "imported", ["mine"])
     given = [
         "seed=1,2",
         "hydra.sweep.subdir=${hydra.job.num}",
