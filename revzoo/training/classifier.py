@@ -49,7 +49,8 @@ from revzoo.training.lightning_compat import (
     trainer_of,
 )
 from revzoo.training.metrics import (
-    classification_metrics,
+    by_split,
+    classification_figures,
     count_unrepeated,
     log_metrics,
     true_classes,
@@ -141,12 +142,12 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         # a submodule: Lightning moves its states to the device
-        self.metrics = self.make_metrics()
+        self.metrics = by_split(self.figures)
         self.retry = StepRetry(self)
 
-    def make_metrics(self) -> nn.ModuleDict:
-        """The metrics of each split."""
-        return classification_metrics(class_count(self.model))
+    def figures(self, evaluated: bool) -> dict[str, Metric]:
+        """The figures of a split besides the loss; training has fewer than an evaluation."""
+        return classification_figures(class_count(self.model), evaluated)
 
     def measured(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The arguments of the metrics' ``update`` for a batch."""

@@ -275,12 +275,6 @@ class HD95(SurfaceDistance):
     row = 1
 
 
-def mean_loss() -> Metric:
-    """The mean over the images."""
-    # no checks of values: reading them at every step would make the host wait for the GPU
-    return MeanMetric(nan_strategy="disable")
-
-
 class Positions(PerClass):
     """A figure of masks; -1 does not count."""
 
@@ -332,11 +326,13 @@ class IoU(Positions):
 SHARED = (Rate, Curve, Residual, Positions, SurfaceDistance)  # figures of one kind have one state
 
 
-def by_split(metrics: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:
-    """The metrics of ``train``, ``val`` and ``test``, by name; the argument is false for train."""
+def by_split(figures: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:
+    """The mean loss and the figures of each split; the argument is false for ``train``."""
 
     def collection(split: str) -> MetricCollection:
-        by_name: dict[str, Metric | MetricCollection] = dict(metrics(split != "train"))
+        # no checks of values: reading them at every step would make the host wait for the GPU
+        by_name: dict[str, Any] = {"loss": MeanMetric(nan_strategy="disable")}
+        by_name |= figures(split != "train")
         groups: dict[object, list[str]] = {}
         for name, metric in by_name.items():
             kind = next((kind for kind in SHARED if isinstance(metric, kind)), name)
@@ -349,28 +345,23 @@ def by_split(metrics: Callable[[bool], Mapping[str, Metric]]) -> nn.ModuleDict:
     return nn.ModuleDict({f"{split}_metrics": collection(split) for split in splits})
 
 
-def classification_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and accuracy of each split; of validation and test all figures of classes."""
-
-    def metrics(evaluated: bool) -> dict[str, Metric]:
-        options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
-        by_name: dict[str, Metric] = {"loss": mean_loss()}
-        for k in (1, 5) if num_classes > 5 and evaluated else (1,):
-            name = "acc" if k == 1 else f"acc{k}"
-            by_name[name] = MulticlassAccuracy(top_k=k, average="micro", **options)
-        if evaluated:
-            by_name |= {
-                "balanced_acc": Rate("recall", num_classes),
-                "sensitivity": Rate("recall", num_classes, second=True),
-                "specificity": Rate("specificity", num_classes, second=True),
-                "f1": Rate("f1", num_classes),
-                "auroc": AUROC(num_classes),
-                "ap": AveragePrecision(num_classes, second=True),
-                "ece": CalibrationError(),
-            }
-        return by_name
-
-    return by_split(metrics)
+def classification_figures(num_classes: int, evaluated: bool) -> dict[str, Metric]:
+    """The accuracy; of validation and test all figures of classes."""
+    options: dict[str, Any] = {"num_classes": num_classes, "validate_args": False}
+    by_name: dict[str, Metric] = {"acc": MulticlassAccuracy(average="micro", **options)}
+    if evaluated and num_classes > 5:
+        by_name["acc5"] = MulticlassAccuracy(top_k=5, average="micro", **options)
+    if evaluated:
+        by_name |= {
+            "balanced_acc": Rate("recall", num_classes),
+            "sensitivity": Rate("recall", num_classes, second=True),
+            "specificity": Rate("specificity", num_classes, second=True),
+            "f1": Rate("f1", num_classes),
+            "auroc": AUROC(num_classes),
+            "ap": AveragePrecision(num_classes, second=True),
+            "ece": CalibrationError(),
+        }
+    return by_name
 
 
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:

@@ -280,12 +280,13 @@ class RunState(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
         is_open = epoch_is_open(self._trainer)
+        metrics = self._module.training_metrics() if is_open else {}
         for logger in self._trainer.loggers:
             logger.save()  # a resumed run does not log the rows before this state again
         return {
             # one state for each rank
             "random": gathered(generator_states()),
-            "metrics": states_of(self._metrics() if is_open else {}, sync=True),
+            "metrics": states_of(metrics, sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "epoch_steps": self._epoch_steps(),
@@ -318,7 +319,7 @@ class RunState(pl.Callback):
         self.recomputed = list(state_dict.get("recomputed", []))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._planned_steps = self._plan()
+        self._planned_steps = self._module.planned_steps()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore here, not earlier: the setup of a run may draw random numbers, too."""
@@ -331,7 +332,7 @@ class RunState(pl.Callback):
         if (growth := state.get("growth")) is not None:
             set_growth(pl_module, growth[trainer.global_rank % len(growth)])
         if trainer.is_global_zero:  # the saved states are sums over all processes
-            set_states(self._metrics(), state["metrics"])
+            set_states(self._module.training_metrics(), state["metrics"])
         random_states = state["random"]  # perhaps fewer or more than processes
         set_generator_states(random_states[trainer.global_rank % len(random_states)])
         if self._stretched_from is not None:
@@ -370,7 +371,7 @@ class RunState(pl.Callback):
                 f"has {images}: give data.batch_size * trainer.devices * trainer.num_nodes = "
                 f"{wanted}, so that each step has the same images"
             )
-        planned, steps = saved.get("planned_steps"), self._plan()
+        planned, steps = saved.get("planned_steps"), self._module.planned_steps()
         if planned is None or steps is None or planned == steps:
             return None
         if steps < planned or saved.get("epoch_steps") != self._epoch_steps():
@@ -389,16 +390,6 @@ class RunState(pl.Callback):
         """The images of a step of all processes; None with your own data module."""
         size = getattr(data_of(self._trainer), "batch_size", None)
         return size * process_count() if isinstance(size, int) else None
-
-    def _plan(self) -> float | None:
-        """The optimiser steps of the run; None if the learning rates do not depend on them."""
-        steps: float | None = self._module.planned_steps()
-        return steps
-
-    def _metrics(self) -> dict[str, Metric]:
-        """The metrics of the training steps, by their path in the module."""
-        metrics: dict[str, Metric] = self._module.training_metrics()
-        return metrics
 
 
 def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str, Any]:

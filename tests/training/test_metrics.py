@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from revzoo.cli.schema import MONITORED
 from revzoo.training import Classifier, MultilabelClassifier, Regressor
 from revzoo.training.figure_names import higher_is_better
-from revzoo.training.metrics import AUROC, Rate, classification_metrics
+from revzoo.training.metrics import AUROC, Rate, by_split, classification_figures
 from revzoo.training.tasks.registry import TASKS
 
 
@@ -103,7 +104,7 @@ def ranked(scores: Tensor, true: Tensor) -> tuple[float, float]:
 def test_figures_of_classes_are_those_of_their_formulas(classes: int) -> None:
     labels = torch.randint(classes, (200,))
     logits = torch.randn(200, classes) + 1.5 * functional.one_hot(labels, classes)
-    metrics = classification_metrics(classes)["val_metrics"]
+    metrics = by_split(partial(classification_figures, classes))["val_metrics"]
     for part in range(4):
         batch = slice(50 * part, 50 * part + 50)
         metrics.update(value=torch.zeros(50), preds=logits[batch], target=labels[batch])
@@ -187,7 +188,7 @@ def test_the_names_say_which_figures_are_better_if_low() -> None:
 
 
 def test_logits_of_nan_do_not_end_a_run() -> None:
-    metrics = classification_metrics(3)["val_metrics"]
+    metrics = by_split(partial(classification_figures, 3))["val_metrics"]
     nan = torch.full((4, 3), torch.nan)
     metrics.update(value=torch.zeros(4), preds=nan, target=torch.tensor([0, 1, 2, 2]))
     assert metrics.compute()["val/acc"] == 0.25

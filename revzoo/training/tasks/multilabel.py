@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from revzoo._checks import shortened
@@ -16,8 +16,6 @@ from revzoo.training.metrics import (
     AveragePrecision,
     CalibrationError,
     Rate,
-    by_split,
-    mean_loss,
 )
 from revzoo.training.optim.optimizers import BALANCED
 from revzoo.training.tasks.losses import MULTILABEL, Loss
@@ -43,27 +41,20 @@ class MultilabelClassifier(Classifier):
     monitor = "val/auroc"
     console = ("loss", "acc", "auroc", "ap", "f1")
 
-    def make_metrics(self) -> nn.ModuleDict:
+    def figures(self, evaluated: bool) -> dict[str, Metric]:
         count = class_count(self.model)
-
-        def metrics(evaluated: bool) -> dict[str, Metric]:
-            by_name: dict[str, Metric] = {
-                "loss": mean_loss(),
-                "acc": Rate("accuracy", count, labels=True),
+        by_name: dict[str, Metric] = {"acc": Rate("accuracy", count, labels=True)}
+        if evaluated:
+            by_name |= {
+                "balanced_acc": Rate("balanced", count, labels=True),
+                "sensitivity": Rate("recall", count, labels=True),
+                "specificity": Rate("specificity", count, labels=True),
+                "f1": Rate("f1", count, labels=True),
+                "auroc": AUROC(count, labels=True),
+                "ap": AveragePrecision(count, labels=True),
+                "ece": CalibrationError(count, labels=True),
             }
-            if evaluated:
-                by_name |= {
-                    "balanced_acc": Rate("balanced", count, labels=True),
-                    "sensitivity": Rate("recall", count, labels=True),
-                    "specificity": Rate("specificity", count, labels=True),
-                    "f1": Rate("f1", count, labels=True),
-                    "auroc": AUROC(count, labels=True),
-                    "ap": AveragePrecision(count, labels=True),
-                    "ece": CalibrationError(count, labels=True),
-                }
-            return by_name
-
-        return by_split(metrics)
+        return by_name
 
     def measured(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"preds": logits, "target": labels}

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier, class_count
-from revzoo.training.metrics import MAE, R2, RMSE, by_split, mean_loss
+from revzoo.training.metrics import MAE, R2, RMSE
 from revzoo.training.tasks.losses import REGRESSION, Loss
 
 
@@ -50,14 +50,10 @@ class Regressor(Classifier):
         self.register_buffer("target_mean", torch.zeros(count), persistent=False)
         self.register_buffer("target_std", torch.ones(count), persistent=False)
 
-    def make_metrics(self) -> nn.ModuleDict:
+    def figures(self, evaluated: bool) -> dict[str, Metric]:
         count = class_count(self.model)
-
-        def metrics(evaluated: bool) -> dict[str, Metric]:
-            by_name: dict[str, Metric] = {"loss": mean_loss(), "mae": MAE(count)}
-            return by_name | ({"rmse": RMSE(count), "r2": R2(count)} if evaluated else {})
-
-        return by_split(metrics)
+        by_name: dict[str, Metric] = {"mae": MAE(count)}
+        return by_name | ({"rmse": RMSE(count), "r2": R2(count)} if evaluated else {})
 
     def measured(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         return {"preds": logits * self.target_std, "target": labels - self.target_mean}

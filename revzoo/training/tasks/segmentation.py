@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 from revzoo.training.classifier import Classifier, class_count
@@ -18,7 +18,6 @@ from revzoo.training.metrics import (
     IoU,
     PositionAccuracy,
     by_split,
-    mean_loss,
 )
 from revzoo.training.tasks.losses import SEGMENTATION, Loss
 from revzoo.training.windows import by_windows
@@ -61,7 +60,7 @@ class Segmenter(Classifier):
         self.window = sizes if len(sizes) == 3 else None
         if self.surface_distances and stage != "fit":  # slow: not in each epoch
             self.spacing = getattr(data_of(self.trainer), "spacing", None)
-            self.metrics = self.make_metrics()
+            self.metrics = by_split(self.figures)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes, *sizes), in evaluation from windows if a volume is no patch."""
@@ -75,15 +74,11 @@ class Segmenter(Classifier):
         # max, not argmax, which takes nine times as long along this dimension on a CPU
         return {"preds": logits.max(1).indices, "target": labels}
 
-    def make_metrics(self) -> nn.ModuleDict:
+    def figures(self, evaluated: bool) -> dict[str, Metric]:
         count = class_count(self.model)
-
-        def metrics(evaluated: bool) -> dict[str, Metric]:
-            found: dict[str, Metric] = {"loss": mean_loss(), "acc": PositionAccuracy(count)}
-            if evaluated:
-                found |= {"dice": Dice(count), "iou": IoU(count)}
-            if evaluated and self.surface_distances:
-                found |= {"assd": ASSD(count, self.spacing), "hd95": HD95(count, self.spacing)}
-            return found
-
-        return by_split(metrics)
+        found: dict[str, Metric] = {"acc": PositionAccuracy(count)}
+        if evaluated:
+            found |= {"dice": Dice(count), "iou": IoU(count)}
+        if evaluated and self.surface_distances:
+            found |= {"assd": ASSD(count, self.spacing), "hd95": HD95(count, self.spacing)}
+        return found
