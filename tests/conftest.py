@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import multiprocessing
 import os
 import shutil
 import socket
@@ -27,6 +28,8 @@ OF_LIGHTNING = (
     "PL_SEED_WORKERS",
 )
 
+# processes that tests start by "forkserver" are forks of one that has imported these
+multiprocessing.set_forkserver_preload(["pytest", "revzoo.cli.run.train"])
 os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is not a terminal
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing import start_processes
 
 WORLD = 2
 
@@ -16,6 +16,11 @@ def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def start(worker, *args, count=WORLD):
+    """Run ``worker(rank, *args)`` in processes with the environment of the first call."""
+    start_processes(worker, args, nprocs=count, start_method="forkserver")
 
 
 def _worker(rank, task, port, folder):
@@ -31,5 +36,5 @@ def _worker(rank, task, port, folder):
 def run(task):
     """The result of ``task(rank)`` in each of two processes."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (task, _free_port(), folder), nprocs=WORLD)
+        start(_worker, task, _free_port(), folder)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.multiprocessing as mp
 from resumed import resume
 from several_processes import COMMON, TIMES, SignalledInStep5, config, figures, free_ports, weights
 from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from two_processes import WORLD, start
 
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
@@ -24,7 +24,6 @@ from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.resume import GracefulStop
 from revzoo.weights.source import LAST
 
-WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"
 TOGETHER = (*COMMON, "trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={WORLD}")
 ALONE = (*COMMON, "trainer=cpu", "data.batch_size=64")
@@ -127,7 +126,7 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    mp.spawn(worker, (free_ports(9), folder), nprocs=WORLD)
+    start(worker, free_ports(9), folder)
     return folder
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.multiprocessing as mp
 from resumed import resume
 from several_processes import COMMON, SignalledInStep5, config, figures, free_ports, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from two_processes import run
+from two_processes import run, start
 
 import revzoo
 from revzoo.cli.config import ConfigError
@@ -79,7 +78,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """The folders of the same run in ddp and fsdp2."""
     world, folder = request.param, tmp_path_factory.mktemp("runs")
     scenes = SCENES[world]
-    mp.spawn(worker, (world, free_ports(len(scenes)), folder), nprocs=world)
+    start(worker, world, free_ports(len(scenes)), folder, count=world)
     return folder / scenes[0][0], folder / scenes[1][0]
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.multiprocessing as mp
 from PIL import Image
 from resumed import resume
 from several_processes import free_ports
+from torch.multiprocessing import ProcessExitedException
+from two_processes import start
 
 from revzoo.cli.config import compose
 from revzoo.cli.run import train as train_module
@@ -98,8 +99,8 @@ def test_each_image_is_seen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
     pack(scan(tmp_path / "images"), tmp_path / "shards", form="webdataset", shard_bytes=9000)
     for scenes in ([("whole", -1, False), ("first", 5, False)], [("second", 9, True)]):
-        with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
-            mp.spawn(worker, (free_ports(len(scenes)), tmp_path, scenes), nprocs=2)
+        with pytest.raises(ProcessExitedException, match="SIGKILL"):
+            start(worker, free_ports(len(scenes)), tmp_path, scenes)
     for name in (train_module, "GracefulStop"), (LastCheckpoint, "_is_due"):
         monkeypatch.setattr(*name, getattr(*name))  # restored after the test
     run(tmp_path, "third", -1, again=True, changes=["trainer.devices=1", "data.batch_size=8"])

@@ -8,13 +8,13 @@ import os
 import pytest
 import pytorch_lightning as pl
 import torch
-import torch.multiprocessing as mp
 from several_processes import free_ports
 from small_task import TINY, loader, trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, TensorDataset
+from two_processes import start
 
 import revzoo
 from revzoo.core.guard import DriftError, RangeError
@@ -216,7 +216,7 @@ def worker(rank, ports, folder):
 
 
 def test_processes_repeat_the_step_together(tmp_path):
-    mp.spawn(worker, (free_ports(4), tmp_path), nprocs=2)
+    start(worker, free_ports(4), tmp_path)
     expected = torch.load(tmp_path / "recompute0.pt")
     grown = torch.load(tmp_path / "grown0.pt")
     assert all(float((tmp_path / f"grown{rank}.txt").read_text()) > 100 for rank in (0, 1))

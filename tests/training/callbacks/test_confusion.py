@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from several_processes import free_ports
 from small_task import TinyNet, halves, loader, trainer
 from torch.utils.data import DataLoader
+from two_processes import start
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, ConfusionMatrix
@@ -94,7 +94,7 @@ def _one_of_two(rank, port, folder):
 
 @pytest.mark.timeout(300)
 def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path):
-    mp.spawn(_one_of_two, (*free_ports(1), str(tmp_path)), nprocs=2)
+    start(_one_of_two, *free_ports(1), str(tmp_path))
     assert not (tmp_path / "confusion1.csv").exists()
     _, counts = table(tmp_path / "confusion0.csv")
     weights, val, test = torch.load(tmp_path / "0.pt")
