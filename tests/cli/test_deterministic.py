@@ -3,6 +3,7 @@
 import pytest
 import torch
 from small_images import image_folder
+from small_run import QUICK
 
 from revzoo.cli.run.train import train
 from revzoo.core.modes import MODES
@@ -10,16 +11,7 @@ from revzoo.core.modes import MODES
 # a warning on machines with one CPU
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
-SMALL = (
-    "debug=smoke",
-    "trainer=cpu",
-    "trainer.deterministic=true",
-    "+model.units=[1,1,1]",
-    "model.dropout=0.1",
-    "test=false",
-    "callbacks.footprint=null",  # it counts a step, which takes longer than the run
-    "memory=exact",
-)
+SMALL = (*QUICK, "trainer.deterministic=true", "model.dropout=0.1", "test=false")
 
 
 def weights(run_dir):

@@ -6,6 +6,7 @@ from model_checks import under_published_names
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from resumed import resume
 from small_images import image_folder
+from small_run import NO_EXTRAS
 from small_weights import small, write_entry
 
 from revzoo.cli.run.build import build_trainer, check_parts
@@ -14,7 +15,8 @@ from revzoo.models import create_model, pretrained
 from revzoo.training import Classifier
 from revzoo.weights.table import WeightsTable
 
-FINETUNE = ("experiment=finetune", "model.pretrained=true", "trainer=cpu", "debug=smoke")
+SHORT = ("debug=smoke", "trainer=cpu", *NO_EXTRAS)
+FINETUNE = ("experiment=finetune", "model.pretrained=true", *SHORT)
 
 
 STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
@@ -101,8 +103,7 @@ def test_a_published_backbone_trains_its_classifier_first_then_all_at_falling_ra
     small_images = ("data.image_size=16", "data.batch_size=2", "data.num_workers=0")
     config = compose(
         "experiment=finetune_backbone",
-        "debug=smoke",
-        "trainer=cpu",
+        *SHORT,
         f"data.root={root}",
         *small_images,
         f"+model.checkpoint_path={tmp_path / 's0.pth.tar'}",
@@ -163,7 +164,7 @@ def test_a_resumed_run_names_its_checkpoint_and_no_random_classifier(compose, tm
     """It looked as if the training were lost: only the weights of its start were named."""
     caplog.set_level("INFO", logger="revzoo")
     run = tmp_path / "run"
-    train(compose(*FINETUNE, "callbacks.footprint=null"), run_dir=run)
+    train(compose(*FINETUNE), run_dir=run)
     assert "the classifier starts from random weights" in caplog.text
     assert "parameters, from revnet38.small" in caplog.text
     caplog.clear()

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_run import NO_EXTRAS
 
 from revzoo.cli.main import main
 from revzoo.training.checkpoint.restore import restore
 
 FEW = ["trainer.max_epochs=1", "test=false", "data.batch_size=4", "data.num_workers=0"]
-FEW += ["trainer=cpu", "logger=none", "callbacks.footprint=null"]
+FEW += ["trainer=cpu", *NO_EXTRAS]
 
 
 def _photos(root: Path, masks: bool = False) -> Path:

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from small_run import QUICK, SMALL
 
 from revzoo.cli.main import main
 from revzoo.training.checkpoint.files import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def start(*command, cwd, **environment):
@@ -80,13 +80,13 @@ def test_the_console_script_is_the_same_program(wheel_site, tmp_path):
 
 def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path):
     folder = "hydra.sweep.dir=jobs"
-    done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
+    done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *QUICK, folder, cwd=tmp_path)
     assert done.returncode == 1
     assert "): seed=-1: expected a whole number" in done.stderr
     assert "job 0 (seed=-1 " in done.stderr
     assert [path.parent.name for path in tmp_path.glob("jobs/*/summary.json")] == ["1"]
     sessions = (tmp_path / "jobs" / "1" / "sessions.jsonl").read_text().splitlines()
-    assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
+    assert json.loads(sessions[0])["overrides"] == ["seed=1", *QUICK]
 
 
 def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
@@ -139,7 +139,7 @@ def test_ctrl_c_ends_a_search_and_leaves_no_files(tmp_path):
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_run_and_names_the_next_command(signum, status, tmp_path):
     log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
-    options = (*SMALL[1:], "trainer.max_epochs=1000", "hydra.run.dir=run")
+    options = (*QUICK[1:], "trainer.max_epochs=1000", "hydra.run.dir=run")
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *options],
         cwd=tmp_path,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_run import NO_EXTRAS
 from torchvision import datasets
 from torchvision.transforms import v2
 
@@ -28,7 +29,7 @@ from revzoo.weights.table import SHIPPED
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
 NAMES = [path.stem for path in RECIPES]
-SMALL = ("debug=smoke", "trainer=cpu", "callbacks.progress_bar=null")
+SHORT = ("debug=smoke", "trainer=cpu", *NO_EXTRAS)
 COMMAND = re.compile(r"python train\.py (experiment=.*)")
 
 
@@ -204,7 +205,7 @@ def test_imagenet_recipes_run_on_generated_photos(
     name: str, compose: Any, photos: Path, tmp_path: Path
 ) -> None:
     data = (f"data.root={photos}", "data.batch_size=4", "data.num_workers=0")
-    figures = train(compose(f"experiment={name}", *data, *NARROW, *SMALL), run_dir=tmp_path)
+    figures = train(compose(f"experiment={name}", *data, *NARROW, *SHORT), run_dir=tmp_path)
     assert 0 < figures["val/loss"] < 10
     assert "test/acc" not in figures, "there is no test/"
 
@@ -253,7 +254,7 @@ def test_a3_has_the_papers_values(compose: Any) -> None:
 @pytest.mark.parametrize("name", ["cifar_revnet", "cifar_irevnet", "cifar_short", "cifar_long"])
 def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
     shallow = ("data=digits", "memory=exact", "+model.units=[1,1,1]", "data.batch_size=32")
-    figures = train(compose(f"experiment={name}", *shallow, *SMALL), run_dir=tmp_path)
+    figures = train(compose(f"experiment={name}", *shallow, *SHORT), run_dir=tmp_path)
     assert 0 < figures["test/loss"] < 10
 
 
@@ -308,7 +309,7 @@ def test_segmentation_trains_evaluates_and_predicts(
 ) -> None:
     run, images = tmp_path / "run", tmp_path / "images"
     narrow = ("model.channels=[8,16]", "model.units=[1,1]")
-    figures = train(compose("experiment=segmentation", *narrow, *SMALL), run_dir=run)
+    figures = train(compose("experiment=segmentation", *narrow, *SHORT), run_dir=run)
     assert {"val/dice", "val/iou", "test/dice"} <= set(figures)
     assert isinstance(restore(run).module, Segmenter)
     images.mkdir()
@@ -337,4 +338,4 @@ def test_a_network_and_its_data_have_one_task(
     overrides: list[str], message: str, compose: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(SystemExit, match=message):
-        train(compose(*overrides, *SMALL), run_dir=tmp_path)
+        train(compose(*overrides, *SHORT), run_dir=tmp_path)

@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from resumed import resume
+from small_run import QUICK
 
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
@@ -224,10 +225,9 @@ def test_one_option_is_the_monitor_of_both_and_classes_may_be_ordinal(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="revzoo")
-    options = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
-    options += ("monitor=val/ece", "callbacks.early_stopping.patience=3", "optim.loss=ordinal")
+    options = ("monitor=val/ece", "callbacks.early_stopping.patience=3", "optim.loss=ordinal")
     run = tmp_path / "run"
-    assert 0 < train(compose(*options), run_dir=run)["train/loss"] < 1
+    assert 0 < train(compose(*QUICK, *options), run_dir=run)["train/loss"] < 1
     callbacks = read_checkpoint(run / "checkpoints" / "last.ckpt")["callbacks"]
     for name in ("EarlyStopping", "BestCheckpoint"):
         (key,) = [key for key in callbacks if key.startswith(name)]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from resumed import resume
+from small_run import QUICK
 from small_task import TinyNet, loader
 
 from revzoo.cli.config import check_machine
@@ -18,15 +19,7 @@ from revzoo.training.callbacks.cuda_graph import CudaGraph
 from revzoo.training.resume import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = (
-    "trainer=cpu",
-    "trainer.log_every_n_steps=1",
-    "+model.units=[1,1,1]",
-    "memory=exact",  # planning takes longer than the run
-    "model.norm=none",
-    "test=false",
-    "callbacks.footprint=null",  # it counts a step, which takes longer than the run
-)
+SMALL = (*QUICK[1:], "trainer.log_every_n_steps=1", "model.norm=none", "test=false")
 PLAIN = {
     "lr": 1.0,
     "momentum": 0.0,

@@ -9,6 +9,7 @@ from typing import Any
 import nibabel
 import numpy as np
 import pytest
+from small_run import NO_EXTRAS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from revzoo.cli.main import main
@@ -84,7 +85,7 @@ def test_generated_volumes_are_predicted_from_arrays(
     tmp_path: Path, compose: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    train(compose("experiment=volumes", *MODEL, *SMALL, "debug=smoke"), run_dir=run)
+    train(compose("experiment=volumes", *MODEL, *SMALL, *NO_EXTRAS, "debug=smoke"), run_dir=run)
     np.save(tmp_path / "a.npy", np.zeros((20, 40, 32), np.uint8))
     capsys.readouterr()
     main(["predict", str(run), str(tmp_path / "a.npy"), "--masks", str(tmp_path / "masks")])

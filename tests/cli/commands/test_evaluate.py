@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_run import QUICK
 
 import revzoo
 from revzoo.cli.commands.evaluate import evaluate
@@ -30,15 +31,7 @@ from revzoo.weights.table import SHIPPED
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FULL = ("trainer.limit_test_batches=null", "trainer.limit_val_batches=null")
-SMALL = (
-    "debug=smoke",
-    "trainer=cpu",
-    "+model.units=[1,1,1]",
-    "memory=exact",
-    *FULL,
-    "logger=none",
-    "callbacks.footprint=null",  # it counts a step, which takes longer than the run
-)
+SMALL = (*QUICK, *FULL)
 
 
 @pytest.fixture(scope="module")

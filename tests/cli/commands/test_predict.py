@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from small_images import image_folder
+from small_run import QUICK
 
 from revzoo.cli.commands.predict import as_csv, image_files, predict
 from revzoo.cli.main import main
@@ -30,18 +31,15 @@ def test_images_are_cropped_as_in_training(
 ) -> None:
     root = image_folder(tmp_path / "images", side=12)
     images = ("data.num_workers=0", "data.image_size=8", f"data.cache_bytes={cache_bytes}")
-    small = ("test=false", "debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none")
     given = (
+        "test=false",
         "data=imagefolder",
         f"data.root={root}",
         "data.batch_size=8",
         *images,
         f"data.crop_pct={given_pct}",
-        *small,
-        "memory=store",
-        "callbacks.footprint=null",  # it counts a step, which takes longer than the run
     )
-    train(compose(*given), run_dir=tmp_path / "run")
+    train(compose(*QUICK, *given), run_dir=tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
     main(["pack", str(checkpoint), "revnet38.dark", "--output", str(tmp_path), *DESCRIPTION])
     weights = restore(tmp_path / "revnet38.dark.safetensors")

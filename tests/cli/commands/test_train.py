@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from small_images import image_folder
+from small_run import QUICK, SMALL
 
 from revzoo.cli import schema
 from revzoo.cli.main import main
@@ -18,7 +19,6 @@ from revzoo.training import Classifier
 from revzoo.training.callbacks.checkpoints import LastCheckpoint
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def test_a_run_writes_its_configuration_and_figures(compose, tmp_path):
@@ -44,7 +44,7 @@ def test_a_run_writes_its_configuration_and_figures(compose, tmp_path):
 
 
 def test_the_resolved_configuration_repeats_the_run(compose, tmp_path):
-    first = train(compose(*SMALL), run_dir=tmp_path / "a")
+    first = train(compose(*QUICK), run_dir=tmp_path / "a")
     config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
     again = train(config, run_dir=tmp_path / "b")
     other = train({**config, "seed": 1}, run_dir=tmp_path / "c")
@@ -69,7 +69,7 @@ def test_options_run(option, compose, tmp_path):
 
 def test_memory_modes_give_the_same_run(compose, tmp_path):
     runs = [
-        train(compose(*SMALL, "precision=fp64", f"memory={mode}"), run_dir=tmp_path / mode)
+        train(compose(*QUICK, "precision=fp64", f"memory={mode}"), run_dir=tmp_path / mode)
         for mode in ("store", "invert")
     ]
     for name in ("train/loss", "val/loss", "test/loss"):
@@ -97,7 +97,7 @@ def test_the_best_checkpoint_is_tested(compose, tmp_path, monkeypatch):
         )
         lengths = ("trainer.max_epochs=3", "trainer.limit_test_batches=null")
         run_dir = tmp_path / mode
-        figures = train(compose(*SMALL, *monitor, *lengths), run_dir=run_dir)
+        figures = train(compose(*QUICK, *monitor, *lengths), run_dir=run_dir)
         best, last = (loss_of(run_dir / "checkpoints" / f"{n}.ckpt") for n in ("best", "last"))
         assert figures["test/loss"] == pytest.approx(best, rel=1e-6)
         differ.append(abs(best - last) > 1e-4)
@@ -120,7 +120,7 @@ def failing(config, run_dir):
 
 
 def test_batches_larger_than_the_set_leave_no_run(compose, tmp_path):
-    config = compose(*SMALL, "data.batch_size=2000")
+    config = compose(*QUICK, "data.batch_size=2000")
     assert "is more than the 1293 training images" in ending(config, tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
 
@@ -133,18 +133,18 @@ def test_weights_that_do_not_fit_the_classes_leave_no_run(weights, compose, tmp_
     monkeypatch.setattr(Digits, "train_labels", property(without_nines))
     expected = {"[1,2]": "expected 10 numbers", "balanced": "no training images of 9: add some"}
     with pytest.raises(SystemExit, match=expected[weights]):
-        train(compose(*SMALL, f"optim.class_weights={weights}"), run_dir=tmp_path)
+        train(compose(*QUICK, f"optim.class_weights={weights}"), run_dir=tmp_path)
     assert not (tmp_path / "config.yaml").exists()
 
 
 def test_images_the_model_cannot_take_end_with_its_message(compose, tmp_path):
     root = image_folder(tmp_path / "images", side=7)
-    config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
+    config = compose(*QUICK, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
     assert "7" in ending(config, tmp_path)
 
 
 def test_divergence_ends_with_advice(compose, tmp_path):
-    config = compose(*SMALL, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
+    config = compose(*QUICK, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
     message = failing(config, tmp_path)
     assert "lower optim.lr" in message
     assert "at step 1, in epoch 1" in message
@@ -161,7 +161,7 @@ def test_a_run_whose_validations_are_not_finite_fails(compose, tmp_path, monkeyp
         return loss if self.training else loss * float("nan")
 
     monkeypatch.setattr(Classifier, "loss", loss)
-    message = failing(compose(*SMALL), tmp_path)
+    message = failing(compose(*QUICK), tmp_path)
     assert "val/loss is nan" in message
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert message == f"revzoo: {summary['stopped']}"
@@ -177,7 +177,7 @@ def test_a_run_that_could_not_write_a_checkpoint_fails(compose, tmp_path, monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    message = failing(compose(*SMALL), tmp_path)
+    message = failing(compose(*QUICK), tmp_path)
     assert "No space left on device" in message
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert message == f"revzoo: {summary['stopped']}"
@@ -190,16 +190,16 @@ def test_a_run_without_checkpoints_is_a_choice(callbacks, fails, compose, tmp_pa
     options = [f"callbacks={callbacks}", "trainer.limit_val_batches=0"]
     if fails:
         options.append("callbacks.last_checkpoint=null")
-        assert "callbacks.last_checkpoint" in failing(compose(*SMALL, *options), tmp_path)
+        assert "callbacks.last_checkpoint" in failing(compose(*QUICK, *options), tmp_path)
     else:
-        assert "test/acc" in train(compose(*SMALL, *options), run_dir=tmp_path)
+        assert "test/acc" in train(compose(*QUICK, *options), run_dir=tmp_path)
 
 
 def test_a_run_without_validation_ends_with_commands_for_its_last_checkpoint(
     compose, tmp_path, caplog
 ):
     with caplog.at_level("INFO", logger="revzoo"):
-        train(compose(*SMALL, "trainer.limit_val_batches=0"), run_dir=tmp_path)
+        train(compose(*QUICK, "trainer.limit_val_batches=0"), run_dir=tmp_path)
     last = str(tmp_path / "checkpoints" / "last.ckpt")
     commands = [m for m in caplog.messages if m.startswith(("predict", "evaluate"))]
     assert [last in command for command in commands] == [True, True]
@@ -224,7 +224,7 @@ def test_a_run_whose_folder_is_removed_ends_with_a_whole_one(compose, tmp_path, 
 
 
 def test_a_refused_run_writes_no_summary(compose, tmp_path, monkeypatch):
-    config = compose(*SMALL)
+    config = compose(*QUICK)
     train(config, run_dir=tmp_path)
     before = (tmp_path / "summary.json").read_bytes()
     last = tmp_path / "checkpoints" / "last.ckpt"
@@ -246,7 +246,7 @@ def test_a_refused_run_writes_no_summary(compose, tmp_path, monkeypatch):
 
 
 def test_exclusive_trainer_options_end_with_lightnings_message(compose, tmp_path):
-    config = compose(*SMALL, "trainer.strategy=ddpp")
+    config = compose(*QUICK, "trainer.strategy=ddpp")
     assert "ddpp" in ending(config, tmp_path)
 
 
@@ -257,8 +257,8 @@ def test_full_errors_on_demand(compose, tmp_path, monkeypatch):
 
 
 def test_overfit_learns_two_batches_by_heart(compose, tmp_path):
-    quick = ("callbacks=none", "trainer.limit_val_batches=0")
-    figures = train(compose("debug=overfit", *SMALL[1:], *quick), run_dir=tmp_path)
+    quick = ("memory=store", "data.batch_size=16", "callbacks=none", "trainer.limit_val_batches=0")
+    figures = train(compose("debug=overfit", *QUICK[1:], *quick), run_dir=tmp_path)
     assert figures["train/acc"] == 1.0
     assert "test/acc" not in figures
 

@@ -1,19 +1,13 @@
 import pytest
 import torch
 import yaml
+from small_run import QUICK
 
 from revzoo.cli.run.build import check_parts
 from revzoo.cli.run.train import train
 from revzoo.cli.run.tune import KINDS, tune
 
-SMALL = (
-    "debug=smoke",
-    "trainer=cpu",
-    "+model.units=[1,1,1]",
-    "memory=exact",  # planning takes longer than the run
-    "test=false",
-    "callbacks.footprint=null",
-)
+SMALL = (*QUICK, "test=false")
 SWEEP = ("tuner=lr", "tuner.steps=15")
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_images import image_folder
+from small_run import QUICK, SMALL
 
 from revzoo.cli.config import ConfigFiles, compose, quoted_if_needed
 from revzoo.cli.main import main
@@ -30,8 +31,6 @@ from revzoo.cli.run.train import train
 from revzoo.cli.terminal import short_path
 from revzoo.models import create_model
 from revzoo.training import Classifier
-
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def record(level):
@@ -91,7 +90,7 @@ def test_a_run_without_a_test_split_ends_with_a_command_that_works(
     data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16")
     run_dir = tmp_path / "run"
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *data, "trainer.limit_val_batches=null"), run_dir=run_dir)
+        train(compose(*QUICK, *data, "trainer.limit_val_batches=null"), run_dir=run_dir)
     last = [line for line in caplog.messages if line.startswith(("val", "evaluate"))]
     figures, command = (line[9:] for line in last)
     assert figures.endswith(" (best checkpoint)")
@@ -110,7 +109,7 @@ def test_the_opening_says_how_images_are_read_and_shared(compose, tmp_path, capl
     data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16", "test=false")
     with caplog.at_level(logging.INFO, logger="revzoo"):
         options = (*data, "data.augment.chunk=8", "data.on_device=true")
-        train(compose(*SMALL, *options), run_dir=tmp_path / "run")
+        train(compose(*QUICK, *options), run_dir=tmp_path / "run")
     assert "1 MiB of images are on cpu" in caplog.text
     assert "transparency dropped" in caplog.text
     assert "each 8 images share a crop and a flip" in caplog.text
@@ -124,7 +123,7 @@ def test_a_run_with_unequal_classes_shows_the_balanced_accuracy(compose, tmp_pat
     options = ("optim.class_weights=balanced", "callbacks.best_checkpoint.monitor=val/balanced_acc")
     run_dir = tmp_path / "run"
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *data, *options), run_dir=run_dir)
+        train(compose(*QUICK, *data, *options), run_dir=run_dir)
     (line,) = [line for line in caplog.messages if line.startswith("val ")]
     assert re.fullmatch(r"val +loss [\d.]+, acc [\d.]+, balanced [\d.]+ \(best .*\)", line)
     assert len(line) <= 71
@@ -146,7 +145,7 @@ def test_a_run_says_how_many_images_it_leaves_out(size, told, compose, tmp_path,
     root = image_folder(tmp_path / "images", splits=("train", "val"))
     data = ("data=imagefolder", f"data.root={root}", f"data.batch_size={size}")
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *data), run_dir=tmp_path / "run")
+        train(compose(*QUICK, *data), run_dir=tmp_path / "run")
     lines = [line.strip() for line in caplog.messages if "leaves out" in line]
     assert [line.partition("data.")[0] for line in lines] == told
 
@@ -199,7 +198,7 @@ def test_a_network_made_reversible_says_so(compose, tmp_path, caplog, bits, text
     options = ("model=resnet32", f"model.reversible_bits={bits}", "test=false")
     options += ("model.units=[3,3,3]",)
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *options), run_dir=tmp_path / "run")
+        train(compose(*QUICK, *options), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("model  ")]
     opening = r"model    resnet32, [\d,]+ parameters, 5 blocks reversible with "
     assert re.fullmatch(opening + text, line)
@@ -214,7 +213,7 @@ def test_a_run_says_what_side_bits_and_recalibration_do(compose, tmp_path, caplo
     options += ("model.reversible_runs=all",)  # of single blocks, so none pays
     callbacks = ("callbacks.side_bits={epochs: 2}", "callbacks.batch_norm.recalibrate=2")
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, *options, *callbacks), run_dir=tmp_path / "run")
+        train(compose(*QUICK, *options, *callbacks), run_dir=tmp_path / "run")
     lines = [line for line in caplog.messages if line.startswith(("side bits", "BatchNorm"))]
     assert lines == [
         "BatchNorm: statistics of 2 batches of training images replace the loaded ones "
@@ -237,7 +236,7 @@ def test_a_warning_is_logged_once(caplog):
 def test_a_plan_is_logged_by_its_modes(compose, tmp_path, caplog):
     """The first line listed auto's modes, the second one only invert."""
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL, "memory=auto", "test=false"), run_dir=tmp_path / "run")
+        train(compose(*QUICK, "memory=auto", "test=false"), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory  ")]
     assert re.fullmatch(r"memory   auto \((\d+ \w+(, )?)+\)", line), line
 
@@ -245,7 +244,7 @@ def test_a_plan_is_logged_by_its_modes(compose, tmp_path, caplog):
 def test_threads_are_set_for_the_run(compose, tmp_path):
     seen = []
     wanted = 1 if torch.get_num_threads() > 1 else 2
-    config = compose(*SMALL, f"threads={wanted}", "test=false", "logger=none")
+    config = compose(*QUICK, f"threads={wanted}", "test=false")
 
     def record(*_):
         seen.append(torch.get_num_threads())

@@ -5,6 +5,7 @@ import copy
 import pytest
 import yaml
 from resumed import resume
+from small_run import QUICK
 
 from revzoo.cli.commands.evaluate import evaluate
 from revzoo.cli.run.folder import write_config
@@ -13,7 +14,6 @@ from revzoo.data import DataError
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.weights.errors import WeightsError
 
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none", "test=false")
 OTHERS = (None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
 
 
@@ -48,7 +48,7 @@ def run_dir(tmp_path_factory):
     from revzoo.cli.config import compose
 
     folder = tmp_path_factory.mktemp("run")
-    train(compose(SMALL).config, run_dir=folder)
+    train(compose((*QUICK, "test=false")).config, run_dir=folder)
     return folder
 
 

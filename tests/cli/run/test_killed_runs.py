@@ -9,6 +9,7 @@ import pytest
 import torch
 from resumed import resume
 from small_images import image_folder
+from small_run import NO_EXTRAS
 
 from revzoo.cli.run.train import train
 from revzoo.training.checkpoint.files import read_checkpoint
@@ -47,10 +48,12 @@ def cases(folder):
         ]
         csv.writer(file).writerows([("path", "label", "patient"), *rows])
     short = ["debug=smoke", "trainer=cpu", "trainer.max_epochs=2", "trainer.limit_train_batches=4"]
-    short += ["memory=store", "logger=csv", "data.batch_size=8"]
+    short += ["memory=store", *NO_EXTRAS, "data.batch_size=8"]
     small = [*short, "+model.units=[1,1,1]"]
     return {
-        "segmentation": ["experiment=segmentation", *short],
+        "segmentation": [
+            *("experiment=segmentation", "model.channels=[8,16]", "model.units=[1,1]", *short)
+        ],
         "folds": [
             *("data=table", f"data.table={folder / 'labels.csv'}", "data.group_column=patient"),
             *("data.folds=2", "data.fold=1", *small),

@@ -14,6 +14,7 @@ import torch
 import yaml
 from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from small_images import image_folder
+from small_run import ONE_STEP
 
 from revzoo.cli.run import memory_plan
 from revzoo.cli.run.train import train
@@ -24,15 +25,6 @@ from revzoo.profiling.plan import PLANNED, Plan, PlannedMode, Planner
 from revzoo.profiling.units import bytes_from
 from revzoo.training import Classifier
 from revzoo.training.callbacks.registry import CALLBACKS
-
-FEW = (
-    "debug=smoke",
-    "trainer=cpu",
-    "test=false",
-    "logger=csv",
-    "data.batch_size=64",
-    "callbacks.footprint=null",  # it counts another step
-)
 
 ACCUMULATE = "trainer.accumulate_grad_batches"
 
@@ -61,7 +53,7 @@ def modes_of(module: Classifier) -> set[str]:
 
 
 def balanced(*more: str) -> tuple[str, ...]:
-    return (*FEW, "memory=balanced", *more)
+    return (*ONE_STEP, "memory=balanced", *more)
 
 
 def lines(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -80,7 +72,7 @@ def test_balanced_logs_its_plan_and_records_it(
     assert kept["mode"] == "balanced"
     assert modes_of(trained[0]) == set(kept["plan"].values()) == {"recompute", "exact", "store"}
     caplog.clear()
-    config = {**compose(*FEW), "memory": {"mode": "balanced", "plan": {"stages": "recompute"}}}
+    config = {**compose(*ONE_STEP), "memory": {"mode": "balanced", "plan": {"stages": "recompute"}}}
     train(config, run_dir=tmp_path / "again")  # a plan in the configuration is used
     assert "memory=balanced" not in caplog.text
     assert modes_of(trained[1]) == {"exact", "recompute"}
@@ -90,7 +82,7 @@ def test_auto_stores_if_the_device_has_room(
     compose: Any, tmp_path: Path, trained: list[Classifier], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    train(compose(*FEW), run_dir=tmp_path)
+    train(compose(*ONE_STEP), run_dir=tmp_path)
     (line,) = lines(caplog, "memory=auto")
     assert re.fullmatch(
         r"memory=auto: store, [\d.]+ MiB of [\d.]+ [GM]iB free "
@@ -105,7 +97,7 @@ def test_a_plan_counts_the_largest_training_images(compose: Any, tmp_path: Path)
     root = image_folder(tmp_path / "images")
     growing = ("data.image_size=48", "data.progressive=[[1,32],[3,96]]", "data.batch_size=2")
     folder = ("data=imagefolder", f"data.root={root}", "data.num_workers=0", *growing)
-    train(compose(*FEW, *folder, "+model.units=[1,1,1]"), run_dir=tmp_path / "run")
+    train(compose(*ONE_STEP, *folder, "+model.units=[1,1,1]"), run_dir=tmp_path / "run")
     memory = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["memory"]
     assert memory["planned_for"]["input"] == [2, 3, 96, 96]
 
@@ -135,7 +127,7 @@ def test_auto_fits_what_is_free(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(memory_plan, "free_bytes", lambda device: free * 2**20)
     returned = returns_blocks(monkeypatch)
-    train(compose(*FEW), run_dir=tmp_path)
+    train(compose(*ONE_STEP), run_dir=tmp_path)
     assert modes_of(trained[0]) == modes
     # glibc kept more than the fifth that is left free, and the system ended the process
     assert returned == [True]
@@ -154,7 +146,7 @@ def test_auto_with_bytes_names_them(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    train(compose(*FEW, "memory.bytes=9MiB"), run_dir=tmp_path)
+    train(compose(*ONE_STEP, "memory.bytes=9MiB"), run_dir=tmp_path)
     (line,) = lines(caplog, "memory=auto")
     assert re.search(r"8\.\d+ MiB of memory\.bytes=9MiB \(exact", line)
 
@@ -167,7 +159,7 @@ def test_bytes_that_no_plan_can_keep_warn(
 ) -> None:
     """A network without steps stores, whatever ``memory.bytes`` says."""
     monkeypatch.setattr(PLANNED["auto"], "plans", lambda model: False)
-    train(compose(*FEW, "memory.bytes=9MiB"), run_dir=tmp_path)
+    train(compose(*ONE_STEP, "memory.bytes=9MiB"), run_dir=tmp_path)
     assert lines(caplog, "memory.bytes=9MiB has no effect: revnet38 has no step")
 
 
@@ -179,8 +171,8 @@ def test_a_resumed_auto_plans_again_if_its_plan_no_longer_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.INFO)
-    train(compose(*FEW), run_dir=tmp_path / "first")
-    config = compose(*FEW)
+    train(compose(*ONE_STEP), run_dir=tmp_path / "first")
+    config = compose(*ONE_STEP)
     config["memory"] = yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())["memory"]
     caplog.clear()
     train(config, run_dir=tmp_path / "same")
@@ -239,7 +231,7 @@ def test_out_of_memory_lowers_the_plan_once(
     runs_out: Any,
 ) -> None:
     """The run ended. It now equals one with the lower plan from the start, bit for bit."""
-    few = (*FEW, "+model.dropout=0.1", "trainer.limit_train_batches=4", f"{ACCUMULATE}=2")
+    few = (*ONE_STEP, "+model.dropout=0.1", "trainer.limit_train_batches=4", f"{ACCUMULATE}=2")
     failed = runs_out(where, [1])
     found = train(compose(*few), run_dir=tmp_path / "lowered")
     assert failed == [1]
@@ -262,7 +254,7 @@ def test_a_second_time_out_of_memory_ends_the_run(
 ) -> None:
     runs_out("forward", [0, 1])
     with pytest.raises(SystemExit, match=r"step 1: out of memory .* lower data\.batch_size"):
-        train(compose(*FEW, "trainer.limit_train_batches=4"), run_dir=tmp_path)
+        train(compose(*ONE_STEP, "trainer.limit_train_batches=4"), run_dir=tmp_path)
 
 
 def test_the_inverting_mode_of_a_plan_can_be_chosen(
@@ -285,7 +277,7 @@ def test_balanced_plans_of_narrow_types_are_exact(
 
 def test_a_resnet_stores(compose: Any, tmp_path: Path, trained: list[Classifier]) -> None:
     for mode in ("auto", "balanced"):
-        train(compose(*FEW, "model=resnet32", f"memory={mode}"), run_dir=tmp_path / mode)
+        train(compose(*ONE_STEP, "model=resnet32", f"memory={mode}"), run_dir=tmp_path / mode)
     assert modes_of(trained[0]) == modes_of(trained[1]) == {"store"}
 
 
@@ -299,7 +291,7 @@ def test_a_planned_mode_is_one_row_of_a_table(
             return planner.leanest
 
     monkeypatch.setitem(PLANNED, "leanest", Leanest())  # type: ignore[misc]
-    train({**compose(*FEW), "memory": {"mode": "leanest"}}, run_dir=tmp_path)
+    train({**compose(*ONE_STEP), "memory": {"mode": "leanest"}}, run_dir=tmp_path)
     kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["memory"]
     assert kept["mode"] == "leanest"
     assert "exact" in modes_of(trained[0]) == set(kept["plan"].values())
@@ -308,7 +300,7 @@ def test_a_planned_mode_is_one_row_of_a_table(
 def test_a_budget_includes_the_optimisers_state(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
-    train(compose(*FEW, "memory=budget", "memory.bytes=12MiB"), run_dir=tmp_path)
+    train(compose(*ONE_STEP, "memory=budget", "memory.bytes=12MiB"), run_dir=tmp_path)
     model, data = trained[0].model, trained[0].trainer.datamodule
     extra = sum(p.nbytes for p in model.parameters())  # the momentum
     shape = (data.batch_size, data.in_chans, *data.sizes)
@@ -375,7 +367,7 @@ def test_a_run_stays_within_its_budget(
     """Only the optimiser's state was counted: copies of gradients and weights exceeded it."""
     monkeypatch.setitem(CALLBACKS, "accumulation", accumulating)
     memory = ("memory=budget", f"memory.bytes={budget}", "trainer.limit_train_batches=4")
-    config = compose(*FEW, "callbacks=none", "data.num_workers=0", *memory, *overrides)
+    config = compose(*ONE_STEP, "data.num_workers=0", *memory, *overrides)
     try:
         train(config, run_dir=tmp_path)
     finally:
@@ -388,8 +380,8 @@ def test_a_budget_that_private_training_may_exceed(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """17.6 MiB of 14 were taken: Poisson batches are larger, and their norms take memory."""
-    private = ("model.norm=group", "callbacks=none", "+callbacks.private={}")
-    train(compose(*FEW, "memory=budget", "memory.bytes=14MiB", *private), run_dir=tmp_path)
+    private = ("model.norm=group", "+callbacks.private={}")
+    train(compose(*ONE_STEP, "memory=budget", "memory.bytes=14MiB", *private), run_dir=tmp_path)
     (warning,) = [r for r in caplog.records if "may take more than memory.bytes" in r.getMessage()]
     assert warning.levelno == logging.WARNING
 
@@ -397,6 +389,6 @@ def test_a_budget_that_private_training_may_exceed(
 def test_a_budget_that_is_too_small_ends_the_run_before_training(
     compose: Any, tmp_path: Path
 ) -> None:
-    config = compose(*FEW, "memory=budget", "memory.bytes=1MiB")
+    config = compose(*ONE_STEP, "memory=budget", "memory.bytes=1MiB")
     with pytest.raises(SystemExit, match="less than any plan needs: at least"):
         train(config, run_dir=tmp_path)

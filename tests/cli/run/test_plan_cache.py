@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
+from small_run import ONE_STEP
 from torch import nn
 
 from revzoo.cli.run import memory_plan, plan_cache
 from revzoo.cli.run.plan_cache import Planned, find, keep, key_of
 from revzoo.cli.run.train import train
 from revzoo.profiling.plan import PLANNED, Planner
-
-FEW = (
-    "debug=smoke",
-    "trainer=cpu",
-    "test=false",
-    "logger=csv",
-    "callbacks=none",
-    "trainer.limit_train_batches=1",
-    "data.batch_size=64",
-)
 
 STORE = Planned({"steps": "store"}, 1000, 600, 500, 1.0, 0, "exact", {"store": [500, 1.0]})
 
@@ -62,7 +53,7 @@ def test_a_run_like_an_earlier_one_plans_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    few = (*FEW, f"memory={mode}")
+    few = (*ONE_STEP, f"memory={mode}")
     for name in ("first", "second"):
         train(compose(*few, f"seed={len(name)}"), run_dir=tmp_path / name)
     assert len(planners) == 1
@@ -73,27 +64,23 @@ def test_a_run_like_an_earlier_one_plans_nothing(
     assert lines[0].partition(" MiB of")[0] == lines[1].partition(" MiB of")[0]
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        "data.batch_size=32",
-        "precision=bf16",
-        "memory.inverting=invert",
-        "+model.dropout=0.1",
-        "optim=adamw",
-    ],
+CONDITIONS = (
+    *("data.batch_size=32", "precision=bf16", "memory.inverting=invert", "+model.dropout=0.1"),
+    "optim=adamw",
 )
+
+
 def test_another_condition_plans_anew(
-    changed: str, compose: Any, tmp_path: Path, planners: list[Planner]
+    compose: Any, tmp_path: Path, planners: list[Planner]
 ) -> None:
-    train(compose(*FEW, "memory=balanced"), run_dir=tmp_path / "first")
-    train(compose(*FEW, "memory=balanced", changed), run_dir=tmp_path / "second")
-    assert len(planners) == 2
+    for count, changed in enumerate(("seed=1", *CONDITIONS), start=1):
+        train(compose(*ONE_STEP, "memory=balanced", changed), run_dir=tmp_path / str(count))
+        assert len(planners) == count, changed
 
 
 def test_another_limit_plans_anew(compose: Any, tmp_path: Path, planners: list[Planner]) -> None:
     for i, limit in enumerate(("12MiB", "10MiB", "12MiB", "10MiB")):
-        few = (*FEW, "memory=budget", f"memory.bytes={limit}")
+        few = (*ONE_STEP, "memory=budget", f"memory.bytes={limit}")
         train(compose(*few), run_dir=tmp_path / str(i))
     assert len(planners) == 2
     plans = [memory_of(tmp_path / str(i))["plan"] for i in range(4)]
@@ -115,7 +102,7 @@ def test_what_is_free_may_vary_a_little(
     """Mode ``auto`` takes a plan that fits, if hardly more is free now."""
     for mib in free:
         monkeypatch.setattr(memory_plan, "free_bytes", lambda device, mib=mib: mib * 2**20)
-        train(compose(*FEW), run_dir=tmp_path / str(mib))
+        train(compose(*ONE_STEP), run_dir=tmp_path / str(mib))
     assert len(planners) == plans
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_run import QUICK
 
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
@@ -19,7 +20,6 @@ from revzoo.training.memory import is_out_of_memory, memory_advice
 
 SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
 CONFIGS = Path(__file__).parents[3] / "configs"
-SMALL = ("debug=smoke", "trainer=cpu")
 
 
 def advice(had: int | None = None, **spec: Any) -> str:
@@ -98,7 +98,7 @@ def module_that_fails(kind: type[Exception], when: Callable[[Classifier], bool])
 def test_a_run_ends_with_the_advice(
     kind: type[Exception], compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = compose(*SMALL, "memory=store")
+    config = compose(*QUICK, "memory=store")
     build = module_that_fails(kind, lambda module: module.training)
     monkeypatch.setattr(train_module, "build_module", build)
     with pytest.raises(SystemExit) as end:
@@ -122,7 +122,7 @@ def test_an_evaluation_ends_with_advice(
     )
     monkeypatch.setattr(train_module, "build_module", build)
     with pytest.raises(SystemExit) as end:
-        train(compose(*SMALL), run_dir=tmp_path)
+        train(compose(*QUICK), run_dir=tmp_path)
     message = str(end.value)
     assert message.startswith("revzoo: out of memory at a peak of ")
     assert message.endswith(EVALUATING + "data.eval_batch_size")
@@ -132,7 +132,7 @@ def test_an_evaluation_ends_with_advice(
 
 
 def test_so_does_revzoo_eval(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(compose(*SMALL, "+model.units=[1,1,1]"), run_dir=tmp_path)
+    train(compose(*QUICK), run_dir=tmp_path)
 
     monkeypatch.setattr(Classifier, "test_step", fails)
     with pytest.raises(SystemExit) as end:
