@@ -139,7 +139,8 @@ def compose(
     """
     with hydra_of(source) as hydra:
         parsed = parse(spelled_out(overrides), hydra.config_loader)
-        words = [_checked(override, hydra.config_loader) for override in parsed]
+        groups = hydra.config_loader.list_groups("")  # slow, so once for all
+        words = [_checked(override, groups, hydra.config_loader) for override in parsed]
         whole = _composed(source.name, [*words, *trusted])
     # Hydra locks the configuration: no key can be added or removed
     with flag_override(whole, ["struct", "readonly"], [False, False]):
@@ -385,10 +386,9 @@ def _parse_error(text: str, error: HydraException) -> str:
     return f"{text}: {reason}" if text else reason
 
 
-def _checked(override: Override, loader: ConfigLoader) -> str:
+def _checked(override: Override, groups: Sequence[str], loader: ConfigLoader) -> str:
     """An override as Hydra takes it: a key may be new, which the schema checks later."""
     text, group = str(override.input_line), override.key_or_group
-    groups = loader.list_groups("")
     if override.is_sweep_override():  # Hydra's own message leaves the remedy out
         if isinstance(override.value(), IntervalSweep):
             raise ConfigError(f"{text}: expected one value; revzoo sweep searches intervals")
