@@ -715,18 +715,6 @@ def test_a_buffer_updated_around_autograd(mode, way):
     assert error(*results) < 1e-12
 
 
-@pytest.mark.parametrize("mode", ["recompute", "invert"])
-def test_statistics_of_an_exported_branch(mode):
-    """Its graph updates them without a new version, in code that is not searched."""
-    norm = nn.Sequential(nn.BatchNorm1d(8).double(), nn.Tanh())
-    branches = [torch.export.export(norm, (leaf_rows(),)).module() for _ in range(2)]
-    for branch, m in zip(branches, (mode, "store"), strict=True):
-        net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=m), leaf_rows()
-        net(x, x.sin())[1].square().sum().backward()
-    for actual, expected in zip(branches[0].buffers(), branches[1].buffers(), strict=True):
-        assert torch.equal(actual, expected)
-
-
 class FirstBatch(nn.Module):
     """A scale taken from the first batch; a flag says that it was."""
 

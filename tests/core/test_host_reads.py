@@ -33,6 +33,10 @@ MODELS = {
 }
 
 
+STEPS = [(mode, "sgd") for mode in ("store", "recompute", "invert", "exact")]
+STEPS += [("exact", "adamw"), ("exact", "muon")]
+
+
 def compares(name, mode):
     """Whether the guard reads a figure: in recompute, of code other than plain layers only."""
     return mode in ("invert", "exact") or (mode == "recompute" and name == "revvit_cifar")
@@ -158,8 +162,7 @@ def test_a_step_that_draws_is_refused_while_a_graph_is_captured(request):
     train_step(nets[1])
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+@pytest.mark.parametrize(("mode", "optim"), STEPS)
 def test_a_training_step_in_a_graph_reads_no_value(mode, optim, monkeypatch, tmp_path):
     """Forward to average, and metrics; the fused optimisers are one operation each."""
     use(monkeypatch)
@@ -189,8 +192,7 @@ class Fused(pl.Callback):
             group |= {"fused": True} if "fused" in group else {}
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("mode", ["store", "recompute", "offload", "invert", "exact"])
+@pytest.mark.parametrize(("mode", "optim"), [*STEPS, ("offload", "sgd")])
 def test_a_training_step_without_a_graph_reads_no_value(mode, optim, monkeypatch, tmp_path):
     """Apart from the guard, and from the check of the loss, which on a GPU reads in few steps."""
     monkeypatch.setattr(FiniteLoss, "_read", lambda *args: None)

@@ -765,15 +765,14 @@ def test_a_stream_changed_in_place_is_no_longer_on_the_grid():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("around", [lambda y: y.data, torch.from_dlpack])
-def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
+def test_an_output_changed_around_autograd_has_another_inverse(dtype):
     """The inverse used the old words, without an error."""
     torch.manual_seed(0)
     net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4)) for _ in range(2)], memory="exact")
     with torch.no_grad():
         y = net.to(dtype)(leaf_rows().to(dtype))
         unchanged = net.inverse(y)
-        around(y)[1, 2] += 1
+        y.data[1, 2] += 1
         found, expected = net.inverse(y), net.inverse(y.clone())
     # values that did not change keep all bits of their words
     torch.testing.assert_close(
@@ -783,8 +782,7 @@ def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
 
 
 @pytest.mark.parametrize("part", [0, 1, "both"])
-@pytest.mark.parametrize("around", [lambda y: y.data, lambda y: torch.from_dlpack(y.detach())])
-def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part, around):
+def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part):
     """The next sequence computed with the old words, without an error."""
     torch.manual_seed(0)
     first, second = (
@@ -795,12 +793,12 @@ def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part, arou
         with torch.no_grad():
             y = first(*x.chunk(2, dim=1))
             for t in y if part == "both" else (y[part],):
-                around(t).mul_(2)
+                t.data.mul_(2)
             found, expected = alone(*y), alone(*(t.clone() for t in y))
         assert all(map(torch.equal, found, expected))
     y = first(*x.requires_grad_().chunk(2, dim=1))
     for t in y if part == "both" else (y[part],):
-        around(t).mul_(2)
+        t.data.mul_(2)
     found = second(*y)
     with pytest.raises(DriftError, match="did not repeat the forward pass"):
         torch.cat(found).square().sum().backward()

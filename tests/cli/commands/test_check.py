@@ -43,7 +43,7 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
     for path in bad:
         path.write_bytes(b"no image")
     with pytest.raises(SystemExit, match="2 of 4 images cannot be read: replace or"):
-        main(["check", "data", str(root), "--workers", "2"])
+        main(["check", "data", str(root), "--workers", "1"])
     assert capsys.readouterr().out.splitlines() == [
         "2 images: UnidentifiedImageError: cannot identify image file",
         *(f"  {path}" for path in bad),
@@ -126,7 +126,7 @@ def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
 def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
     """A UnicodeEncodeError of Python's strict output ended the list at the first such name."""
     (root / os.fsdecode(b"train/a/\xff.png")).write_bytes(b"no image")
-    code = f"from revzoo.cli.main import main; main(['check', 'data', {str(root)!r}])"
+    code = f"from revzoo.cli.main import main; main(['check', {str(root)!r}, '--workers', '1'])"
     env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
