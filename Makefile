@@ -26,7 +26,8 @@ train: $(PACKAGE)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(TOOLS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --nbmake --nbmake-timeout=300 --timeout=300 notebooks
 
 smoke: $(TOOLS)
