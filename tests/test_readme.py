@@ -25,7 +25,6 @@ SITE = [
 HOW_TOS = sorted(set(HOW_TO.glob("*.md")) - ELSEWHERE)
 PAGES = [README, *SITE, *HOW_TOS, *sorted(GUIDE.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\]\(([^)#\s]+)")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
 LONG = [GUIDE / "lightning.md"]  # 20 epochs as it stands
@@ -121,13 +120,6 @@ def test_no_example_is_missed() -> None:
         text = page.read_text()
         assert text.count("```python") == len(BLOCK.findall(text)), page
     assert {*CHECKS, *LONG} <= {case.values[0] for case in with_code()}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_to_files(page: Path) -> None:
-    """A page that moves takes the links to it along."""
-    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_the_readme_is_short() -> None:
