@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import KeyPath, tree_map_with_path
 
 from revzoo.weights.errors import REMEDY, UnreadableWeightsError
-from revzoo.weights.source import PLAIN_PART
+from revzoo.weights.source import PLAIN_PART, is_distributed
 
 FILES = "*.safetensors"
 Keys = tuple[Any, ...]
@@ -56,16 +56,13 @@ def name_of(keys: Keys) -> str:
     return ".".join(map(str, keys))
 
 
-def checksums(folder: Path, pattern: str = FILES) -> dict[str, int]:
-    """The CRC-32 of each file with parts, by name."""
-    sums = {}
-    for path in sorted(folder.glob(pattern)):
-        total = 0
-        with path.open("rb") as file:
-            while block := file.read(1 << 24):
-                total = zlib.crc32(block, total)
-        sums[path.name] = total
-    return sums
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            total = zlib.crc32(block, total)
+    return total
 
 
 def check_whole(folder: Path, content: Any) -> dict[str, Any]:
@@ -81,11 +78,15 @@ def check_whole(folder: Path, content: Any) -> dict[str, Any]:
             f"{folder / PLAIN_PART} does not describe a distributed checkpoint: it lacks the state "
             f"or the checksums: {REMEDY}"
         )
-    found = checksums(folder)
-    for name in sorted(named.keys() | found.keys()):
-        if named.get(name) != found.get(name):
-            what = "is not in the folder" if name not in found else "is damaged, or of another save"
-            raise UnreadableWeightsError(f"{folder} is not whole: {name} {what}: {REMEDY}")
+    files = {file.name: file for file in folder.glob(FILES)}
+    for name in sorted({*map(str, named), *files}):
+        if (file := files.get(name)) is None or not file.is_file():  # a pipe would block
+            what = "is not a file in the folder"
+        elif type(known := named.get(name)) is not int or known != checksum(file):
+            what = "is damaged, or of another save"
+        else:
+            continue
+        raise UnreadableWeightsError(f"{folder} is not whole: {name} {what}: {REMEDY}")
     return state
 
 
@@ -98,26 +99,44 @@ def filled(state: Any, folder: Path, make: Callable[[Keys, Any], Any]) -> Any:
         UnreadableWeightsError: the files in ``folder`` lack a tensor, or its shape differs.
     """
     tensors: dict[str, Tensor] = {}
+    reader = HuggingFaceStorageReader(str(folder))
 
     def made(path: KeyPath, value: Any) -> Any:
-        result = make(keys_in(path), value)
-        if is_empty(value):
-            tensors[name_of(keys_in(path))] = result
-        return result
+        keys = keys_in(path)
+        if not is_empty(value):
+            return make(keys, value)
+        # torch leaves values without a part as they are in memory
+        if (name := name_of(keys)) in tensors or not is_whole(value, saved.get(name)):
+            raise ValueError(f"the parts of {name} are not those of {tuple(value.shape)}")
+        tensors[name] = make(keys, value)
+        return tensors[name]
 
-    state = tree_map_with_path(made, state)
-    if tensors:
-        reader = HuggingFaceStorageReader(str(folder))
-        try:
+    try:
+        saved = reader.read_metadata().state_dict_metadata if is_distributed(folder) else {}
+        state = tree_map_with_path(made, state)
+        if tensors:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # on purpose
                 state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            reason = " ".join(str(error).split())[-200:]
-            raise UnreadableWeightsError(
-                f"{folder} does not hold the tensors that it names ({reason}): {REMEDY}"
-            ) from None
+    except torch.OutOfMemoryError:
+        raise
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        reason = " ".join(str(error).split())[-200:]
+        raise UnreadableWeightsError(
+            f"{folder} does not hold the tensors that it names ({reason}): {REMEDY}"
+        ) from None
     return state
+
+
+def is_whole(value: Tensor, saved: Any) -> bool:
+    """Whether the ``saved`` parts are the rows of a tensor like ``value``, each row once."""
+    rows = 0
+    for part in sorted(saved.chunks if saved else (), key=lambda part: (part.offsets, part.sizes)):
+        first, *others = part.offsets
+        if first != rows or any(others) or part.sizes[1:] != value.shape[1:]:
+            return False
+        rows += part.sizes[0]
+    return value.shape[:1] == (rows,)
 
 
 def whole(device: Any, _: Keys, value: Any) -> Any:

@@ -86,7 +86,9 @@ def read_weights_file(path: Path) -> TensorFile:
         UnreadableWeightsError: the file is missing, damaged, of another format, or holds more than
             tensors.
     """
-    if not (path.is_file() or is_distributed(path)):
+    if is_distributed(path):
+        return read_state_dict(path)
+    if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
     if path.suffix == ".safetensors":
         entry = entry_beside(path)  # with it, the hash can be verified

@@ -39,12 +39,12 @@ def best_of_run(folder: Path) -> Path | None:
 
 def is_distributed(path: Path) -> bool:
     """Whether ``path`` is a distributed checkpoint, as ``trainer=fsdp2`` writes it."""
-    return (path / PLAIN_PART).is_file()
+    return (path / PLAIN_PART).is_file() or (path.suffix == ".ckpt" and path.is_dir())
 
 
 def checkpoint_of(path: Path) -> Path | None:
-    """``path`` if its name ends in ``.ckpt``; the best checkpoint of a run's folder; else None."""
-    return path if path.suffix == ".ckpt" else best_of_run(path)
+    """``path`` if it is distributed or ends in ``.ckpt``; a run's best checkpoint; else None."""
+    return path if path.suffix == ".ckpt" or is_distributed(path) else best_of_run(path)
 
 
 def resolve_source(source: str | Path) -> str:
@@ -106,7 +106,8 @@ def find_entry(
 
 def _only_file_in(folder: Path) -> Path | None:
     """The safetensors file in a folder, as ``revzoo pack`` writes it; None if there is none."""
-    files = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    packed = folder.is_dir() and not is_distributed(folder)
+    files = sorted(folder.glob(f"*{SUFFIX}")) if packed else []
     if len(files) > 1:
         raise UnknownWeightsError(
             f"{folder} holds {len(files)} files of weights: give one of them, "

@@ -114,7 +114,7 @@ def test_another_number_of_processes_resumes(pair: tuple[Path, Path], tmp_path: 
     shutil.copytree(stopped, refused)
     with pytest.raises(SystemExit, match="64 images per step of all processes, this run has 32"):
         resume(refused, ["trainer.devices=1"])
-    resume(stopped, ["trainer.devices=1", "data.batch_size=64"])
+    resume(stopped, ["trainer.strategy=auto", "trainer.devices=1", "data.batch_size=64"])
     for name, value in weights(tmp_path).items():
         torch.testing.assert_close(weights(stopped)[name], value, rtol=1e-5, atol=1e-7, msg=name)
     assert figures(stopped)["val/loss"] == pytest.approx(figures(tmp_path)["val/loss"], rel=1e-5)

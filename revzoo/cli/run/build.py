@@ -288,6 +288,7 @@ def make_trainer(**options: Any) -> pl.Trainer:
         import revzoo.training.fsdp2  # noqa: F401  # registers the strategy with Lightning
 
         plugins = []  # it brings its own
+        options["inference_mode"] = False  # torch could not train weights that it gathered in it
     timeout = options.pop("timeout", None)
     try:
         trainer = pl.Trainer(

@@ -57,7 +57,8 @@ PATHS = ("data.root", "data.table", "data.endpoint_url")  # the data may move
 # settings of the machine, which leave the run as it is, up to rounding
 PROCESSES = ("trainer.devices", "trainer.num_nodes", "data.batch_size")  # their product stays
 MACHINE = (
-    *("trainer.accelerator", "trainer.cuda_graph", "data.on_device", "data.num_workers"),
+    *("trainer.accelerator", "trainer.strategy", "trainer.cuda_graph"),
+    *("data.on_device", "data.num_workers"),
     *PROCESSES,
 )
 LENGTH = ("trainer.max_epochs", "trainer.max_steps")  # it may grow
@@ -475,11 +476,11 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
                 "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
                 "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, "
                 "data.table=FILE and data.endpoint_url, where the data are now, "
-                "trainer.accelerator=cpu, gpu or auto, where it runs now, trainer.cuda_graph, "
-                "data.on_device, data.num_workers, trainer.devices, trainer.num_nodes and "
-                "data.batch_size, whose product stays, and, to train longer, "
-                "trainer.max_epochs=N or trainer.max_steps=N. Start a new run for the rest (with "
-                "its --config-dir, if it had one): "
+                "trainer.accelerator=cpu, gpu or auto, where it runs now, trainer.strategy=auto, "
+                "ddp or fsdp2, trainer.cuda_graph, data.on_device, data.num_workers, "
+                "trainer.devices, trainer.num_nodes and data.batch_size, whose product stays, and, "
+                "to train longer, trainer.max_epochs=N or trainer.max_steps=N. Start a new "
+                "run for the rest (with its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"
             )
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from revzoo.models.checkpoint_folder import FILES, checksums, take_apart
+from revzoo.models.checkpoint_folder import FILES, checksum, take_apart
 from revzoo.training.checkpoint.files import (
     CheckpointError,
     PlainCheckpointIO,
@@ -54,14 +54,18 @@ def write_distributed(state: Mapping[str, Any], path: Path) -> None:
     plain, divided = take_apart(state)
     if rank == 0:
         remove(temporary)  # what a kill has left
-    own = f"shard-{rank + 1:05}-{FILES}"
     named: dict[str, int] = {}
 
+    def sums() -> dict[str, int]:
+        own = temporary.glob(f"shard-{rank + 1:05}-{FILES}")
+        return {file.name: checksum(file) for file in own}
+
     def finish() -> None:
-        if lacking := named.keys() - {file.name for file in temporary.glob(FILES)}:
+        if wrong := named.keys() ^ {file.name for file in temporary.glob(FILES)}:
             raise UnwritableCheckpointError(
-                f"{path} is not written: another machine has written {min(lacking)}, and this one "
-                "does not see it; give hydra.run.dir on a file system that all machines share"
+                f"{path} is not written: another machine has written {min(wrong)}, and this one "
+                "does not see it, or an earlier save has left it; give hydra.run.dir on a file "
+                f"system that all machines share, or remove {temporary}"
             )
         save_plain({"state": plain, "checksums": named}, temporary / PLAIN_PART, path)
         put(temporary, path)
@@ -69,8 +73,8 @@ def write_distributed(state: Mapping[str, Any], path: Path) -> None:
     try:
         writer = HuggingFaceStorageWriter(str(temporary), save_distributed=True)
         state_dict_saver.save(divided, storage_writer=writer)
-        for sums in together(path, lambda: checksums(temporary, own)):
-            named.update(sums)
+        for own_sums in together(path, sums):
+            named.update(own_sums)
         together(path, lambda: finish() if rank == 0 else None)
     except CheckpointException as error:  # the same in all processes
         cause, _ = next(iter(error.failures.values()))

@@ -76,9 +76,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
         raise unwritable(path, error) from error
     finally:
-        # after a rename it is gone
-        with suppress(OSError):
-            remove(temporary)
+        remove(temporary)  # after a rename it is gone
 
 
 def temporary_of(path: Path) -> Path:
@@ -113,36 +111,37 @@ def save_plain(state: Mapping[str, Any], file: Path, path: Path) -> None:
 
 def put(temporary: Path, path: Path) -> None:
     """Rename a whole checkpoint to ``path``, and keep the old one if it is ``last.ckpt``."""
-    old = path.with_name(f".{path.name}{REPLACED}")
-    if path.name == LAST and path.exists():
-        _keep_previous(path)
-    if path.is_dir() or (temporary.is_dir() and path.exists()):  # no rename replaces a folder
+    _sync(temporary)  # of a folder: its names
+    is_last, folders = path.name == LAST, path.is_dir() or temporary.is_dir()
+    old = path.with_name(PREVIOUS) if is_last else hidden(path)
+    if path.exists() and (is_last or folders):
         remove(old)
-        path.rename(old)
+        if not folders:
+            with suppress(OSError):  # some file systems have no hard links
+                old.hardlink_to(path)
+        if not old.exists():  # no rename replaces a folder
+            path.rename(old)
     temporary.replace(path)
     _sync(path.parent)
-    remove(old)
+    if not is_last:
+        remove(old)
 
 
-def _keep_previous(path: Path) -> None:
-    previous = path.with_name(PREVIOUS)
-    remove(previous)
-    try:
-        previous.hardlink_to(path)
-    except OSError:  # a folder, or a file system without hard links
-        path.replace(previous)
+def hidden(path: Path) -> Path:
+    """The name of a folder that is being removed: a kill leaves no part of it under its own."""
+    return path.with_name(f".{path.name}{REPLACED}")
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, a file or a folder; no error if there is none."""
-    if not path.is_dir():
-        path.unlink(missing_ok=True)
-        return
-    if path.suffix == ".ckpt":  # a kill must not leave a part of it under this name
-        hidden = path.with_name(f".{path.name}{REPLACED}")
-        remove(hidden)
-        path = path.rename(hidden)
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a checkpoint, a file or a folder, if there is one and the system lets us."""
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        if path.suffix == ".ckpt":
+            remove(hidden(path))
+            path = path.rename(hidden(path))
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -199,7 +198,8 @@ def read_last(
     for path in (last, previous) if previous.exists() else (last,):
         try:
             check(state := read_checkpoint(path, values=False), path)
-        except DamagedCheckpointError as error:
+        # another process has renamed it
+        except (DamagedCheckpointError, FileNotFoundError) as error:
             damages.append(str(error))
             continue
         if damages:
