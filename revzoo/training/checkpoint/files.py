@@ -111,7 +111,8 @@ def save_plain(state: Mapping[str, Any], file: Path, path: Path) -> None:
 
 def put(temporary: Path, path: Path) -> None:
     """Rename a whole checkpoint to ``path``, and keep the old one if it is ``last.ckpt``."""
-    _sync(temporary)  # of a folder: its names
+    if temporary.is_dir():
+        _sync(temporary)  # its names
     is_last, folders = path.name == LAST, path.is_dir() or temporary.is_dir()
     old = path.with_name(PREVIOUS) if is_last else hidden(path)
     if path.exists() and (is_last or folders):
