@@ -89,7 +89,7 @@ def test_a_signal_ends_lightnings_processes(tmp_path):
         output, _ = process.communicate(timeout=120)  # until the last process closes the pipe
     assert process.returncode == 143, output
     assert "Traceback" not in output
-    assert len(re.findall(rf"to resume: \S*python\S* {TRAIN} --resume", output)) == 1
+    assert len(re.findall(r"to resume: \S*revzoo train --resume", output)) == 1
     assert summary(tmp_path / "run")["stopped"] == "stopped by SIGTERM"
 
 

@@ -156,7 +156,7 @@ def test_a_signal_saves_the_run_and_names_the_next_command(signum, status, tmp_p
         result, _ = process.communicate(timeout=30)
     assert process.returncode == status, result
     unfolded = " ".join(result.replace("\\\n", "").split())
-    assert re.search(rf"to resume: \S*python\S* {ROOT / 'train.py'} --resume", unfolded)
+    assert re.search(r"to resume: \S*revzoo train --resume", unfolded)
     assert "Traceback" not in result
     assert read_checkpoint(run_dir / "checkpoints" / "last.ckpt")["global_step"] >= 20
     summary = json.loads((run_dir / "summary.json").read_text())

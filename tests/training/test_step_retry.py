@@ -61,7 +61,9 @@ def fit(folder, *callbacks, **options):
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
     module = Classifier({**NET, "memory": options.pop("memory", "invert")}, optim=CONSTANT)
-    runner = trainer(folder, callbacks=list(callbacks), plugins=[PlainCheckpointIO()], **options)
+    # FSDP2 brings its own
+    plugins = [] if isinstance(options.get("strategy"), FSDP2) else [PlainCheckpointIO()]
+    runner = trainer(folder, callbacks=list(callbacks), plugins=plugins, **options)
     runner.fit(module, loader(), ckpt_path=ckpt_path, weights_only=True)
     return module, runner
 

@@ -96,7 +96,11 @@ def _check_keys(overrides: Iterable[str]) -> None:
         section = override.lstrip("+").partition("=")[0].partition(".")[0]
         if (CONFIGS / section).is_dir() and section not in EVALUATION.options:
             keys = ", ".join(EVALUATION.options)
-            raise ConfigError(f"{override}: expected one of the keys of an evaluation, {keys}")
+            why = "; the checkpoint contains the model, and bits=null makes its blocks plain"
+            raise ConfigError(
+                f"{override}: expected one of the keys of an evaluation, {keys}"
+                + (why if section == "model" else "")
+            )
 
 
 def evaluate(
