@@ -45,7 +45,7 @@ from revzoo.weights.errors import (
     UnknownWeightsError,
 )
 from revzoo.weights.files import cache_folder, download, read_bytes
-from revzoo.weights.source import SUFFIX, checkpoint_of, find_entry
+from revzoo.weights.source import CHECKPOINTS, SUFFIX, find_entry, is_distributed
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ def find_model(
         return NamedModel(text, options={"pretrained": True})  # the library loads its weights
     if is_library_name(text) or (not pretrained and "." not in text):
         return NamedModel(text)
-    if checkpoint_of(Path(text)):
+    path = Path(text)
+    if path.suffix == ".ckpt" or is_distributed(path) or (path / CHECKPOINTS).is_dir():
         raise UnknownWeightsError(
             f"{text} is a run or its checkpoint, not weights: "
             "revzoo.training.Classifier.load_from_checkpoint(RUN).model is its network; "

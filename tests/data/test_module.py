@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import DDPStrategy
 from small_task import Recorder
 from torch import Tensor
 
@@ -292,8 +291,8 @@ class Halves(Recorder):
 def test_each_of_two_processes_gets_its_own_half(tmp_path: Path, on_device: bool) -> None:
     plain = {"crop_padding": 0, "flip": False}
     data = Digits(batch_size=32, augment=plain, on_device=on_device)
-    strategy = DDPStrategy(start_method="forkserver")
-    _trainer(tmp_path, devices=2, strategy=strategy, limit_val_batches=0).fit(
+    # new processes: those of a fork server would have the port of an earlier test
+    _trainer(tmp_path, devices=2, strategy="ddp_spawn", limit_val_batches=0).fit(
         Halves(tmp_path), data
     )
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
