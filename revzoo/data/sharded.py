@@ -228,7 +228,7 @@ class S3:
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=2 * _DOWNLOADS,
         )
-        # a session of its own: threads must not share one while it makes a client
+        # its own session: two threads must not make clients from one
         self._client = get_session().create_client("s3", endpoint_url=endpoint_url, config=config)
 
     def download_fileobj(self, address: str, to: IO[bytes]) -> None:
