@@ -20,13 +20,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-# environment variables that Lightning sets: for determinism, and for seeds
-OF_LIGHTNING = (
-    "CUBLAS_WORKSPACE_CONFIG",
-    "HOROVOD_FUSION_THRESHOLD",
-    "PL_GLOBAL_SEED",
-    "PL_SEED_WORKERS",
-)
 
 # processes that tests start by "forkserver" are forks of one that has imported these
 multiprocessing.set_forkserver_preload(["pytest", "revzoo.cli.run.train"])
@@ -68,12 +61,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def global_switches_restored() -> Iterator[None]:
-    """A run switches TF32, determinism, threads and the seed for its process; a test may not."""
+    """A run switches TF32, determinism, threads, the seed and the port of its process group for
+    its process; a test may not."""
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cudnn
     benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled()
-    threads, environment = torch.get_num_threads(), {k: os.environ.get(k) for k in OF_LIGHTNING}
+    threads, environment = torch.get_num_threads(), dict(os.environ)
     rng = torch.get_rng_state()
     torch.manual_seed(0)  # whatever modules draw when they are imported
     socket.setdefaulttimeout(None)
@@ -84,10 +78,9 @@ def global_switches_restored() -> Iterator[None]:
     cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
     torch.use_deterministic_algorithms(deterministic)
     torch.set_num_threads(threads)
-    for name, value in environment.items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     torch.set_rng_state(rng)
 
 
