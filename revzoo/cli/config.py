@@ -90,7 +90,6 @@ _REFERENCE = re.compile(
 )
 FROM_FILES = [f"revzoo.data.{n}" for n in ("ImageFolder", "Masks", "Shards", "Table", "Volumes")]
 OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
-WHOLE_WEIGHTS = ("ema", "finetuning", *OF_SAMPLES)  # callbacks, too
 _SHORT = {
     "compile=true": "callbacks.compiled_branches={}",
     "compile=false": "callbacks.compiled_branches=null",
@@ -604,7 +603,8 @@ def _check_sharded(config: Config) -> None:
         )
     if config["precision"].get("trainer") == "16-mixed":
         raise ConfigError("precision=fp16 with trainer=fsdp2: use precision=bf16, or trainer=ddp")
-    used = [f"callbacks.{n}" for n in WHOLE_WEIGHTS if config["callbacks"].get(n) is not None]
+    names = ("ema", *OF_SAMPLES)
+    used = [f"callbacks.{n}" for n in names if config["callbacks"].get(n) is not None]
     used += ["trainer.sync_batchnorm"] * bool(config["trainer"].get("sync_batchnorm"))
     used += ["optim.name=muon"] * (config["optim"].get("name") == "muon")
     if used:

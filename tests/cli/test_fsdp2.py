@@ -15,12 +15,14 @@ from resumed import resume
 from several_processes import COMMON, SignalledInStep5, config, figures, free_ports, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from two_processes import run, start
 
 import revzoo
 from revzoo.cli.config import ConfigError
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
+from revzoo.training.callbacks.finetuning import Finetuning
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.checkpoint.restore import restore
 from revzoo.training.fsdp2 import shard
@@ -143,6 +145,31 @@ def test_a_contractive_block_reads_its_weights() -> None:
     """Its power iteration runs before its branch, whose weights were still divided."""
     expected = contractive(-1)
     for found in run(contractive):
+        torch.testing.assert_close(found, expected)
+
+
+def finetuned(rank: int) -> list[list[torch.Tensor | None]]:
+    """The gradients of each epoch, while more and more of a network is trained."""
+    torch.manual_seed(0)
+    model = {"units": (1, 1, 1), "norm": "group", "memory": "exact"}
+    net = revzoo.create_model("revnet38", **model)
+    if rank >= 0:
+        shard(net, init_device_mesh("cpu", (2,)), half=False)
+    schedule, epochs = Finetuning(unfreeze=[1, 2]), []
+    for epoch in range(3):
+        schedule.freeze(net, epoch=epoch)
+        net.zero_grad()
+        net(torch.ones(2, 3, 8, 8)).square().mean().backward()
+        grads: list[Any] = [p.grad for p in net.parameters()]
+        epochs.append([g.full_tensor() if isinstance(g, DTensor) else g for g in grads])
+    return epochs
+
+
+def test_parts_are_frozen_and_unfrozen() -> None:
+    expected = finetuned(-1)
+    trained = [sum(g is not None for g in grads) for grads in expected]
+    assert 0 < trained[0] < trained[1] < trained[2] < len(expected[0])
+    for found in run(finetuned):
         torch.testing.assert_close(found, expected)
 
 
