@@ -603,8 +603,7 @@ def _check_sharded(config: Config) -> None:
         )
     if config["precision"].get("trainer") == "16-mixed":
         raise ConfigError("precision=fp16 with trainer=fsdp2: use precision=bf16, or trainer=ddp")
-    names = ("ema", *OF_SAMPLES)
-    used = [f"callbacks.{n}" for n in names if config["callbacks"].get(n) is not None]
+    used = [f"callbacks.{n}" for n in OF_SAMPLES if config["callbacks"].get(n) is not None]
     used += ["trainer.sync_batchnorm"] * bool(config["trainer"].get("sync_batchnorm"))
     used += ["optim.name=muon"] * (config["optim"].get("name") == "muon")
     if used:

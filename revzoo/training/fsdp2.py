@@ -10,22 +10,22 @@ pass (``torch.distributed.fsdp.fully_shard``). Lightning's ``ModelParallelStrate
 2. Validations and tests run on whole weights, with the buffers of process 0, as under
    ``DistributedDataParallel``. In mode ``exact``, a process repeats an evaluation whose grids have
    adapted to its own images, and no other process must wait for it.
-3. A checkpoint is a folder to which each process writes its parts of weights and optimiser state
-   (:mod:`torch.distributed.checkpoint`). Any number of processes can resume from it, and each reads
-   only its parts; every command reads it in one process.
+3. A checkpoint is a folder to which each process writes its parts of weights, average and state of
+   the optimiser (:mod:`torch.distributed.checkpoint`). Any number of processes can resume from it,
+   and each reads only its parts; every command reads it in one process.
 
 Known limits: a network without steps is one unit. The module may have parameters only in ``model``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies import ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import distributed, nn
@@ -40,6 +40,10 @@ from revzoo.layers.contractive import ContractiveBlock
 from revzoo.models.checkpoint_folder import filled, is_empty
 from revzoo.models.weights_file import check_module
 from revzoo.training.checkpoint.distributed import DistributedCheckpointIO
+from revzoo.training.lightning_compat import average_of, callbacks_of
+
+DIVIDED = ("state_dict", "current_model_state", "optimizer_states")
+"""The parts of a checkpoint that hold divided tensors; an evaluation needs the first."""
 
 
 class FSDP2(ModelParallelStrategy):
@@ -78,6 +82,8 @@ class FSDP2(ModelParallelStrategy):
             mesh = init_device_mesh(self.root_device.type, (self.world_size,))
             shard(self.network, mesh, half=half)
         if trainer.state.fn == TrainerFn.FITTING:
+            for callback in callbacks_of(trainer, WeightAveraging):
+                divide_as(self.network, average_of(callback).module.get_submodule("model"))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -110,28 +116,31 @@ class FSDP2(ModelParallelStrategy):
         self.checkpoint_io.save_checkpoint(checkpoint, self.broadcast(filepath), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        self._loaded_from = Path(checkpoint_path)
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
+        module, self._loaded_from = self.lightning_module, Path(checkpoint_path)
         assert module is not None
-        own, state = module.state_dict(), {"state_dict": checkpoint["state_dict"]}
-        part = partial(part_of, lambda _, name: own.get(name))
-        loaded = filled(state, self._loaded_from, part)["state_dict"]
-        check_module(module, loaded, str(self._loaded_from), strict=strict)
-        module.load_state_dict(loaded, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        state = self.checkpoint_io.load_checkpoint(checkpoint_path)
+        weights = module.state_dict()
         groups = [optimizer.param_groups for optimizer in self.optimizers]
         params = [[p for group in each for p in group["params"]] for each in groups]
 
-        def parameter(_: str, n: int, kind: str, i: int, *keys: Any) -> Any:
-            return params[n][i] if kind == "state" else None
+        def parameter(key: str, name: Any, kind: str = "", i: int = 0, *_: Any) -> Any:
+            if key != "optimizer_states":
+                return weights.get(name)
+            return params[name][i] if kind == "state" else None
 
-        state = {"optimizer_states": checkpoint["optimizer_states"]}
-        loaded = filled(state, self._loaded_from, partial(part_of, parameter))
-        for optimizer, own in zip(self.optimizers, loaded["optimizer_states"], strict=True):
+        fits = module.trainer.state.fn == TrainerFn.FITTING
+        used = {k: state[k] for k in DIVIDED[: None if fits else 1] if k in state}
+        own = filled(used, self._loaded_from, lambda keys, v: part_of(parameter(*keys), v))
+        return {**state, **own}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, weights = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        check_module(module, weights, str(self._loaded_from), strict=strict)
+        module.load_state_dict(weights, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, own in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(own)
 
 
@@ -163,6 +172,14 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
     fully_shard(network, mesh=mesh)
 
 
+def divide_as(module: nn.Module, copy: nn.Module) -> None:
+    """Divide the parameters of ``copy`` as those of ``module`` are."""
+    copy.to(memory_format=torch.contiguous_format)
+    for path, divided in module.named_parameters():
+        owner, name = copy.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        setattr(owner, name, nn.Parameter(part_of(divided, getattr(owner, name).detach())))
+
+
 def unit_of(network: nn.Module, path: str, step: Step) -> nn.Module | None:
     """The module whose weights a step's call gathers; None leaves them to the network."""
     if step.subject is not step:
@@ -180,9 +197,8 @@ def units_of(network: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 
-def part_of(parameter_of: Callable[..., Any], keys: tuple[Any, ...], value: Any) -> Any:
-    """This process's part of a tensor like ``parameter_of(*keys)``; another value as it is."""
-    parameter = parameter_of(*keys)
+def part_of(parameter: Any, value: Any) -> Any:
+    """This process's part of a tensor like ``parameter``, if this is divided, or ``value``."""
     if not isinstance(parameter, DTensor) or getattr(value, "shape", None) != parameter.shape:
         return value
     if is_empty(value):

@@ -175,6 +175,11 @@ def average_of(callback: WeightAveraging) -> AveragedModel:
     return average
 
 
+def swap_with_average(callback: WeightAveraging, module: pl.LightningModule) -> None:
+    """Swap the values of the weights and of their average."""
+    callback._swap_models(module)
+
+
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
     """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: Lightning's callback with seven corrections.
+"""An exponential moving average of the weights: Lightning's callback with eight corrections.
 
 1. Integers, such as BatchNorm's count of batches, are copied: torch truncates their average.
 2. The decay can have a warm-up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as in
@@ -10,6 +10,7 @@
    which Lightning copies the average.
 7. The average is on the device of the weights, and an update reads no value, so it fits into a CUDA
    graph. Lightning keeps the average on the CPU, and torch's update reads its count.
+8. Under ``trainer=fsdp2`` (:mod:`revzoo.training.fsdp2`) each process has its part of the average.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.registry import RestoresAfterFit
-from revzoo.training.lightning_compat import average_of, is_fitting
+from revzoo.training.lightning_compat import average_of, is_fitting, swap_with_average
 
 
 class AveragedWeights(RestoresAfterFit, WeightAveraging):
@@ -78,22 +81,32 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
             chain(pl_module.parameters(), pl_module.buffers()),
             strict=True,
         )
-        for average, current in pairs:
+        for average, current in (map(_part, pair) for pair in pairs):
             if average.is_floating_point():
                 torch.lerp(current, average, decay.to(average), out=average)
             else:  # point 1
                 average.copy_(current)
         count += 1
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_fitting(trainer):  # point 4
-            super().on_validation_epoch_start(trainer, pl_module)
+            self._swap(pl_module)
             self._in_place = True
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning swaps here, after a strategy has distributed weights and statistics."""
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if is_fitting(trainer):
-            super().on_validation_epoch_end(trainer, pl_module)
+            self._swap(pl_module)
             self._in_place = False
+            for unit in _units(pl_module):  # other callbacks may evaluate in one process
+                unit.unshard()
+
+    def _swap(self, pl_module: LightningModule) -> None:
+        for unit in _units(pl_module):  # gathered for a validation
+            unit.reshard()
+        swap_with_average(self, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
@@ -107,7 +120,7 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
     def undo(self, pl_module: LightningModule) -> None:
         # point 5: an exception inside a validation finds the average in the module
         if self._in_place:  # after training, both copies are the average
-            super().on_validation_epoch_end(pl_module.trainer, pl_module)
+            self._swap(pl_module)
         self._in_place = False
 
     def on_save_checkpoint(
@@ -121,3 +134,12 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
     ) -> None:
         if is_fitting(trainer):  # point 3
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+
+def _part(t: Tensor) -> Tensor:
+    """The part of this process, in the memory of ``t``; a whole tensor itself."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _units(module: LightningModule) -> list[FSDPModule]:
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
