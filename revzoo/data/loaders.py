@@ -55,14 +55,8 @@ def train_loader(
     options = {"batch_size": batch_size, "seed": seed, "processes": processes, "rank": rank}
     sampler: EpochSampler
     if images.shards is not None and not poisson:
-        sampler = ShardSampler(
-            images.shards,
-            window=images.window,
-            stretches=stretches,
-            fetch=images.fetch,
-            prefetch=images.prefetch,
-            **options,
-        )
+        window = images.window
+        sampler = ShardSampler(images.shards, window=window, stretches=stretches, **options)
     else:
         sampler = (PoissonSampler if poisson else EpochSampler)(len(images), **options)
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
@@ -165,7 +159,7 @@ class Loader(DataLoader[Batch]):
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from
         if isinstance(self.sampler, PoissonSampler):
             return self.sampler
-        if self.dataset.prefetch and not isinstance(self.sampler, EpochSampler):
+        if self.dataset.prefetch:
             # here, since Lightning gives the evaluations of several processes its own sampler
             sampler = FetchingSampler(self.sampler, self.dataset)
             return BatchSampler(sampler, self.batch_size or 1, self.drop_last)

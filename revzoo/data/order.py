@@ -6,7 +6,7 @@ has the augmentation of each batch (or of each image, in sets that augment thems
 that stops in the middle of an epoch resumes with the same images and the same crops.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from math import gcd
@@ -76,11 +76,8 @@ class EpochSampler(DistributedSampler[int]):
         start, self.start = self.start * self.batch_size, 0
         # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
-        yield from self._rows(self._share(generator)[start:])
+        yield from self._share(generator)[start:].tolist()
         self.epoch += 1
-
-    def _rows(self, order: Tensor) -> Iterator[int]:
-        yield from order.tolist()
 
     def _share(self, generator: torch.Generator) -> Tensor:
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
@@ -89,43 +86,25 @@ class EpochSampler(DistributedSampler[int]):
         return padded[self.rank :: self.num_replicas]
 
 
-def fetching(
-    order: Tensor, shards: Tensor, fetch: Callable[[list[int]], object], prefetch: int
-) -> Iterator[int]:
-    """The images in their order; before the first one of a shard, the next shards are fetched.
-
-    Args:
-        order: int64 (n,), the images that are read.
-        shards: int64 (N,), the shard of each image.
-        fetch: starts to download shards, given their numbers.
-        prefetch: number of shards that it gets before they are needed; 0 for none.
-    """
-    if not prefetch:
-        yield from order.tolist()
-        return
-    # of each shard that is read, the place of its first image
-    places = torch.full((int(shards.max()) + 1,), len(order))
-    places.scatter_reduce_(0, shards[order], torch.arange(len(order)), "amin")
-    starts, numbers = places.sort()
-    starts = starts[starts < len(order)]
-    known = 0
-    for rank, (start, end) in enumerate(pairwise([*starts.tolist(), len(order)]), 1):
-        wanted = min(rank + prefetch, len(starts))
-        fetch(numbers[known:wanted].tolist())
-        known = wanted
-        yield from order[start:end].tolist()
-
-
 class FetchingSampler(Sampler[int]):
-    """The order of another sampler, for images in shards, whose next ones are fetched."""
+    """The order of another sampler, for images in shards.
+
+    Before the first image of a shard is read, the ``prefetch`` shards after it are fetched.
+    """
 
     def __init__(self, sampler: Any, images: ImageSet) -> None:
         self._sampler, self._images = sampler, images
 
     def __iter__(self) -> Iterator[int]:
-        order, images = torch.tensor(list(self._sampler)), self._images
+        order, images = torch.tensor([*self._sampler], dtype=torch.long), self._images
         assert images.shards is not None
-        return fetching(order, images.shards, images.fetch, images.prefetch)
+        shards, starts = np.unique(images.shards[order].numpy(), return_index=True)
+        shards = shards[starts.argsort()]
+        known = 0
+        for rank, (start, end) in enumerate(pairwise([*sorted(starts), len(order)]), 1):
+            images.fetch(shards[known : rank + images.prefetch].tolist())
+            known = rank + images.prefetch
+            yield from order[start:end].tolist()
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -144,31 +123,18 @@ class ShardSampler(EpochSampler):
         shards: int64 (N,), the shard of each image.
         window: number of shards.
         stretches: processes with which the run began.
-        fetch, prefetch: see :func:`fetching`.
         **options: see :class:`EpochSampler`.
     """
 
-    def __init__(
-        self,
-        shards: Tensor,
-        *,
-        window: int,
-        stretches: int,
-        fetch: Callable[[list[int]], object] = lambda shards: None,
-        prefetch: int = 0,
-        **options: Any,
-    ) -> None:
+    def __init__(self, shards: Tensor, *, window: int, stretches: int, **options: Any) -> None:
         super().__init__(len(shards), **options)
-        self.numbers, self.shards = torch.unique(shards, return_inverse=True)
-        self.window, self.fetch, self.prefetch = window, fetch, prefetch
+        _, self.shards = torch.unique(shards, return_inverse=True)  # a subset lacks some numbers
+        self.window = window
         # other processes and images a step without a checkpoint of ours: any number that divides
         self.stretches = gcd(stretches, self.batch_size * self.num_replicas)
 
     def __len__(self) -> int:
         return len(self.shards) // (self.batch_size * self.num_replicas) * self.batch_size
-
-    def _rows(self, order: Tensor) -> Iterator[int]:
-        return fetching(order, self.numbers[self.shards], self.fetch, self.prefetch)
 
     def _share(self, generator: torch.Generator) -> Tensor:
         place = torch.randperm(int(self.shards.max()) + 1, generator=generator)[self.shards]

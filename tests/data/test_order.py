@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from revzoo.data.order import EpochSampler, PoissonSampler, ShardSampler, hash_seed, seeded
+from revzoo.data.order import (
+    EpochSampler,
+    FetchingSampler,
+    PoissonSampler,
+    ShardSampler,
+    hash_seed,
+    seeded,
+)
 
 
 def order(epoch: int, seed: int = 0) -> list[int]:
@@ -78,19 +88,20 @@ def test_shards_are_shuffled_in_windows() -> None:
     assert not torch.equal(order, _shares(1, **options, seed=1).flatten())
 
 
-def test_shards_are_announced_before_they_are_read() -> None:
-    told: list[int] = []
+def test_shards_are_fetched_before_they_are_read() -> None:
+    fetched: list[int] = []
     shards = torch.arange(40) // 4 * 7  # the numbers of a part of a set have gaps
-    options = {"window": 2, "stretches": 1, "batch_size": 4, "seed": 0}
-    sampler = ShardSampler(shards, fetch=told.extend, prefetch=3, **options)
-    read: list[int] = []
-    for index in sampler:
-        read += [int(shards[index])] * (int(shards[index]) not in read)
-        assert told == told[: len(read) + 3]
-        assert told[: len(read)] == read
-    assert sorted(told) == torch.unique(shards).tolist()
+    images: Any = SimpleNamespace(shards=shards, fetch=fetched.extend, prefetch=3)
+    sampler = ShardSampler(shards, window=2, stretches=1, batch_size=4, seed=0)
+    expected = [*sampler]
     sampler.epoch = 0
-    assert [*sampler] == [*ShardSampler(shards, **options)]
+    read: list[int] = []
+    for index, same in zip(FetchingSampler(sampler, images), expected, strict=True):
+        assert index == same
+        read += [int(shards[index])] * (int(shards[index]) not in read)
+        assert len(fetched) == min(len(read) + 3, 10)
+        assert fetched[: len(read)] == read
+    assert sorted(fetched) == torch.unique(shards).tolist()
 
 
 def test_a_step_has_the_same_images_with_any_number_of_processes() -> None:
