@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -77,14 +77,12 @@ class Tree:
     Attributes:
         classes: names, by label.
         splits: the files of each split.
-        folders: the folder of each split, if it has one.
         left_out: what is below the root and not read, a sentence each.
     """
 
     classes: list[str]
     splits: dict[Split, Files]
-    folders: dict[Split, Path]
-    left_out: list[str]
+    left_out: list[str] = field(default_factory=list)
 
 
 def split_of(name: str) -> Split | None:
@@ -127,25 +125,25 @@ def scan(root: Path) -> Tree:
         _check_same_classes(folder, first, classes)
     unread: Counter[str] = Counter()
     splits = {split: _list_images(folder, classes, unread) for split, folder in folders.items()}
-    return Tree(classes, splits, folders, [*_outside(root, folders), *left_out(root, unread)])
+    return Tree(classes, splits, [*_outside(root, folders), *unread_files(root, unread)])
 
 
-def fingerprint(tree: Tree) -> str:
-    """A hash of the names and sizes of the images to train and to validate with.
+def fingerprint(tree: Tree, root: Path) -> str:
+    """A hash of names, sizes, labels and groups of the images to train and to validate with.
 
     It asks for the size of at most :data:`_SIZES` evenly spaced files of a split, since a million
     of them take minutes on a network's disk. The test split does not change a training.
     """
     digest = hashlib.sha256()
-    splits: tuple[Split, ...] = ("train", "val")
-    for split in (split for split in splits if split in tree.splits):
-        files, start = tree.splits[split], len(str(tree.folders[split]))
+    for split, files in tree.splits.items():
+        if split == "test":
+            continue
         paths = files.paths + (files.masks or [])
         # relative: the data may move
-        names = (split, *(path[start:] for path in paths))
+        names = (split, *(path.removeprefix(f"{root}/") for path in paths))
         digest.update(b"\0".join(map(os.fsencode, names)))
         sizes = map(_size_of, paths[:: -(-len(paths) // _SIZES)])  # rounded up
-        digest.update(repr(list(sizes)).encode())
+        digest.update(repr((list(sizes), files.labels, files.groups)).encode())
     return digest.hexdigest()
 
 
@@ -213,7 +211,7 @@ def _outside(root: Path, folders: dict[Split, Path]) -> Iterator[str]:
             )
 
 
-def left_out(folder: Path, unread: Counter[str]) -> list[str]:
+def unread_files(folder: Path, unread: Counter[str]) -> list[str]:
     """The sentence about files below ``folder`` that are no images, counted by suffix; if any."""
     if not unread:
         return []
@@ -265,7 +263,7 @@ def scan_masks(root: Path) -> Tree:
             )
         paths = [masks[name] for name in images]
         splits[split] = Files([*images.values()], [0] * len(images), masks=paths)
-    return Tree([], splits, folders, [])
+    return Tree([], splits)
 
 
 def _by_name(folder: Path) -> dict[str, str]:
@@ -294,8 +292,8 @@ class FolderReport:
 
     images: int
     bad: dict[str, list[str]]
-    faults: list[str]
-    left_out: list[str]
+    faults: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 Check = Callable[[Any, str], object]
@@ -323,7 +321,8 @@ def check_folder(
             files = scan_masks(root).splits.values()
             of_mask = {m: p for f in files for m, p in zip(f.masks or [], f.paths, strict=True)}
         elif not (split_of(root.name) and root.is_dir()):  # a single split has no splits to scan
-            outside = list(_outside(root, scan(root).folders))
+            scan(root)
+            outside = list(_outside(root, split_folders(root)))
     except DataError as error:
         if not root.is_dir():
             raise
@@ -334,7 +333,7 @@ def check_folder(
         raise no_images(root)
     images = [of_mask.get(path, "") for path in paths]
     bad = unreadable(paths, partial(read_file, check=check), paths, images, workers=workers)
-    return FolderReport(len(paths), bad, faults, [*outside, *left_out(root, unread)])
+    return FolderReport(len(paths), bad, faults, [*outside, *unread_files(root, unread)])
 
 
 def unreadable(

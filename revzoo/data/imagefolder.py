@@ -240,7 +240,7 @@ class ImageFolder(ImageData):
         return self._wanted_chans * self._first[1].itemsize
 
     def digest(self) -> str:
-        return fingerprint(self.listing())
+        return fingerprint(self.listing(), self.root)
 
     def _no_training(self) -> DataError:
         return no_training(self.root)

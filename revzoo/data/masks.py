@@ -199,7 +199,7 @@ class Masks(ImageFolder):
                 "'data.classes=[background,cell]', or by their values, "
                 "'data.classes={0: background, 128: cell}'; 255 does not count without a name"
             )
-        return Tree([*dict.fromkeys(self._values.values())], tree.splits, tree.folders, [])
+        return Tree([*dict.fromkeys(self._values.values())], tree.splits)
 
     def _scan_table(self) -> Tree:
         assert self.rows
@@ -209,7 +209,7 @@ class Masks(ImageFolder):
             files = self.rows.files_of(rows, [0] * len(rows))
             splits[split] = replace(files, masks=[row[column] for row in rows])
         self.rows.check_files([row for rows in by_split.values() for row in rows])
-        return Tree([], splits, dict.fromkeys(splits, self.root.absolute()), [])
+        return Tree([], splits)
 
     def _make(self, files: Files, **options: Any) -> MaskImages:
         assert self._values is not None

@@ -431,7 +431,7 @@ def listed(storage: Storage, window: int = 1, prefetch: int = 0) -> tuple[Tree, 
                 storage.open(shard)
     trained = {name: split for name, split in found.items() if name != "test"}
     digest = hashlib.sha256(json.dumps([index["classes"], trained]).encode()).hexdigest()
-    return Tree(list(index["classes"]), {**splits}, {}, []), digest
+    return Tree(list(index["classes"]), {**splits}), digest
 
 
 def check_shards(root: str | Path, *, workers: int | None = None) -> FolderReport:
@@ -457,7 +457,7 @@ def check_shards(root: str | Path, *, workers: int | None = None) -> FolderRepor
                 f"shard {storage.root}/{shard.name} is damaged: its sha256 is {found:.12}, its "
                 f"index says {shard.sha256:.12}: copy it again"
             )
-    return FolderReport(len(paths), bad, [], [])
+    return FolderReport(len(paths), bad)
 
 
 _listed = lru_cache(maxsize=1)(listed)  # once in each worker

@@ -7,7 +7,6 @@ groups keeps them together.
 """
 
 import csv
-import hashlib
 import math
 import os
 import re
@@ -97,7 +96,9 @@ class Table(ImageFolder):
         self.table = Path(table).expanduser()
         if self.table.suffix.lower() not in TABLES:
             raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
-        super().__init__(self.table.parent if root is None else root, **options)
+        root = self.table.parent if root is None else Path(root).expanduser()
+        # without "..", as the paths of files
+        super().__init__(os.path.normpath(root.absolute()), **options)
         single = isinstance(label_column, str)
         self.label_columns = [label_column] if isinstance(label_column, str) else [*label_column]
         self.task = task or ("classification" if single else "multilabel")
@@ -123,18 +124,6 @@ class Table(ImageFolder):
         )
         return [f"{self.table.name}: {said}", *super().notes]
 
-    def digest(self) -> str:
-        """A hash of the table's rows to train and to validate with."""
-        listing, start = self.listing(), os.path.normpath(self.root.absolute())
-        digest = hashlib.sha256()
-        for split in ("train", "val"):
-            if files := listing.splits.get(split):
-                rows = zip(files.paths, files.labels, files.groups or files.labels, strict=True)
-                digest.update(
-                    repr([(split, p.removeprefix(start), *rest) for p, *rest in rows]).encode()
-                )
-        return digest.hexdigest()
-
     def _scan(self) -> Tree:
         by_split = self.rows_by_split()
         rows = [row for chosen in by_split.values() for row in chosen]
@@ -147,7 +136,7 @@ class Table(ImageFolder):
         if self.task != "regression":
             self._check_classes(splits, classes)
         self.check_files(rows)
-        return Tree(classes, splits, {}, [])
+        return Tree(classes, splits)
 
     def files_of(self, rows: list[dict[str, str]], labels: list[int]) -> Files:
         """The paths and the groups of rows, with their labels."""
@@ -206,11 +195,10 @@ class Table(ImageFolder):
         """The rows, with absolute paths."""
         rows = _read(self.table)
         self._check_columns(rows[0])
-        root = self.root.absolute()
         for row in rows:  # one name for each file: ./a.png is a.png
             for name in self.file_columns:
                 if path := row[name]:
-                    row[name] = os.path.normpath(root / path)
+                    row[name] = os.path.normpath(self.root / path)
         # the first line has the names
         self._lines = {row[self.path_column]: line for line, row in enumerate(rows, 2)}
         return rows
@@ -331,7 +319,7 @@ class Table(ImageFolder):
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(
                 f"{self.table}: {len(missing)} of {number_of(len(paths), 'file')} missing: "
-                f"{shortened(missing)}. Relative paths start from {self.root.absolute()}: set "
+                f"{shortened(missing)}. Relative paths start from {self.root}: set "
                 "data.root, or correct the table"
             )
         names: dict[tuple[int, int], str] = {}
@@ -374,7 +362,7 @@ def check_table(
             data.prepare_data()
         except DataError as error:
             faults = [str(error)]
-    return FolderReport(len(files), bad, faults, [])
+    return FolderReport(len(files), bad, faults)
 
 
 def _in_order(values: set[str], what: str = "labels") -> list[str]:

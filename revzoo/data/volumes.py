@@ -450,7 +450,7 @@ class Volumes(ImageData):
             found[split] = [
                 Case(
                     channels_of(Path(row[table.path_column])) or (Path(row[table.path_column]),),
-                    table.root.absolute() / row[table.label_columns[0]],
+                    table.root / row[table.label_columns[0]],
                     row[table.group_column] if table.group_column else "",
                 )
                 for row in rows

@@ -123,22 +123,22 @@ def test_formats_are_read_by_whatever_suffix_they_have(
         pytest.skip("this build of Pillow lacks AVIF")
     root = make_folder({"train": _TWO}, suffix=suffix)
     assert len(scan(root).splits["train"].paths) == 5
-    assert check_folder(root, workers=1) == FolderReport(5, {}, [], [])
+    assert check_folder(root, workers=1) == FolderReport(5, {})
 
 
 def test_the_fingerprint_is_of_names_and_sizes(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO, "test": _TWO})
-    before = fingerprint(scan(root))
+    before = fingerprint(scan(root), root)
     root = root.rename(root.with_name("moved"))
-    assert fingerprint(scan(root)) == before
+    assert fingerprint(scan(root), root) == before
     (root / "test" / "cat" / "00.png").unlink()
-    assert fingerprint(scan(root)) == before
+    assert fingerprint(scan(root), root) == before
     with (root / "train" / "cat" / "00.png").open("ab") as file:
         file.write(b"x")
-    other = fingerprint(scan(root))
+    other = fingerprint(scan(root), root)
     assert other != before
     (root / "train" / "cat" / "00.png").rename(root / "train" / "dog" / "00b.png")
-    assert fingerprint(scan(root)) not in (before, other)
+    assert fingerprint(scan(root), root) not in (before, other)
 
 
 @pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "__MACOSX"])

@@ -299,7 +299,7 @@ def _make_folder(folder: Path, names: Iterable[str]) -> None:
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
     """Yield the files among ``paths``, and the images below the folders, sorted by name."""
-    from revzoo.data.folders import images_below, left_out, no_images
+    from revzoo.data.folders import images_below, no_images, unread_files
 
     for path in map(Path, paths):
         if path.is_file():
@@ -309,7 +309,7 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         images = [Path(name) for name in images_below(path, unread)]
         if not images:
             raise no_images(path)
-        for note in left_out(path, unread):
+        for note in unread_files(path, unread):
             log.warning("%s", note)
         yield from images
 
