@@ -391,7 +391,7 @@ def take_paths(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def moved(data: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
-    """The section ``data`` with other :data:`PATHS`, which become absolute."""
+    """The section ``data`` with other :data:`PATHS`."""
     new = {name.partition(".")[2]: path for name, path in paths.items()}
     for key, path in new.items():
         if key not in data:
@@ -399,12 +399,13 @@ def moved(data: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(
                 f"data.{key}={path}: the data of this run have no {what}; leave it out"
             )
-    return {**data, **{key: _absolute(path) for key, path in new.items()}}
+    return located({**data, **new})
 
 
 def located(data: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``data`` with absolute paths: its run may resume in another folder."""
-    ours = data["_target_"].startswith("revzoo.data.")  # other sets may call other things a table
+    # other sets may call other things a table
+    ours = str(data.get("_target_")).startswith("revzoo.data.")
     paths = ["root", "table"] if ours else ["root"]
     found = {key: _absolute(data[key]) for key in paths if isinstance(data.get(key), str)}
     return {**data, **found}
@@ -448,19 +449,18 @@ def _changes(
     paths: Mapping[str, str],
 ) -> dict[str, Any]:
     """The sections that the overrides, already composed, and the ``paths`` replace."""
-    given = {_name_of(override) for override in overrides}
+    given = {override.partition("=")[0] for override in overrides}
     # whole sections: memory=budget brings its own keys
-    changed = {key: composed[key] for key in composed if key in given & {"memory", "precision"}}
-    limits = [name.partition(".")[2] for name in given if name.startswith("memory.")]
-    if limits and "memory" not in given:  # the mode stays, and the plan was for other limits
-        kept = {k: v for k, v in config["memory"].items() if k not in ("plan", "planned_for")}
-        changed["memory"] = kept | {key: composed["memory"][key] for key in limits}
-    for name in given.intersection((*MACHINE, *LENGTH)):
+    changed = {key: dict(composed[key]) for key in given & {"memory", "precision"}}
+    for name in given - changed.keys():
         key, _, option = name.partition(".")
-        before, after = config[key].get(option), composed[key][option]
+        section = changed.setdefault(key, dict(config[key]))
+        before, after = section.get(option), composed[key][option]
         if name in LENGTH and (after or -1) < (before or -1):
             raise ConfigError(f"{name}={after}: the run has {before}, and can only become longer")
-        changed[key] = {**changed.get(key, config[key]), option: composed[key][option]}
+        section[option] = after
+    for key in ("plan", "planned_for"):  # they were for other limits
+        changed.get("memory", {}).pop(key, None)
     return {**changed, "data": moved(changed.get("data", config["data"]), paths)}
 
 
@@ -472,14 +472,9 @@ def check_changes(overrides: Sequence[str], run_dir: Path) -> None:
     for override in overrides:
         if override.partition("=")[0] not in CHANGEABLE:
             raise ConfigError(
-                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
-                "with memory.bytes=BUDGET for memory=budget and memory.fraction=PART for "
-                "memory=auto, precision=NAME with --allow-precision-change, data.root=DIR, "
-                "data.table=FILE and data.endpoint_url, where the data are now, "
-                "trainer.accelerator=cpu, gpu or auto, where it runs now, trainer.strategy=auto, "
-                "ddp or fsdp2, trainer.cuda_graph, data.on_device, data.num_workers, "
-                "trainer.devices, trainer.num_nodes and data.batch_size, whose product stays, and, "
-                "to train longer, trainer.max_epochs=N or trainer.max_steps=N. Start a new "
+                f"{override}: a resumed run keeps its configuration, except for "
+                f"{', '.join(CHANGEABLE)}; precision needs --allow-precision-change, the product "
+                f"of {', '.join(PROCESSES)} stays, and a run can only become longer. Start a new "
                 "run for the rest (with its --config-dir, if it had one): "
                 f"{new_run_command(overrides, run_dir)}"
             )

@@ -314,12 +314,12 @@ def test_the_new_place_has_the_grammar_of_overrides(tmp_path):
     given = ["memory=store", "data.root='a,b'", "data.table=c.csv"]
     paths = {"data.root": "a,b", "data.table": "c.csv"}
     assert take_paths(given) == (["memory=store"], paths)
-    new = moved({"root": "old", "table": "old"}, {**paths, "data.root": str(tmp_path / "a,b")})
-    assert new == {"root": str(tmp_path / "a,b"), "table": str(Path("c.csv").absolute())}
+    old = {"_target_": "revzoo.data.Table", "root": "old", "table": "old"}
+    new = moved(old, {**paths, "data.root": str(tmp_path / "a,b")})
+    assert new == {**old, "root": str(tmp_path / "a,b"), "table": str(Path("c.csv").absolute())}
     assert moved({"root": "old"}, {"data.root": "s3://bucket/x"})["root"] == "s3://bucket/x"
-    assert moved({"endpoint_url": "old"}, take_paths(["data.endpoint_url=http://h:1"])[1]) == {
-        "endpoint_url": "http://h:1"
-    }
+    address = {"data.endpoint_url": "host:9000"}  # it became a path
+    assert moved({"endpoint_url": "old"}, address) == {"endpoint_url": "host:9000"}
     with pytest.raises(ConfigError, match="the data of this run have no table"):
         moved({"root": "old"}, {"data.table": "c.csv"})
     for value in ("", "null", "${oc.env:HOME}"):
