@@ -482,19 +482,14 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _augmented_masks(self, images: Tensor, masks: Tensor, draws: Tensor | None) -> Batch:
         """Images and masks with the same crops and flips; pixels of the padding do not count."""
-        if images.dim() == 5:  # the call draws the flips; 255 wraps to 0
-            both = self.augment(torch.cat([images, (masks + 1).unsqueeze(1)], 1))
-            images, masks = both[:, :-1], both[:, -1:]
-            if self._images("train").in_memory:
-                images, masks = self.augment.each(self.pixel_max, images, masks)
-            return self.normalisation(images), masks[:, 0].long() - 1
-        if self._images("train").in_memory:
-            if draws is None:
-                draws = self.augment.draw(len(images), self.sizes).to(images.device)
+        in_memory = self._images("train").in_memory
+        if in_memory or images.dim() == 5:  # volumes in files are flipped here, too
             # one more than the class: 0 is the padding, and wraps 255
-            masks = self.augment((masks + 1).unsqueeze(1), draws)
-            images = self.augment(images, draws)
-            images, masks = self.augment.each(self.pixel_max, images, masks)
+            marked = (masks + 1).unsqueeze(1).to(images.dtype)
+            both = self.augment(torch.cat([images, marked], 1), draws)
+            images, masks = both[:, :-1], both[:, -1:].to(torch.uint8)
+            if in_memory:
+                images, masks = self.augment.each(self.pixel_max, images, masks)
             masks = masks.squeeze(1) - 1
         return self.normalisation(images), _classes_of(masks)
 
