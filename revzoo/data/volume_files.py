@@ -151,7 +151,7 @@ def _open(path: Path) -> Volume:
 
 def _unpacked(path: Path, write: Callable[[Path], None]) -> Path:
     """The ``.nii`` in the cache; calls ``write`` if it is not there."""
-    target = cache_folder() / "volumes" / f"{fingerprint([path])}.nii"
+    target = cache_folder() / "volumes" / f"{hash_of([path])}.nii"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:
@@ -164,7 +164,7 @@ def files_in(path: Path) -> list[Path]:
     return sorted(path.iterdir()) if path.is_dir() else [path]
 
 
-def fingerprint(paths: Sequence[Path]) -> str:
+def hash_of(paths: Sequence[Path]) -> str:
     """A hash of the places, sizes and times of files; of all files in a folder."""
     digest = hashlib.sha256()
     for path in paths:
@@ -206,9 +206,7 @@ def _read_series(folder: Path) -> Any:
 
 
 def _pixels(part: Any) -> np.ndarray:
-    slope, intercept = (
-        getattr(part, f"Rescale{n}", d) for n, d in (("Slope", 1), ("Intercept", 0))
-    )
+    slope, intercept = part.get("RescaleSlope", 1), part.get("RescaleIntercept", 0)
     return part.pixel_array.astype(np.float32) * float(slope) + float(intercept)
 
 

@@ -49,7 +49,7 @@ from revzoo.data.volume_files import (
     case_name,
     channels_of,
     files_in,
-    fingerprint,
+    hash_of,
     open_volume,
     volumes_in,
 )
@@ -124,7 +124,7 @@ def measure(case: Case) -> Facts:
         DataError: a file cannot be read.
         ValueError: a fault of the voxels, with its remedy.
     """
-    file = cache_folder() / "volumes" / f"{fingerprint([*case.images, case.mask])}.npz"
+    file = cache_folder() / "volumes" / f"{hash_of([*case.images, case.mask])}.npz"
     try:
         with np.load(file) as known:
             return Facts(**known)
