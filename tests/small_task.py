@@ -79,7 +79,7 @@ def loader(count: int = 64, seed: int = 0) -> DataLoader[Any]:
     return DataLoader(halves(count, seed), batch_size=16)
 
 
-def trainer(run_dir: Path, **options: Any) -> pl.Trainer:
+def trainer(run_dir: Path | None = None, **options: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {
         "max_epochs": 2,
         "accelerator": "cpu",

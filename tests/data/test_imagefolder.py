@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from small_images import image_folder
+from small_task import trainer
 from timm.data.transforms_factory import transforms_imagenet_eval
 
 from revzoo.data import DataError, ImageFolder
@@ -152,8 +153,7 @@ def test_the_processes_of_a_machine_share_its_cpus(
         make_folder({"train": _TWO, "val": _TWO}), num_workers=None, image_size=8, cache_bytes=0
     )
     alone = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]
-    trainer = pl.Trainer(accelerator="cpu", devices=4, strategy="ddp", logger=False)
-    data.trainer = trainer
+    data.trainer = trainer(devices=4, strategy="ddp")
     together = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]
     assert (alone, together) == ([8, 8], [3, 3])
 
@@ -427,9 +427,7 @@ def test_a_part_of_an_evaluation_has_images_of_all_classes(
 
     assert labels(data.test_dataloader())[0] == [0] * 8
     for limit, mixed in ((2, True), (0.5, True), (None, False)):
-        data.trainer = pl.Trainer(
-            limit_test_batches=limit, logger=False, default_root_dir=tmp_path, accelerator="cpu"
-        )
+        data.trainer = trainer(tmp_path, limit_test_batches=limit)
         found = labels(data.test_dataloader())
         assert (set(found[0]) == {0, 1}) is mixed
         assert sorted(label for batch in found for label in batch) == [0] * 20 + [1] * 20
@@ -547,10 +545,8 @@ def test_a_resumed_run_has_the_sizes_of_an_uninterrupted_one(
 
     def seen(start: Path | None = None) -> list[tuple[int, int, int]]:
         module = Sides(path)
-        options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-        trainer = pl.Trainer(max_epochs=5, accelerator="cpu", **options)
         data = ImageFolder(root, batch_size=4, num_workers=0, **GROWING)
-        trainer.fit(module, datamodule=data, ckpt_path=start)
+        trainer(tmp_path, max_epochs=5).fit(module, datamodule=data, ckpt_path=start)
         return module.seen
 
     whole = seen()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from PIL import Image
+from small_task import trainer
 
 import revzoo
 from revzoo.cli.main import main
@@ -19,8 +19,6 @@ from revzoo.data.file_images import FileImages
 from revzoo.training import Segmenter, quiet
 
 NAMES = ["background", "cell", "border"]
-
-
 SIDE = 24
 
 
@@ -106,18 +104,8 @@ def test_masks_follow_their_images(root: Path, cache_bytes: int, change: dict[st
             return super().training_step(batch, batch_idx)
 
     with quiet():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            limit_val_batches=0,
-        )
-        trainer.fit(
-            Sees({"name": "iunet2d", "num_classes": 3, "channels": [8], "units": [1]}), data
-        )
+        module = Sees({"name": "iunet2d", "num_classes": 3, "channels": [8], "units": [1]})
+        trainer(limit_val_batches=0).fit(module, data)
     images, masks = (torch.cat(parts) for parts in zip(*seen, strict=True))
     pixels = data.shown(images) * 255
     # the borders of blocks mix colours if files are resized

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import pytorch_lightning as pl
 import torch
+from small_task import trainer
 from torch import Tensor
 
 from revzoo.data import Augment, Digits
@@ -81,20 +82,8 @@ def test_the_classifier_is_trained_on_mixed_batches_and_validated_on_plain_ones(
 
     spec = {"name": "revnet38", "num_classes": 10, "in_chans": 1, "units": [1, 1, 1]}
     module = Classifier(spec, optim={"label_smoothing": 0.1})
-    runner = pl.Trainer(
-        default_root_dir=tmp_path,
-        accelerator="cpu",
-        precision=precision,  # type: ignore[arg-type]
-        max_epochs=1,
-        limit_train_batches=2,
-        limit_val_batches=1,
-        num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Watch()],
-    )
+    limits = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
+    runner = trainer(tmp_path, precision=precision, callbacks=[Watch()], **limits)
     runner.fit(module, Digits(batch_size=16, eval_batch_size=16, augment={"cutmix": 1.0}))
     assert shapes == {"train": (16, 10), "val": (16,)}
     assert 0 <= runner.callback_metrics["train/acc"] <= 1

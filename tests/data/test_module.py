@@ -1,23 +1,23 @@
 """The rules for every data module, on the digits and on small made-up sets."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from small_task import Recorder
+from several_processes import free_ports
+from small_task import Recorder, trainer
 from torch import Tensor
+from two_processes import start
 
 from revzoo.data import Augment, DataError, Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.data.module import Split
 
-
-def _trainer(path: Path, **options: Any) -> pl.Trainer:
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    options = {"max_epochs": 1, "enable_checkpointing": False, **quiet, **options}
-    return pl.Trainer(accelerator="cpu", default_root_dir=path, **options)
+_trainer = partial(trainer, max_epochs=1)
 
 
 def _stack(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -33,11 +33,11 @@ def _shifted(images: Tensor, data: ImageData) -> int:
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Digits, Recorder]:
     data, model = Digits(), Recorder()
-    trainer = _trainer(tmp_path)
-    trainer.fit(model, data)
-    trainer.validate(model, data, verbose=False)
-    trainer.test(model, data, verbose=False)
-    trainer.predict(model, data)
+    runner = _trainer(tmp_path)
+    runner.fit(model, data)
+    runner.validate(model, data, verbose=False)
+    runner.test(model, data, verbose=False)
+    runner.predict(model, data)
     return data, model
 
 
@@ -175,11 +175,11 @@ def test_shown_inverts_the_normalisation() -> None:
 
 
 def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
+    runner = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
     data = Digits()
-    trainer.fit(Recorder(), data)
+    runner.fit(Recorder(), data)
     path = tmp_path / "run.ckpt"
-    trainer.save_checkpoint(path)
+    runner.save_checkpoint(path)
     torch.load(path, weights_only=True)
 
     other, model = Digits(), Recorder()
@@ -221,10 +221,10 @@ def test_a_training_that_failed_hands_nothing_on(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_was_evaluated_is_not_part_of_the_next_training(tmp_path: Path) -> None:
-    trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
-    trainer.fit(Recorder(), other := Digits())
+    runner = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
+    runner.fit(Recorder(), other := Digits())
     other.normalisation.mean += 1
-    trainer.save_checkpoint(path := tmp_path / "other.ckpt")
+    runner.save_checkpoint(path := tmp_path / "other.ckpt")
     data = Digits()
     data.setup("fit")
     for _ in range(2):  # before and after a training
@@ -239,15 +239,15 @@ def test_a_checkpoint_that_was_evaluated_is_not_part_of_the_next_training(tmp_pa
 def test_a_resumed_run_keeps_the_checkpoints_state(tmp_path: Path) -> None:
     options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 0}
     pl.seed_everything(0, verbose=False)
-    trainer = _trainer(tmp_path, max_epochs=2, **options)
-    trainer.fit(whole := Recorder(), data := Digits())
+    runner = _trainer(tmp_path, max_epochs=2, **options)
+    runner.fit(whole := Recorder(), data := Digits())
     pl.seed_everything(0, verbose=False)
-    trainer = _trainer(tmp_path, max_epochs=1, **options)
-    trainer.fit(Recorder(), data)
-    trainer.save_checkpoint(path := tmp_path / "run.ckpt")
+    runner = _trainer(tmp_path, max_epochs=1, **options)
+    runner.fit(Recorder(), data)
+    runner.save_checkpoint(path := tmp_path / "run.ckpt")
     pl.seed_everything(5, verbose=False)
-    trainer, model = _trainer(tmp_path, max_epochs=2, **options), Recorder()
-    trainer.fit(model, data, ckpt_path=path, weights_only=True)
+    runner, model = _trainer(tmp_path, max_epochs=2, **options), Recorder()
+    runner.fit(model, data, ckpt_path=path, weights_only=True)
     assert torch.equal(_stack(model.batches["train"]), _stack(whole.batches["train"][2:]))
     state = {**data.state_dict(), "normalisation": {"mean": [5.0], "std": [6.0]}}
     own = Digits()  # for your own loop
@@ -276,29 +276,27 @@ def test_a_checkpoints_normalisation_is_converted_to_the_datas_units() -> None:
     assert again.state_dict() == digits.state_dict(), "bit for bit where the unit is the same"
 
 
-class Halves(Recorder):
-    """Saves the training images of a process; here, since a new process imports it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def on_train_epoch_end(self) -> None:
-        torch.save(_stack(self.batches["train"]), self.folder / f"{self.global_rank}.pt")
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_each_of_two_processes_gets_its_own_half(tmp_path: Path, on_device: bool) -> None:
+def halves(rank: int, ports: list[int], folder: Path) -> None:
+    """Save the training images of a process, with the set in memory and on the device."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank))
     plain = {"crop_padding": 0, "flip": False}
-    data = Digits(batch_size=32, augment=plain, on_device=on_device)
-    # new processes: those of a fork server would have the port of an earlier test
-    _trainer(tmp_path, devices=2, strategy="ddp_spawn", limit_val_batches=0).fit(
-        Halves(tmp_path), data
-    )
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2
-    keys = [{image.numpy().tobytes() for image in part} for part in parts]
-    assert not keys[0] & keys[1]
+    for on_device, port in enumerate(ports):
+        os.environ["MASTER_PORT"] = str(port)
+        data, model = Digits(batch_size=32, augment=plain, on_device=bool(on_device)), Recorder()
+        options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "limit_val_batches": 0}
+        _trainer(folder, **options).fit(model, data)
+        torch.save(_stack(model.batches["train"]), folder / f"{rank}.{on_device}")
+        torch.distributed.destroy_process_group()
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
+    start(halves, free_ports(2), tmp_path)
+    for on_device in (0, 1):
+        parts = [torch.load(tmp_path / f"{rank}.{on_device}") for rank in range(2)]
+        assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2
+        keys = [{image.numpy().tobytes() for image in part} for part in parts]
+        assert not keys[0] & keys[1]
 
 
 def test_training_images_are_shuffled_anew_and_others_keep_their_order() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_task import trainer
 
 from revzoo.data import DataError, Shapes
 from revzoo.data.images import TensorImages
@@ -46,8 +47,6 @@ class Coded(Shapes):
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_masks_follow_their_images(on_device: bool, training: bool) -> None:
-    import pytorch_lightning as pl
-
     seen = []
 
     class Checks(Segmenter):
@@ -62,20 +61,11 @@ def test_masks_follow_their_images(on_device: bool, training: bool) -> None:
     data = Coded(augment={"crop_padding": 2}, on_device=on_device)
     model = {"name": "iunet2d", "num_classes": 4, "channels": [8, 16], "units": [1, 1]}
     with quiet():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_steps=3,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-        module = Checks(model)
+        module, runner = Checks(model), trainer(max_steps=3)
         if training:
-            trainer.fit(module, data)
+            runner.fit(module, data)
         else:
-            trainer.test(module, data, verbose=False)
+            runner.test(module, data, verbose=False)
     moved = 0
     for images, labels in zip(seen[::2], seen[1::2], strict=True):
         pixels = (images * data.normalisation.std + data.normalisation.mean).round()[:, 0].long()

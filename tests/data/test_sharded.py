@@ -31,6 +31,7 @@ webdataset = pytest.importorskip("webdataset")
 
 MakeFolder = Callable[..., Path]
 
+SET = "s3://images/set"
 SPLITS = {"train": {"a": 12, "b": 12}, "val": {"a": 2, "b": 2}}
 
 
@@ -49,14 +50,13 @@ def packed(make_folder: MakeFolder, tmp_path: Path, form: str) -> Path:
 
 @pytest.fixture
 def tars(make_folder: MakeFolder, tmp_path: Path) -> Path:
-    out = tmp_path / "shards"
-    pack(scan(make_folder(SPLITS)), out, form="webdataset", shard_bytes=5000)
-    return out
+    pack(scan(make_folder(SPLITS)), tmp_path / "shards", form="webdataset", shard_bytes=5000)
+    return tmp_path / "shards"
 
 
-def ready(root: Path | str, **options: Any) -> Shards:
+def ready(root: Path | str, *, kind: Any = Shards, **options: Any) -> Any:
     fixed = {"batch_size": 4, "num_workers": 0, "image_size": 8, "cache_bytes": 0}
-    data = Shards(root, **{**fixed, **options})
+    data = kind(root, **{**fixed, **options})
     data.prepare_data()
     data.setup("fit")
     return data
@@ -69,17 +69,14 @@ def colours(loader: Any) -> list[tuple[int, ...]]:
 
 
 def test_the_images_are_those_of_the_folder(packed: Path, tmp_path: Path) -> None:
-    options = {"batch_size": 4, "num_workers": 0, "image_size": 8, "cache_bytes": 0}
-    folder = ImageFolder(tmp_path / "images", **options)
-    folder.setup("fit")
+    folder = ready(tmp_path / "images", kind=ImageFolder)
     data = ready(packed)
     assert (data.classes, data.train_count, data.val_count) == (["a", "b"], 24, 4)
     assert colours(data.train_dataloader()) == colours(folder.train_dataloader())
     assert colours(data.val_dataloader()) == colours(folder.val_dataloader())
     assert len({*data.listing().splits["train"].shards}) > 3
-    assert colours(ready(packed, cache_bytes=2**20).train_dataloader()) == colours(
-        folder.train_dataloader()
-    )
+    in_memory = ready(packed, cache_bytes=2**20)
+    assert colours(in_memory.train_dataloader()) == colours(folder.train_dataloader())
 
 
 @pytest.mark.filterwarnings("ignore")  # they leave files open
@@ -87,9 +84,8 @@ def test_the_libraries_read_the_shards(packed: Path, form: str, tmp_path: Path) 
     files = sorted((tmp_path / "images" / "train").rglob("*.png"))
     expected = sorted((path.read_bytes(), "ab".index(path.parent.name)) for path in files)
     if form == "litdata":
-        found = [
-            (bytes(item[0]), item[1]) for item in litdata.StreamingDataset(str(packed / "train"))
-        ]
+        items = litdata.StreamingDataset(str(packed / "train"))
+        found = [(bytes(content), label) for content, label in items]
     else:
         tars = sorted(map(str, (packed / "train").glob("*.tar")))
         items = webdataset.WebDataset(tars, shardshuffle=False)
@@ -161,59 +157,98 @@ def test_damage_that_no_decoder_notices(tars: Path) -> None:
     content = bytearray((tars / "train" / "000001.tar").read_bytes())
     content[-1] = 1  # after the last image
     (tars / "train" / "000001.tar").write_bytes(content)
-    with pytest.raises(
-        DataError, match=r"000001.tar is damaged: its sha256 is \w+, its index says"
-    ):
+    message = r"000001.tar is damaged: its sha256 is \w+, its index says"
+    with pytest.raises(DataError, match=message):
         check_shards(tars, workers=1)
 
 
+class Server(ThreadingHTTPServer):
+    """Serves the shards as a bucket; ``fault`` answers a number of the requests for shards."""
+
+    fault, times = "", 0
+
+    def __init__(self, shards: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.shards, self.endpoint = shards, f"http://127.0.0.1:{self.server_address[1]}"
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def translate_path(self, path: str) -> str:
+        return str(self.server.shards) + path.partition("?")[0].removeprefix("/images/set")
+
+    def do_GET(self) -> None:
+        fault, name = self.server.fault, self.translate_path(self.path)
+        if not self.server.times or name.endswith(".json"):
+            return super().do_GET()
+        self.server.times -= 1
+        if fault.isdigit():
+            return self.send_error(int(fault))
+        if fault == "silence":
+            return time.sleep(2 * module._TIMEOUT)
+        content = Path(name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        half = len(content) // 2
+        self.wfile.write(content[:half])
+        if fault == "damage":
+            self.wfile.write(bytes(len(content) - half))
+        if fault == "silence inside":
+            time.sleep(2 * module._TIMEOUT)
+        return None  # "break": the connection ends here
+
+
 @pytest.fixture
-def bucket(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The endpoint of a server whose bucket "images" has the shards in the folder "set"."""
-    boto3 = pytest.importorskip("boto3")
-    server_module = pytest.importorskip("moto.server")
+def server(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "cache"))
-    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="images")
-    upload(tars, endpoint)
-    yield endpoint
+    monkeypatch.setattr(module, "_TIMEOUT", 0.5)
+    forget()
+    server = Server(tars)
+    yield server
     server.stop()
+    forget()
 
 
-def upload(tars: Path, endpoint: str) -> None:
-    client = pytest.importorskip("boto3").client("s3", endpoint_url=endpoint)
-    for path in tars.rglob("*.*"):
-        if path.is_file():
-            client.upload_file(str(path), "images", f"set/{path.relative_to(tars)}")
+def forget() -> None:
+    """As in a new process."""
+    module._opened.cache_clear()
+    module._client_of.cache_clear()
 
 
-def test_object_storage(bucket: str, tars: Path, tmp_path: Path) -> None:
-    local, remote = ready(tars), ready("s3://images/set/", endpoint_url=bucket)
-    assert remote.digest() == local.digest()
-    loaders = [data.train_dataloader() for data in (local, remote)]
-    assert colours(loaders[0]) == colours(loaders[1])
-    assert colours(remote.val_dataloader()) == colours(local.val_dataloader())
-    sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
-    assert sum(sizes) == sum(path.stat().st_size for path in tars.rglob("*.tar"))
+@pytest.fixture
+def copies(tmp_path: Path) -> Callable[[], list[int]]:
+    """The sizes of the shards in the cache."""
+    return lambda: [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
+
+
+def remote(server: Server, **options: Any) -> Shards:
+    """The set of the server."""
+    return ready(SET, endpoint_url=server.endpoint, **options)
 
 
 def test_shards_that_were_packed_anew_are_downloaded_anew(
-    bucket: str, tars: Path, tmp_path: Path
+    server: Server, tars: Path, tmp_path: Path
 ) -> None:
-    before = colours(ready("s3://images/set", endpoint_url=bucket).train_dataloader())
+    before = colours(remote(server).train_dataloader())
     sizes = {path.name: path.stat().st_size for path in (tars / "train").iterdir()}
     for path in (tmp_path / "images").rglob("*.png"):
         Image.eval(Image.open(path), lambda value: value ^ 64).save(path)
     shutil.rmtree(tars)
     pack(scan(tmp_path / "images"), tars, form="webdataset", shard_bytes=5000)
     assert sizes == {path.name: path.stat().st_size for path in (tars / "train").iterdir()}
-    upload(tars, bucket)
-    after = colours(ready("s3://images/set", endpoint_url=bucket).train_dataloader())
+    after = colours(remote(server).train_dataloader())
     assert before != after == colours(ready(tars).train_dataloader())
 
 
@@ -272,143 +307,71 @@ def test_a_shard_is_downloaded_again_if_another_process_makes_room(
     assert shard(make_room) == b"1234"
 
 
-class Server(ThreadingHTTPServer):
-    """Serves the shards as a bucket; ``fault`` answers a number of the requests for shards."""
-
-    fault, times = "", 0
-
-    def __init__(self, shards: Path, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
-        self.shards, self.endpoint = shards, f"http://127.0.0.1:{self.server_address[1]}"
-        Thread(target=self.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.shutdown()
-        self.server_close()
+FAULTS = {  # of the server: what the run says if they last
+    "403": r"403.*check data.root, your credentials .*have they expired",
+    "404": r"404.*copy the shard there again",
+    "500": r"500.*2 tries.*try again when the service answers",
+    "503": r"503.*2 tries",
+    "429": r"429.*2 tries",
+    "silence": r"Read timeout.*2 tries",
+    "silence inside": r"Read timeout.*2 tries",
+    "break": r"total bytes expected.*2 tries",
+    "damage": r"its sha256 is \w+, its index says \w+; 2 tries.: copy the shard there again",
+}
 
 
-class Handler(SimpleHTTPRequestHandler):
-    server: Server
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def translate_path(self, path: str) -> str:
-        return str(self.server.shards) + path.partition("?")[0].removeprefix("/images/set")
-
-    def do_GET(self) -> None:
-        fault, name = self.server.fault, self.translate_path(self.path)
-        if not self.server.times or name.endswith(".json"):
-            return super().do_GET()
-        self.server.times -= 1
-        if fault.isdigit():
-            return self.send_error(int(fault))
-        if fault == "silence":
-            return time.sleep(2 * module._TIMEOUT)
-        content = Path(name).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        half = len(content) // 2
-        self.wfile.write(content[:half])
-        if fault == "damage":
-            self.wfile.write(bytes(len(content) - half))
-        if fault == "silence inside":
-            time.sleep(2 * module._TIMEOUT)
-        return None  # "break": the connection ends here
-
-
-@pytest.fixture
-def server(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("REVZOO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_TIMEOUT", 0.5)
-    module._opened.cache_clear()
-    module._client_of.cache_clear()
-    server = Server(tars)
-    yield server
-    server.stop()
-    module._client_of.cache_clear()
-
-
-PASSING = ("500", "503", "429", "silence", "silence inside", "break", "damage")
-
-
-@pytest.mark.parametrize("fault", PASSING)
+@pytest.mark.parametrize("fault", sorted({*FAULTS} - {"403", "404"}))
 def test_a_fault_that_passes_costs_no_image(
     fault: str, server: Server, tars: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.fault, server.times = fault, 2
-    data = ready("s3://images/set", endpoint_url=server.endpoint)
-    assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
+    server.fault, server.times = fault, 1
+    assert colours(remote(server).train_dataloader()) == colours(ready(tars).train_dataloader())
     assert server.times == 0
     assert "train/000000.tar" in caplog.text
     assert re.search("trying again, for up to 1[12]. s", caplog.text)
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("403", r"403.*check data.root, your credentials .*have they expired"),
-        ("404", r"404.*copy the shard there again"),
-        ("503", r"503.*2 tries.*try again when the service answers"),
-        ("silence", r"Read timeout.*2 tries"),
-        ("silence inside", r"Read timeout.*2 tries"),
-        ("break", r"total bytes expected.*2 tries"),
-        ("damage", r"its sha256 is \w+, its index says \w+; 2 tries.: copy the shard there again"),
-    ],
-)
+@pytest.mark.parametrize("fault", sorted({*FAULTS} - {"500", "429"}))
 def test_a_fault_that_lasts_ends_the_run_until_it_is_mended(
-    fault: str, message: str, server: Server, tars: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, server: Server, tars: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if damaged images are skipped."""
     monkeypatch.setattr(module, "_PATIENCE", 2.5)
-    root, options = "s3://images/set", {"endpoint_url": server.endpoint, "on_error": "skip"}
     server.fault, server.times = fault, 10**9
     begin = time.monotonic()
-    with pytest.raises(DataError, match=f"cannot read {root}/train/00000..tar .*{message}"):
-        colours(ready(root, **options).train_dataloader())
+    message = f"cannot read {SET}/train/00000..tar .*{FAULTS[fault]}"
+    with pytest.raises(DataError, match=message):
+        colours(remote(server, on_error="skip").train_dataloader())
     assert time.monotonic() - begin < 10
     server.times = 0
-    repaired = ready(root, **options)
+    repaired = remote(server, on_error="skip")
     assert colours(repaired.train_dataloader()) == colours(ready(tars).train_dataloader())
 
 
 def test_a_server_that_starts_again(server: Server, tars: Path) -> None:
-    data = ready("s3://images/set", endpoint_url=server.endpoint)
+    data = remote(server)
     shutil.rmtree(data._storage.cache)  # setup has read all of so few images
-    module._opened.cache_clear()
+    forget()
     server.stop()
     later = Timer(1.5, Server, (tars, server.server_address[1]))
     later.start()
     assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
 
 
-def test_images_of_a_shard_that_cannot_be_read_are_not_skipped(bucket: str) -> None:
-    client = pytest.importorskip("boto3").client("s3", endpoint_url=bucket)
-    client.delete_object(Bucket="images", Key="set/val/000000.tar")
-    data = ready("s3://images/set", endpoint_url=bucket, on_error="skip")
-    with pytest.raises(DataError, match=r"cannot read s3://images/set/val/000000.tar .*NoSuchKey"):
-        colours(data.val_dataloader())
-
-
-def test_the_cache_has_a_limit(bucket: str, tars: Path, tmp_path: Path) -> None:
-    module._opened.cache_clear()
+def test_the_cache_has_a_limit(server: Server, tars: Path, copies: Callable[[], list[int]]) -> None:
     limit = 2 * max(path.stat().st_size for path in tars.rglob("*.tar"))
-    data = ready("s3://images/set", endpoint_url=bucket, shard_cache_bytes=limit, window=1)
+    data = remote(server, shard_cache_bytes=limit, window=1)
     assert colours(data.train_dataloader()) == colours(ready(tars).train_dataloader())
-    sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*.tar")]
-    assert limit / 2 < sum(sizes) <= limit
+    assert limit / 2 < sum(copies()) <= limit
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("use", ["training", "evaluation", "evaluation by two processes"])
+@pytest.mark.parametrize(
+    ("use", "prefetch"),
+    [("training", 2), ("evaluation", 0), ("evaluation", 2), ("evaluation by two processes", 2)],
+)
 def test_the_next_shards_are_downloaded(
-    use: str, prefetch: int, bucket: str, tars: Path, tmp_path: Path
+    use: str, prefetch: int, server: Server, tars: Path, copies: Callable[[], list[int]]
 ) -> None:
-    def copies() -> int:
-        return len([*(tmp_path / "cache").rglob("*.tar")])
-
     def loader_of(data: Shards) -> Any:
         if use == "training":
             return data.train_dataloader()
@@ -416,55 +379,79 @@ def test_the_next_shards_are_downloaded(
         sampler = DistributedSampler(images, 2, 0, shuffle=False) if "two" in use else None
         return Loader(images, batch_size=1, sampler=sampler, collate_fn=as_is)
 
-    options = {"window": 1, "batch_size": 1, "prefetch": prefetch}
-    data = ready("s3://images/set", endpoint_url=bucket, **options)
-    shutil.rmtree(tmp_path / "cache")  # setup has read all of so few images
-    module._opened.cache_clear()
+    data = remote(server, window=1, batch_size=1, prefetch=prefetch)
+    assert data._storage.cache is not None
+    shutil.rmtree(data._storage.cache)  # setup has read all of so few images
+    forget()
     batches = iter(loader_of(data))
     first, until = next(batches), time.monotonic() + 30
-    while copies() < 1 + prefetch and time.monotonic() < until:
+    while len(copies()) < 1 + prefetch and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)
-    assert copies() == 1 + prefetch
+    assert len(copies()) == 1 + prefetch
     assert colours([first, *batches]) == colours(loader_of(ready(tars)))
     assert len(loader_of(data)) == len([first, *loader_of(data)]) - 1
 
 
 def test_the_pixels_are_measured_on_the_first_shards(
-    bucket: str, tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, copies: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_images, "_SAMPLE", 1)
-    module._opened.cache_clear()
-    ready("s3://images/set", endpoint_url=bucket)
-    assert len([*tars.rglob("*.tar")]) > len([*(tmp_path / "cache").rglob("*.tar")]) == 1
+    remote(server)
+    assert len(copies()) == 1
 
 
-def test_the_cache_limits_the_downloads(bucket: str, tars: Path) -> None:
+def test_the_cache_limits_the_downloads(server: Server, tars: Path) -> None:
     size = max(path.stat().st_size for path in tars.rglob("*.tar"))
     prefetch = {}
     for room in (0, 3, 6, 100):
-        options = {"window": 2, "shard_cache_bytes": room * size}
-        data = Shards("s3://images/set", endpoint_url=bucket, **options)
+        data = remote(server, window=2, shard_cache_bytes=room * size)
         prefetch[room] = data.listing().splits["train"].prefetch
     assert prefetch == {0: 0, 3: 0, 6: 2, 100: 8}
 
 
-@pytest.mark.parametrize(
-    ("root", "without", "fault"),
-    [
-        ("s3://other/set", "", "NoSuchBucket"),
-        ("s3://images/other", "", "NoSuchKey"),
-        ("s3://images/set", "AWS_SECRET_ACCESS_KEY", "Credential"),
-    ],
-)
-def test_object_storage_that_cannot_be_read(
-    root: str, without: str, fault: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def bucket(tars: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The endpoint of S3 as moto imitates it, with the shards in the bucket "images"."""
+    boto3 = pytest.importorskip("boto3")
+    server_module = pytest.importorskip("moto.server")
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "REVZOO_CACHE": str(tmp_path / "cache"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.create_bucket(Bucket="images")
+    for path in (*tars.rglob("*.tar"), tars / "images.json"):
+        client.upload_file(str(path), "images", f"set/{path.relative_to(tars)}")
+    yield endpoint
+    server.stop()
+
+
+def test_s3(
+    bucket: str, tars: Path, copies: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if without:
-        monkeypatch.delenv(without)
-        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(DataError, match=f"cannot read {root}/images.json .*{fault}") as caught:
-        Shards(root, endpoint_url=bucket).prepare_data()
-    assert "check data.root, your credentials" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    local, remote = ready(tars), ready(f"{SET}/", endpoint_url=bucket)
+    assert remote.digest() == local.digest()
+    assert colours(remote.train_dataloader()) == colours(local.train_dataloader())
+    assert colours(remote.val_dataloader()) == colours(local.val_dataloader())
+    assert sum(copies()) == sum(path.stat().st_size for path in tars.rglob("*.tar"))
+
+    def refused(root: str, fault: str) -> None:
+        with pytest.raises(DataError, match=f"cannot read {root}/images.json .*{fault}") as caught:
+            Shards(root, endpoint_url=bucket).prepare_data()
+        assert "check data.root, your credentials" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    refused("s3://other/set", "NoSuchBucket")
+    refused("s3://images/other", "NoSuchKey")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    forget()
+    refused(SET, "Credential")

@@ -29,6 +29,7 @@ NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs
 STEPS = {"max_epochs": -1, "max_steps": 10}
 SIGTERM = 15
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 
 
 class StopIn(pl.Callback):
@@ -98,25 +99,26 @@ def assert_same(found, expected):
         assert torch.equal(found[0][name], value), name
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize(
-    ("stop_in", "saved"),
+    ("stop_in", "saved", "patience"),
     [
-        (0, 1),  # after the first batch
-        (5, 6),  # in the middle of the second epoch
-        (4, 5),  # after the first batch of an epoch
-        (7, 8),  # in an epoch's last batch: its validation is finished
-        (11, 12),  # in the last batch of the run
+        (0, 1, 15.0),  # after the first batch
+        (5, 6, 15.0),  # in the middle of the second epoch
+        (4, 5, 15.0),  # after the first batch of an epoch
+        (7, 8, 15.0),  # in an epoch's last batch: its validation is finished
+        (7, 4, 0.0),  # its validation is cut off
+        (11, 12, 15.0),  # in the last batch of the run
+        (11, 8, 0.0),
     ],
 )
-def test_a_resumed_run_is_bit_equal(stop_in, saved, unbroken, tmp_path):
+def test_a_resumed_run_is_bit_equal(stop_in, saved, patience, unbroken, tmp_path, monkeypatch):
+    monkeypatch.setattr(stop_module, "PATIENCE", patience)
     assert fit(tmp_path, stop_in=stop_in) is None
     last = read_checkpoint(tmp_path / "checkpoints" / LAST)
     assert last["global_step"] == saved
     assert_same(fit(tmp_path, resume=True), unbroken)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
 def test_a_run_with_its_images_on_the_device_is_bit_equal(before, after, unbroken, tmp_path):
     """``auto`` asks what is free, so it may decide otherwise when the run resumes."""
@@ -124,28 +126,6 @@ def test_a_run_with_its_images_on_the_device_is_bit_equal(before, after, unbroke
     assert_same(fit(tmp_path, resume=True, on_device=after), unbroken)
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """A stop waits only for the batch."""
-    monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-@pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize(
-    ("stop_in", "saved"),
-    [
-        (7, 4),  # in an epoch's last batch: its validation is cut off
-        (11, 8),  # in the last batch of the run
-    ],
-)
-def test_a_run_whose_validation_was_cut_off_is_bit_equal(stop_in, saved, unbroken, tmp_path):
-    assert fit(tmp_path, stop_in=stop_in) is None
-    assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == saved
-    assert_same(fit(tmp_path, resume=True), unbroken)
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key:UserWarning")
 @pytest.mark.parametrize(
     ("options", "stop_in", "saved"),
@@ -172,14 +152,6 @@ def test_other_intervals_of_validation_are_bit_equal(options, stop_in, saved, tm
     assert_same(fit(folder, resume=True, **options), whole)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-@pytest.mark.parametrize("options", [{}, STEPS])
-def test_a_finished_run_does_not_train_again_and_keeps_its_figures(options, tmp_path):
-    finished = fit(tmp_path, **options)
-    assert finished is not None
-    assert_same(fit(tmp_path, resume=True, **options), finished)
-
-
 SHORT = {"max_epochs": 1, "limit_train_batches": 2}
 
 
@@ -191,7 +163,6 @@ def change_saved(folder, change):
     torch.save(state, path)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize(
     ("schedule", "options", "steps"),
     [
@@ -210,7 +181,6 @@ def test_another_number_of_steps_is_refused(schedule, options, steps, tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize("stop_in", [None, 2])
 @pytest.mark.parametrize("schedule", ["onecycle", "cosine", "step"])
 def test_a_longer_run_has_the_rates_of_a_run_of_that_length(schedule, stop_in, tmp_path, caplog):
@@ -224,7 +194,6 @@ def test_a_longer_run_has_the_rates_of_a_run_of_that_length(schedule, stop_in, t
     assert f"stretched from 4 to 12 steps, lr is now {longer[0]:.3g}" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path):
     constant = {**SHORT, "schedule": "constant"}
     fit(tmp_path, **constant)
@@ -232,7 +201,6 @@ def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path):
     assert_same(found, fit(tmp_path / "whole", **{**constant, "max_epochs": 2}))
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 def test_another_number_of_processes_is_refused_with_other_data(tmp_path):
     fit(tmp_path, **SHORT)
     change_saved(tmp_path, lambda state: state.update(random=state["random"] * 2))
@@ -241,7 +209,6 @@ def test_another_number_of_processes_is_refused_with_other_data(tmp_path):
         fit(tmp_path, resume=True, **SHORT)
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 def test_a_checkpoint_without_planned_steps_resumes(unbroken, tmp_path):
     assert fit(tmp_path, stop_in=5) is None
     change_saved(tmp_path, lambda state: state.pop("planned_steps"))
