@@ -234,9 +234,9 @@ def _list_images(folder: Path, classes: list[str], unread: Counter[str]) -> File
 
 
 def is_mask_folder(root: Path) -> bool:
-    """Whether a folder, or its training split, has images and masks side by side."""
-    place = split_folders(root).get("train", root)
-    return (place / "images").is_dir() and (place / "masks").is_dir()
+    """Whether a folder, or one of its splits, has images and masks side by side."""
+    places = [*split_folders(root).values(), root]
+    return any((p / "images").is_dir() and (p / "masks").is_dir() for p in places)
 
 
 def no_masks(root: Path) -> DataError:

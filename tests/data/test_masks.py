@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,18 @@ def test_a_damaged_set_is_refused_with_the_name_of_the_file(root: Path) -> None:
     lost.write_bytes(other)
     (root / "train" / "masks" / "4.gif").write_bytes(b"")
     refused(r"4\.gif and .*4_mask\.png have one name|4_mask\.png and .*4\.gif have one name")
+
+
+def test_an_evaluation_needs_one_split_alone(root: Path) -> None:
+    """The set was refused without train/."""
+    state = _ready(root).state_dict()
+    shutil.rmtree(root / "train")
+    data = Masks(root, classes=NAMES, num_workers=0)
+    data.load_state_dict(state)
+    data.setup("validate")
+    assert len(data.val_dataloader().dataset) == 12  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"no images and masks in .*: expected ROOT/train/images"):
+        data.setup("fit")
 
 
 def test_check_compares_masks_with_their_images(
