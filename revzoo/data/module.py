@@ -495,18 +495,18 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _draws(self, images: Tensor) -> Tensor | None:
         """The crops and flips of this batch, drawn with those of its epoch; None to draw now."""
-        trainer, own = self.trainer, type(self).transform is not ImageData.transform
+        trainer, augment = self.trainer, self.augment
         assert trainer is not None
+        draws_now = self.poisson or augment.single or augment.erasing or len(self.sizes) > 2
+        draws_now = draws_now or type(self).transform is not ImageData.transform
         resident = isinstance(self._sets.get("train"), DeviceImages)
-        own = own or bool(self.augment.single or self.augment.erasing)  # these draw as they run
-        own = own or len(self.sizes) > 2  # so do volumes
-        if not resident or self.poisson or own or not self.augment.changes(self.sizes):
+        if not resident or draws_now or not augment.changes(self.sizes):
             return None
         seed, batches = self._order_seed or 0, int(trainer.num_training_batches)
         epoch = (seed, trainer.current_epoch, batches, len(images), images.device)
         if self._epoch_draws is None or self._epoch_draws[0] != epoch:
             seeds = [batch_seed(seed, trainer, batch) for batch in range(batches)]
-            draws = draws_of_epoch(self.augment, len(images), self.sizes, seeds)
+            draws = draws_of_epoch(augment, len(images), self.sizes, seeds)
             self._epoch_draws = epoch, draws.to(images.device)
         return self._epoch_draws[1][batches_of_epoch(trainer)]
 

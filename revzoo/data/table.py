@@ -277,13 +277,13 @@ class Table(ImageFolder):
     def _shared_groups(self, rows: list[dict[str, str]], column: str) -> Iterator[str]:
         """A sentence for each group that two splits share."""
         seen: dict[str, Split] = {}
-        told: set[str] = set()
+        reported: set[str] = set()
         for line, row in enumerate(rows, 2):
             name, split = row[column], self._split_of(row)
-            if not name or split is None or name in told:
+            if not name or split is None or name in reported:
                 continue
             if (other := seen.setdefault(name, split)) != split:
-                told.add(name)
+                reported.add(name)
                 yield (
                     f"group {name!r} of {self.table} is in two splits, {other} and {split} (line "
                     f"{line}): what a network has trained on cannot test it. Put it in one of them"

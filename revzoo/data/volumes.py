@@ -243,7 +243,7 @@ class VolumeImages(ImageSet):
     ) -> None:
         self._cases, self._facts, self._rows = cases, facts, torch.arange(len(cases))
         self.classes, self.in_chans, self.sizes = classes, len(cases[0].images), patch
-        self._patch, self._patches, self._window = patch, patches, window
+        self._patches, self._window = patches, window
         self._transforms, self._training = transforms, training
         self.labels = torch.zeros(len(cases), dtype=torch.long)  # the masks stay on the disk
         groups = {name: i for i, name in enumerate(dict.fromkeys(case.group for case in cases))}
@@ -275,15 +275,16 @@ class VolumeImages(ImageSet):
 
     def _drawn(self, facts: Facts, sizes: Sequence[int]) -> tuple[slice, ...]:
         """A random patch; half of them have a foreground voxel in their middle."""
-        room = torch.tensor(sizes) - torch.tensor(self._patch)
+        patch = torch.tensor(self.sizes)
+        room = torch.tensor(sizes) - patch
         corner = (torch.rand(3, dtype=torch.double) * (room + 1)).long()
         classes = np.unique(facts.voxels[:, 0])
         if len(classes) and torch.rand(()) < FOREGROUND:
             label = classes[int(torch.randint(len(classes), ()))]
             voxels = facts.voxels[facts.voxels[:, 0] == label, 1:]
             centre = torch.from_numpy(voxels[int(torch.randint(len(voxels), ()))])
-            corner = (centre - torch.tensor(self._patch) // 2).clamp(min=0).minimum(room)
-        return tuple(slice(c, c + p) for c, p in zip(corner.tolist(), self._patch, strict=True))
+            corner = (centre - patch // 2).clamp(min=0).minimum(room)
+        return tuple(map(slice, corner.tolist(), (corner + patch).tolist()))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A whole batch.
