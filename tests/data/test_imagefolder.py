@@ -134,24 +134,14 @@ def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
         _ready(make_folder({"train": _TWO}), cache_bytes=10)
 
 
-def test_workers_load_large_sets_and_none_loads_small_ones(
-    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("revzoo.data.loaders.suggested_max_num_workers", lambda _: 1)
-    root = make_folder({"train": _TWO})
-    assert _ready(root, num_workers=None).train_dataloader().num_workers == 0
-    lazy = _ready(root, num_workers=None, image_size=8, cache_bytes=0)
-    assert lazy.train_dataloader().num_workers == 1
-
-
 def test_the_processes_of_a_machine_share_its_cpus(
     make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of 8 processes on 16 CPUs started 8 workers: 64 in all."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    data = _ready(
-        make_folder({"train": _TWO, "val": _TWO}), num_workers=None, image_size=8, cache_bytes=0
-    )
+    root = make_folder({"train": _TWO, "val": _TWO})
+    assert _ready(root, num_workers=None).train_dataloader().num_workers == 0  # in memory
+    data = _ready(root, num_workers=None, image_size=8, cache_bytes=0)
     alone = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]
     data.trainer = trainer(devices=4, strategy="ddp")
     together = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]

@@ -13,7 +13,7 @@ from small_task import Recorder, trainer
 from torch import Tensor
 from two_processes import start
 
-from revzoo.data import Augment, DataError, Digits, ImageData
+from revzoo.data import DataError, Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.data.module import Split
 
@@ -81,16 +81,6 @@ def test_validation_split_depends_on_split_seed_alone() -> None:
     pl.seed_everything(2, verbose=False)
     assert _held_back(Digits()) == first
     assert _held_back(Digits(split_seed=1)) != first
-
-
-def test_validation_images_are_not_trained_on() -> None:
-    data = Digits(batch_size=1, augment=Augment(crop_padding=0, flip=False))
-    data.setup("fit")
-    train = [images.numpy().tobytes() for images, _ in data.train_dataloader()]
-    val = [image.numpy().tobytes() for images, _ in data.val_dataloader() for image in images]
-    assert len(train) + len(val) == 1437
-    every = [image.numpy().tobytes() for image in data.read("train").sample()]
-    assert sorted(train + val) == sorted(every)
 
 
 def test_setup_reads_once_and_only_what_the_stage_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,13 +287,3 @@ def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
         assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2
         keys = [{image.numpy().tobytes() for image in part} for part in parts]
         assert not keys[0] & keys[1]
-
-
-def test_training_images_are_shuffled_anew_and_others_keep_their_order() -> None:
-    data = Digits()
-    data.setup("fit")
-    loader = data.train_dataloader()
-    first, second = ([labels for _, labels in loader] for _ in range(2))
-    assert not torch.equal(torch.cat(first), torch.cat(second))
-    first, second = ([labels for _, labels in data.val_dataloader()] for _ in range(2))
-    assert torch.equal(torch.cat(first), torch.cat(second))

@@ -96,13 +96,15 @@ def test_skipped_images_keep_groups_in_line(tmp_path: Path) -> None:
     assert not {i // 4 for i in train} & {i // 4 for i in val}
 
 
-def test_resuming_needs_the_same_rows(tmp_path: Path) -> None:
+def test_resuming_needs_the_same_fold_and_rows(tmp_path: Path) -> None:
     rows = [_row(i) for i in range(40)]
-    state = _ready(_table(tmp_path, rows)).state_dict()
-    changed = Table(_table(tmp_path, [*rows[:-2], ("38.png", "10", "train", "x"), rows[-1]]))
-    changed.load_state_dict(state)
-    with pytest.raises(DataError, match="other names, sizes or labels"):
-        changed.setup("fit")
+    state = _ready(_table(tmp_path, rows), folds=2, fold=0).state_dict()
+    changed = [*rows[:-2], ("38.png", "10", "train", "x"), rows[-1]]
+    for fold, listed in ((1, rows), (0, changed)):
+        other = Table(_table(tmp_path, listed), folds=2, fold=fold)
+        other.load_state_dict(state)
+        with pytest.raises(DataError, match="other names, sizes or labels"):
+            other.setup("fit")
 
 
 def test_the_digest_follows_the_names_below_the_root(
@@ -213,14 +215,6 @@ def test_folds_need_training_images_without_a_validation_split(tmp_path: Path) -
     rows = [*map(_row, range(8)), *(_row(i, "val") for i in (8, 9))]
     with pytest.raises(DataError, match=r"data.folds=2, but the set has a validation split"):
         _ready(_table(tmp_path, rows), split_column="split", folds=2)
-
-
-def test_resuming_needs_the_same_fold(tmp_path: Path) -> None:
-    table = _table(tmp_path, [_row(i) for i in range(40)])
-    other = Table(table, folds=2, fold=1)
-    other.load_state_dict(_ready(table, folds=2, fold=0).state_dict())
-    with pytest.raises(DataError, match="other names, sizes or labels"):
-        other.setup("fit")
 
 
 def test_a_class_without_images_is_not_lost_by_the_split(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from revzoo.data import DataError
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.weights.errors import WeightsError
 
-OTHERS = (None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
+# ...: the value is removed
+OTHERS = (..., None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
 
 
 def places(node, at=()):
@@ -29,9 +30,8 @@ def places(node, at=()):
 def edits(config):
     """Remove each value, or replace it by values of other types in turn."""
     for index, at in enumerate(places(config)):
-        # sections and names of classes get every type, single values some of them
-        count = len(OTHERS) if len(at) == 1 else 1
-        for other in (..., *(OTHERS[(index + k) % len(OTHERS)] for k in range(count))):
+        # sections and names of classes get every type, single values one of them
+        for other in OTHERS if len(at) == 1 else [OTHERS[index % len(OTHERS)]]:
             edited = copy.deepcopy(config)
             node = edited
             for key in at[:-1]:

@@ -1,9 +1,9 @@
 """Runs that SIGKILL ends within an epoch resume bit for bit: they lose only that epoch's steps."""
 
 import csv
-import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
 
 import pytest
 import torch
@@ -11,29 +11,25 @@ from resumed import resume
 from small_images import image_folder
 from small_run import NO_EXTRAS
 
+from revzoo.cli.config import compose as compose_config
+from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.training.resume import GracefulStop
 from revzoo.weights.source import LAST
 
-# trains each case in a fork, which ends itself in its second epoch
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from revzoo.cli.config import compose
-from revzoo.cli.run import train as module
 
-class Killed(module.GracefulStop):
+class Killed(GracefulStop):
+    """Ends its process in the second epoch."""
+
     def on_train_batch_start(self, trainer, *args):
         if trainer.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
 
-module.GracefulStop = Killed
-for name, overrides in json.loads(sys.argv[1]).items():
-    if not os.fork():
-        module.train(compose(overrides).config, run_dir=Path(name), overrides=overrides)
-        os._exit(0)
-    assert os.wait()[1] == signal.SIGKILL, name
-"""
+
+def train_until_killed(overrides, run_dir):
+    train_module.GracefulStop = Killed
+    train(compose_config(overrides).config, run_dir=run_dir, overrides=overrides)
 
 
 def cases(folder):
@@ -68,9 +64,12 @@ def cases(folder):
 def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     overrides = cases(folder)
-    command = [sys.executable, "-c", KILLED, json.dumps(overrides)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for name, words in overrides.items():
+        options = {"target": train_until_killed, "args": (words, folder / name)}
+        process = multiprocessing.get_context("forkserver").Process(**options)
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, name
     return folder, overrides
 
 

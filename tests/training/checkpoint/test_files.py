@@ -196,6 +196,7 @@ def test_the_previous_checkpoint_replaces_a_damaged_one(tmp_path, caplog):
         path, found = read_last(tmp_path)
     assert (path.name, found["number"]) == (PREVIOUS, 0)
     assert "cut off" in caplog.text
+    assert "use another copy of it" not in caplog.text
     assert "previous.ckpt" in caplog.text
     save(tmp_path / LAST, 2)  # the damaged one must not become the previous one
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
