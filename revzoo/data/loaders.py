@@ -137,23 +137,12 @@ class Loader(DataLoader[Batch]):
         yield from islice(self._batches(), skipped, None)
 
     def _batches(self) -> Iterator[Batch]:
-        if isinstance(self.dataset, DeviceImages):
-            return self._on_device()
+        # both without torch's fetcher, which takes longer than reading such a batch
+        if isinstance(self.dataset, DeviceImages):  # all indices go to the device at once
+            return self.dataset.batches(list(self._index_sampler))
         if isinstance(self.dataset, TensorImages) and not (self.num_workers or self.pin_memory):
-            # without torch's fetcher, which takes longer than reading such a batch
             return map(self.dataset.__getitems__, self._index_sampler)
         return super().__iter__()
-
-    def _on_device(self) -> Iterator[Batch]:
-        """A pass whose indices go to the device at once, without torch's fetcher."""
-        assert isinstance(self.dataset, DeviceImages)
-        indices, sampler = list(self._index_sampler), self.sampler
-        # it has counted this pass, which may end early
-        if isinstance(sampler, EpochSampler):
-            sampler.epoch -= 1
-        yield from self.dataset.batches(indices)
-        if isinstance(sampler, EpochSampler):
-            sampler.epoch += 1
 
     @property
     def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from

@@ -55,7 +55,7 @@ class EpochSampler(DistributedSampler[int]):
     """This process's share of a permutation of ``count`` images, which changes every epoch.
 
     It subclasses ``DistributedSampler``, so Lightning keeps it and sets its epoch. In your own loop
-    each pass is the next epoch.
+    each pass is the next epoch, even after one that ended early.
 
     Attributes:
         start: number of batches that the next pass skips; the pass after it skips none.
@@ -76,8 +76,8 @@ class EpochSampler(DistributedSampler[int]):
         start, self.start = self.start * self.batch_size, 0
         # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
-        yield from self._share(generator)[start:].tolist()
         self.epoch += 1
+        yield from self._share(generator)[start:].tolist()
 
     def _share(self, generator: torch.Generator) -> Tensor:
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
@@ -173,11 +173,11 @@ class PoissonSampler(EpochSampler):
         return drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
-        start, self.start = self.start, 0
+        epoch, start = self.epoch, self.start
+        self.epoch, self.start = epoch + 1, 0
         for index in range(start, len(self)):
             # layers and losses need an image; gradient clipping gives this one zero weight
-            yield self.batch(self.epoch, index) or [0]
-        self.epoch += 1
+            yield self.batch(epoch, index) or [0]
 
 
 def held_back(

@@ -108,7 +108,7 @@ def test_a_pass_of_your_own_loop_is_the_same() -> None:
         data.setup("fit")
         data.place("cpu")
         loader = data.train_dataloader()
-        next(iter(loader))  # a pass that ends early is not an epoch
+        next(iter(loader))  # a pass that ends early
         return [torch.cat([labels for _, labels in loader]) for _ in range(2)]
 
     first, second = passes(True)
