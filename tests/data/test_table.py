@@ -162,6 +162,16 @@ def test_labels_keep_their_numbers_in_every_process(tmp_path: Path) -> None:
             r"lists .*/0.png 2 times",
         ),
         ([_row(0), _row(1), ("2.png", "9")], {}, "line 4 has 2 values for 4 columns"),
+        (  # patient 1 was in the training and patient 1.0 in the validation split
+            [(f"{i}.png", str(i % 2), "train", "1" if i < 4 else "1.0") for i in range(8)],
+            {"group_column": "patient"},
+            r"the groups '1' and '1\.0' are one number",
+        ),
+        (
+            [*map(_row, range(8)), _row(8, "val"), _row(9, "val")],
+            {"split_column": "split", "folds": 2},
+            "data.folds=2, but the set has a validation split",
+        ),
         (
             [_row(i) for i in range(8)],
             {"group_column": "label", "folds": 2},
@@ -192,13 +202,6 @@ def test_one_file_with_two_names_is_refused(link: str, tmp_path: Path) -> None:
         Table(table).prepare_data()
 
 
-def test_one_group_with_two_spellings_is_refused(tmp_path: Path) -> None:
-    """Patient 1 was in the training and patient 1.0 in the validation split."""
-    rows = [(f"{i}.png", str(i % 2), "train", "1" if i < 4 else "1.0") for i in range(8)]
-    with pytest.raises(DataError, match=r"the groups '1' and '1\.0' are one number"):
-        Table(_table(tmp_path, rows), group_column="patient").prepare_data()
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"table=.*labels.xlsx: expected one of .csv, .tsv, .parquet"
@@ -209,12 +212,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_bytes(b"path,label\n\xff,1\n")
     with pytest.raises(DataError, match="cannot read the table"):
         Table(tmp_path / "labels.csv").prepare_data()
-
-
-def test_folds_need_training_images_without_a_validation_split(tmp_path: Path) -> None:
-    rows = [*map(_row, range(8)), *(_row(i, "val") for i in (8, 9))]
-    with pytest.raises(DataError, match=r"data.folds=2, but the set has a validation split"):
-        _ready(_table(tmp_path, rows), split_column="split", folds=2)
 
 
 def test_a_class_without_images_is_not_lost_by_the_split(tmp_path: Path) -> None:
