@@ -241,7 +241,9 @@ MODEL = section(
     "Keywords of create_model.",
     name=Option(str, MISSING, "a name of `revzoo list`, alone or with the tag of weights"),
     pretrained=Option(bool, False, "start from the default weights, adapted to the data"),
-    checkpoint_path=Option(str | None, None, "a file of weights to start from"),
+    checkpoint_path=Option(
+        str | None, None, "weights to start from: a file, or the folder of a run"
+    ),
     cache_dir=Option(str | None, None, "folder of downloads; null: the user's cache"),
     allow_nonfinite=Option(bool, False, "also load weights with NaN or Inf"),
 )

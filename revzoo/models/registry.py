@@ -278,7 +278,8 @@ def create_model(
         out_indices: the stages whose maps to return, negative ones from the last; a number n for
             the last n; None for all.
         checkpoint_path: a local file of weights to use instead: safetensors, a ``state_dict``
-            (.pt, .pth), a training checkpoint (.ckpt) or a publisher's file. With the tag of the
+            (.pt, .pth), a training checkpoint (.ckpt) or a publisher's file; or the folder of a
+            run, for its best checkpoint, or of ``save_pretrained``. With the tag of the
             publisher's weights in ``name``, the network has their options.
         cache_dir: folder of downloads; None for ``$REVZOO_CACHE``, or the user's cache.
         table: the weights to search for ``name``; None for the package's.

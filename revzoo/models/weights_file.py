@@ -31,7 +31,7 @@ from revzoo.weights.errors import (
     UnreadableWeightsError,
 )
 from revzoo.weights.files import read_bytes
-from revzoo.weights.source import PLAIN_PART, is_distributed
+from revzoo.weights.source import PLAIN_PART, best_of_run, is_distributed, only_file_in
 
 PICKLED = (".pt", ".pth", ".ckpt", ".pyth", ".tar")
 ARCHIVE = ".gz"  # of NAME.tar.gz, with a TensorFlow checkpoint
@@ -80,16 +80,22 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
 def read_weights_file(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, or as :func:`read_published_file`.
 
+    Of the folder of a run, those of its best checkpoint; of a folder with one safetensors file,
+    those of the file.
+
     Raises:
         EntryError: the entry beside a safetensors file is not valid.
         HashMismatchError: that entry describes another file.
         UnreadableWeightsError: the file is missing, damaged, of another format, or holds more than
             tensors.
     """
+    path = best_of_run(path) or only_file_in(path) or path
     if is_distributed(path):
         return read_state_dict(path)
     if not path.is_file():
-        raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
+        raise UnreadableWeightsError(
+            f"there is no file {path}, and no weights in such a folder: check checkpoint_path"
+        )
     if path.suffix == ".safetensors":
         entry = entry_beside(path)  # with it, the hash can be verified
         data = path.read_bytes() if entry is None else read_bytes(entry)
@@ -220,7 +226,7 @@ def read_torch_file(path: Path, *, map_location: Any = "cpu", values: bool = Tru
         state = check_whole(path, read_torch_file(path / PLAIN_PART, map_location=map_location))
         return filled(state, path, partial(whole, map_location)) if values else state
     if not path.is_file():  # a pipe would block
-        raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
+        raise UnreadableWeightsError(f"there is no file {path}: give the path of a whole checkpoint")
     # a file that the system refuses, for now perhaps, is not a damaged one
     path.open("rb").close()
     try:

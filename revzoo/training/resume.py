@@ -132,8 +132,9 @@ class GracefulStop(pl.Callback):
         # outside a loop nothing polls ``requested``, and no step is half done
         if not self._in_loop:
             raise RunStopped(signum)
-        message = "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now"
-        log.warning(message, signal.Signals(signum).name, PATIENCE)
+        if is_first_process():  # a terminal sends Ctrl-C to all
+            message = "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now"
+            log.warning(message, signal.Signals(signum).name, PATIENCE)
 
     def _loop_starts(self, *args: Any) -> None:
         self._listen()  # Lightning has installed its handler
@@ -290,7 +291,7 @@ class RunState(pl.Callback):
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "epoch_steps": self._epoch_steps(),
-            "step_images": self._step_images(),
+            "step_images": (size := self._batch_size()) and size * process_count(),
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
             # of each process: its grids have adapted to its own samples
@@ -358,19 +359,8 @@ class RunState(pl.Callback):
 
     def _stretched(self, saved: Mapping[str, Any]) -> int | None:
         """The planned steps of the checkpoint if this run has more of them; None otherwise."""
-        path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
-        images, wanted = self._step_images(), saved.get("step_images")
-        if before != now and (images is None or wanted is None):
-            raise CheckpointError(
-                f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
-                f"use {before}, because each process resumes with its images and random numbers"
-            )
-        if None not in (images, wanted) and images != wanted:
-            raise CheckpointError(
-                f"{path} comes from a run with {wanted} images per step of all processes, this run "
-                f"has {images}: give data.batch_size * trainer.devices * trainer.num_nodes = "
-                f"{wanted}, so that each step has the same images"
-            )
+        path = self._trainer.ckpt_path
+        check_step_images(path, saved, self._batch_size(), process_count())
         planned, steps = saved.get("planned_steps"), self._module.planned_steps()
         if planned is None or steps is None or planned == steps:
             return None
@@ -386,10 +376,29 @@ class RunState(pl.Callback):
         """The optimiser steps of an epoch, rounded down."""
         return self._trainer.num_training_batches // self._trainer.accumulate_grad_batches
 
-    def _step_images(self) -> int | None:
-        """The images of a step of all processes; None with your own data module."""
+    def _batch_size(self) -> int | None:
+        """The images of a step of each process; None with your own data module."""
         size = getattr(data_of(self._trainer), "batch_size", None)
-        return size * process_count() if isinstance(size, int) else None
+        return size if isinstance(size, int) else None
+
+
+def check_step_images(
+    path: Any, saved: Mapping[str, Any], batch_size: int | None, processes: int
+) -> None:
+    """Check that a step of all processes has the images that it had in the ``saved`` RunState."""
+    before, wanted = len(saved["random"]), saved.get("step_images")
+    if None in (batch_size, wanted) and before != processes:
+        raise CheckpointError(
+            f"{path} comes from a run with devices * num_nodes = {before}, this run has "
+            f"{processes}: use {before}, because each process resumes with its images and random "
+            "numbers"
+        )
+    if batch_size is not None and wanted not in (None, images := batch_size * processes):
+        raise CheckpointError(
+            f"{path} comes from a run with {wanted} images per step of all processes, this run has "
+            f"{images}: give data.batch_size * trainer.devices * trainer.num_nodes = {wanted}, so "
+            "that each step has the same images"
+        )
 
 
 def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def resolve_source(source: str | Path) -> str:
     if text.startswith(HUB) or text in {*names, *(name.partition(".")[0] for name in names)}:
         return text
     if path.is_dir() and not ((path / CONFIG_FILE).is_file() or is_distributed(path)):
-        if packed := _only_file_in(path):
+        if packed := only_file_in(path):
             return str(packed)
         raise UnknownWeightsError(
             f"{text} holds no run and no weights: expected the folder of a run, with "
@@ -100,11 +100,11 @@ def find_entry(
             fetch(text, TENSORS_FILE, cache_dir=cache_dir)
     if (path / CONFIG_FILE).is_file():
         return read_entry(path / CONFIG_FILE)
-    file = path if path.suffix == SUFFIX and path.is_file() else _only_file_in(path)
+    file = path if path.suffix == SUFFIX and path.is_file() else only_file_in(path)
     return None if file is None else entry_of_file(file)
 
 
-def _only_file_in(folder: Path) -> Path | None:
+def only_file_in(folder: Path) -> Path | None:
     """The safetensors file in a folder, as ``revzoo pack`` writes it; None if there is none."""
     packed = folder.is_dir() and not is_distributed(folder)
     files = sorted(folder.glob(f"*{SUFFIX}")) if packed else []

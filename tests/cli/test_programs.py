@@ -103,9 +103,11 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
     [
         ((), "add hydra.run.dir=outputs/NAME"),
         (("-m", "hydra.run.dir=a"), "without torchrun and srun"),
+        (("hydra.run.dir=a",), "has started 2 processes, but trainer.devices=1"),
     ],
 )
-def test_processes_started_together_need_one_folder(arguments, message, monkeypatch):
+def test_processes_started_together_need_one_run(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(SystemExit, match=message):
         main(["train", *arguments, *SMALL])

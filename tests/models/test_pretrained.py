@@ -184,6 +184,17 @@ def test_a_local_file_tells_classes_and_channels(tmp_path):
         create_model("revnet38", checkpoint_path=tmp_path / "none.pt")
 
 
+def test_a_folder_stands_for_its_weights(tmp_path):
+    """The folder of a run was "no file", though commands take it."""
+    model = small()
+    best = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    best.parent.mkdir(parents=True)
+    torch.save(model.state_dict(), best)
+    model.save_pretrained(tmp_path / "saved")
+    for folder in ("run", "run/checkpoints", "saved"):
+        assert same(create_model("revnet38", **OPTIONS, checkpoint_path=tmp_path / folder), model)
+
+
 def test_a_download_into_a_chosen_cache(tmp_path, table, file, monkeypatch):
     data = file.read_bytes()
     file.unlink()

@@ -6,6 +6,7 @@ Hydra's ``instantiate``: it imports any path that a configuration names.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,7 @@ from revzoo.training.lightning_compat import (
     allow_unused_parameters,
     is_first_process,
     limit_waits,
+    started_together,
 )
 from revzoo.training.optim.optimizers import OptimSpec
 from revzoo.training.resume import GracefulStop
@@ -303,6 +305,25 @@ def make_trainer(**options: Any) -> pl.Trainer:
     if timeout is not None:
         limit_waits(trainer, timeout)
     return trainer
+
+
+def check_launcher(trainer: pl.Trainer) -> None:
+    """Check that as many processes have been started as the trainer has.
+
+    Otherwise each would train alone, all in one folder, or wait for others that never come.
+    """
+    count, devices, nodes = started_together(), trainer.num_devices, trainer.num_nodes
+    if count not in (1, devices * nodes):
+        raise ConfigError(
+            f"torchrun or srun has started {count} processes, but trainer.devices={devices} * "
+            f"trainer.num_nodes={nodes} is {devices * nodes}: add trainer=ddp trainer.devices=N, "
+            "the processes of a machine, and trainer.num_nodes=N, the machines"
+        )
+    if nodes > 1 and count == 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"trainer.num_nodes={nodes}: start the run on each machine with torchrun or srun, or "
+            "set MASTER_ADDR and NODE_RANK there; otherwise it would wait for the others in vain"
+        )
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

@@ -33,6 +33,7 @@ from revzoo.cli.run.build import (
     build_data,
     build_module,
     build_trainer,
+    check_launcher,
     check_network,
     data_name,
     for_task,
@@ -76,7 +77,7 @@ from revzoo.training.lightning_compat import (
 )
 from revzoo.training.memory import NoMemoryError, memory_errors
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.training.resume import GracefulStop, RunState, RunStopped
+from revzoo.training.resume import GracefulStop, RunState, RunStopped, check_step_images
 from revzoo.weights.source import BEST, CHECKPOINTS, LAST
 
 log = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Saved | None:
     check = partial(check_fits, config, run_dir=run_dir)
     path, state = read_last(run_dir / CHECKPOINTS, check)
     # the rest is freed: it may hold gigabytes
-    return Saved(path, state["global_step"], state[data_name(config)])
+    of_run = state["callbacks"][RunState.__name__]
+    return Saved(path, state["global_step"], state[data_name(config)], of_run)
 
 
 def check_fits(
@@ -257,6 +259,7 @@ class Saved(NamedTuple):
     path: Path
     step: int  # optimiser steps so far
     data: Mapping[str, Any]  # the state of the data module
+    of_run: Mapping[str, Any]  # of RunState
 
 
 class Run(NamedTuple):
@@ -281,6 +284,9 @@ def build(
     data = build_data(config["data"], config.get("task"))
     config = for_task(config, data.task)
     trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+    check_launcher(trainer)
+    if resume is not None:  # before all processes start, and each raises
+        check_step_images(resume.path, resume.of_run, data.batch_size, trainer.world_size)
     if trainer.is_global_zero and (place := console.place_of(config["data"])):
         log.info("reading  %s", place)  # takes minutes for many files
     data.prepare_data()

@@ -203,10 +203,10 @@ def read_last(
         except (DamagedCheckpointError, FileNotFoundError) as error:
             damages.append(str(error))
             continue
-        if damages:
+        if damages and is_first_process():
             what = damages[0].partition(f": {REMEDY}")[0]  # without the remedy: we have one
             log.warning("%s; resuming from %s, the checkpoint before it", what, path)
-            if last.exists() and is_first_process():
+            if last.exists():
                 remove(damaged := last.with_name(f"{LAST}.damaged"))
                 last.rename(damaged)
         return path, state

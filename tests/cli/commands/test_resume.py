@@ -8,6 +8,7 @@ from operator import getitem
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import yaml
 from resumed import resume
@@ -393,6 +394,15 @@ def test_nothing_else_may_change(override, message, stopped):
     before = sorted(p.name for p in stopped.rglob("*"))
     assert message in refused(stopped, override)
     assert sorted(p.name for p in stopped.rglob("*")) == before
+
+
+def test_another_number_of_images_in_a_step_is_refused_before_processes_start(stopped, monkeypatch):
+    """All processes started, and each printed the error."""
+    monkeypatch.setattr(pl.Trainer, "fit", None)
+    message = refused(
+        stopped, "trainer.accelerator=cpu", "trainer.strategy=ddp", "trainer.devices=2"
+    )
+    assert "images per step of all processes, this run has" in message
 
 
 @pytest.mark.parametrize(

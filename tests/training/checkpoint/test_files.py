@@ -191,13 +191,16 @@ def test_a_missing_file_is_named(tmp_path):
         read_last(tmp_path)
 
 
-def test_the_previous_checkpoint_replaces_a_damaged_one(tmp_path, caplog):
+def test_the_previous_checkpoint_replaces_a_damaged_one(tmp_path, caplog, monkeypatch):
     for number in range(2):
         save(tmp_path / LAST, number)
     (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-100])
-    with caplog.at_level(logging.WARNING):
-        path, found = read_last(tmp_path)
-    assert (path.name, found["number"]) == (PREVIOUS, 0)
+    for rank in ("1", "0"):  # the first process says so for all
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with caplog.at_level(logging.WARNING):
+            path, found = read_last(tmp_path)
+        assert (path.name, found["number"]) == (PREVIOUS, 0)
+        assert len(caplog.messages) == (rank == "0")
     assert "cut off" in caplog.text
     assert "use another copy of it" not in caplog.text
     assert "previous.ckpt" in caplog.text

@@ -87,6 +87,17 @@ def test_a_second_interrupt_ends_at_once(monkeypatch, capfd):
     assert capfd.readouterr().err.endswith("revzoo: stopped; to resume: it\n")
 
 
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_process_says_that_it_stops(rank, lines, monkeypatch, caplog):
+    """Ctrl-C in a terminal reaches all processes, and each said so."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    stop = GracefulStop()
+    stop._in_loop = True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert caplog.text.count("stopping after this batch") == lines
+
+
 def test_the_old_handlers_are_restored():
     before = [signal.getsignal(s) for s in SIGNALS]
     with GracefulStop().listening():
