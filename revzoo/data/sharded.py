@@ -426,9 +426,15 @@ def listed(storage: Storage, window: int = 1, prefetch: int = 0) -> tuple[Tree, 
             "the images again"
         ) from error
     if storage.cache is None:  # before anything is built
-        for files in splits.values():
-            for shard in files.all_shards:
+        shards, faults = [shard for files in splits.values() for shard in files.all_shards], []
+        for shard in shards:
+            try:
                 storage.open(shard)
+            except DataError as error:
+                faults.append(str(error))
+        if faults:  # a copy that was broken off lacks many
+            others = f"; also {len(faults) - 1} more of {len(shards)}" if faults[1:] else ""
+            raise DataError(f"{faults[0]}{others}")
     trained = {name: split for name, split in found.items() if name != "test"}
     digest = hashlib.sha256(json.dumps([index["classes"], trained]).encode()).hexdigest()
     return Tree(list(index["classes"]), {**splits}), digest
@@ -442,7 +448,7 @@ def check_shards(root: str | Path, *, workers: int | None = None) -> FolderRepor
         workers: number of processes; None for the CPUs minus one.
 
     Raises:
-        DataError: the index or a shard is missing or damaged.
+        DataError: the index is missing or damaged, or a shard is missing or has another size.
     """
     storage = Storage(str(Path(root).expanduser().absolute()))
     tree, _ = listed(storage)
@@ -450,14 +456,15 @@ def check_shards(root: str | Path, *, workers: int | None = None) -> FolderRepor
     paths = [path for files in splits.values() for path in files.paths]
     images = [(split, row) for split, files in splits.items() for row in range(len(files.paths))]
     bad = unreadable(paths, partial(_read, storage), images, workers=workers)
-    for shard in (shard for files in splits.values() for shard in files.all_shards if not bad):
+    faults = []
+    for shard in (shard for files in splits.values() for shard in files.all_shards):
         found = hashlib.sha256(storage.open(shard).data).hexdigest()
         if found != shard.sha256:  # a JPEG with a wrong byte is often decoded
-            raise DataError(
+            faults.append(
                 f"shard {storage.root}/{shard.name} is damaged: its sha256 is {found:.12}, its "
                 f"index says {shard.sha256:.12}: copy it again"
             )
-    return FolderReport(len(paths), bad)
+    return FolderReport(len(paths), bad, faults)
 
 
 _listed = lru_cache(maxsize=1)(listed)  # once in each worker

@@ -119,9 +119,7 @@ def _report(report: FolderReport, source: Path) -> None:
             f"{count} of {report.images} images cannot be read: replace or remove them{skip}"
         )
     if report.faults:
-        what = "their folders are not a data set"
-        if not source.is_dir():
-            what = f"{source} has {number_of(len(report.faults), 'fault')}"
+        what = f"{source} has {number_of(len(report.faults), 'fault')}"
         raise ValueError(f"all {report.images} images can be read, but {what}: see above")
     sys.stdout.write(f"all {report.images} images can be read\n")
 
