@@ -7,9 +7,12 @@ the loaders before it restores the checkpoint.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from threading import Thread
 from typing import Any
 
 import pytorch_lightning as pl
@@ -142,6 +145,8 @@ class Loader(DataLoader[Batch]):
             return self.dataset.batches(list(self._index_sampler))
         if isinstance(self.dataset, TensorImages) and not (self.num_workers or self.pin_memory):
             return map(self.dataset.__getitems__, self._index_sampler)
+        if not isinstance(self.worker_init_fn, _BeginWorker):  # now: Lightning may set its own
+            self.worker_init_fn = _BeginWorker(self.worker_init_fn)
         return super().__iter__()
 
     @property
@@ -160,3 +165,30 @@ class Loader(DataLoader[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to load."""
+
+
+class _BeginWorker:
+    """Leaves signals to the training process, which stops after a batch.
+
+    A terminal sends Ctrl-C, and batch systems send SIGTERM, to all processes. Without its workers,
+    a run could neither finish the batch nor save.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self.then = then
+
+    def __call__(self, worker: int) -> None:
+        for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(signum, signal.SIG_IGN)
+        if hasattr(signal, "sigwaitinfo"):  # macOS lacks it
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        if self.then is not None:
+            self.then(worker)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when ``parent`` sends SIGTERM, as torch ends workers."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)

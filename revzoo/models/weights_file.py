@@ -226,7 +226,7 @@ def read_torch_file(path: Path, *, map_location: Any = "cpu", values: bool = Tru
         state = check_whole(path, read_torch_file(path / PLAIN_PART, map_location=map_location))
         return filled(state, path, partial(whole, map_location)) if values else state
     if not path.is_file():  # a pipe would block
-        raise UnreadableWeightsError(f"there is no file {path}: give the path of a whole checkpoint")
+        raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
     # a file that the system refuses, for now perhaps, is not a damaged one
     path.open("rb").close()
     try:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,23 @@ def test_a_pass_begins_at_the_first_batch_asked_for(workers: int) -> None:
     whole, rest = labels(0), labels(15)
     assert len(rest) == len(whole) - 15
     assert all(map(torch.equal, whole[15:], rest))
+
+
+def test_workers_leave_signals_to_the_training_process() -> None:
+    """Batch systems send SIGTERM to all processes: without its worker, a run could not save."""
+    data = Digits(num_workers=1)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    batches = iter(loader)
+    next(batches)  # the worker has begun
+    (worker,) = loader._iterator._workers  # type: ignore[union-attr]
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        # by another process: a worker ends if its parent sends SIGTERM
+        subprocess.run(["kill", f"-{signum:d}", str(worker.pid)], check=True)
+    assert len(list(batches)) == 19
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 def test_loading_draws_nothing_from_the_models_generator() -> None:
