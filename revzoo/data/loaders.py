@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
+from multiprocessing import parent_process
 from threading import Thread
 from typing import Any
 
@@ -182,13 +183,13 @@ class _BeginWorker:
             signal.signal(signum, signal.SIG_IGN)
         if hasattr(signal, "sigwaitinfo"):  # macOS lacks it
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+            Thread(target=_end_with_parent, args=(parent_process(),), daemon=True).start()
         if self.then is not None:
             self.then(worker)
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: Any) -> None:
     """End this process when ``parent`` sends SIGTERM, as torch ends workers."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
         pass
     os._exit(0)
