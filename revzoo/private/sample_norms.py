@@ -202,6 +202,5 @@ class HardSamples(ReadsNorms):
         names = class_names(trainer, pl_module.model.num_classes)
         captions = [f"{names[label]}\nnorm {norm:.3g}" for norm, _, label in self._top]
         # the last step, counted from 0 as in Lightning's logs
-        add_figure(
-            trainer, "hard_samples", images_figure(images, captions), trainer.global_step - 1
-        )
+        step = trainer.global_step - 1
+        add_figure(trainer, "hard_samples", lambda: images_figure(images, captions), step)

@@ -14,7 +14,7 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -428,10 +428,15 @@ def figures_of(trainer: pl.Trainer) -> dict[str, float]:
     return dict(ChainMap(now, *before))
 
 
+@cache  # only the first of several runs has no garbage yet
+def _freeze_imports() -> None:
+    """Else the next collection visits all objects of the imports: 0.3 s."""
+    gc.freeze()
+
+
 def prepare_process(config: Mapping[str, Any]) -> None:
     """Set torch's threads, TensorFloat-32 and all random seeds."""
-    if not gc.get_freeze_count():  # only the first of several runs, which has no garbage yet
-        gc.freeze()  # else the next collection visits all objects of the imports: 0.3 s
+    _freeze_imports()
     if config.get("threads") is not None:
         torch.set_num_threads(at_most(cores(), "threads", config["threads"]))
     apply_precision(config["precision"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ Parts = tuple[Tensor, ...]
 class PictureCallback(pl.Callback, ABC):
     """Gathers in each validation, as any may be the last; shows every few epochs and at the end.
 
+    Without TensorBoard and W&B nothing is drawn; drawing takes longer than many a short run.
+
     Args:
         every_n_epochs: epochs between two pictures.
         count: number of images, spread evenly over the split.
@@ -66,6 +68,9 @@ class PictureCallback(pl.Callback, ABC):
     @abstractmethod
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         """The picture of all that was gathered, in process 0."""
+
+    def record(self, trainer: pl.Trainer, gathered: list[Tensor]) -> None:
+        """Write what was gathered as numbers, in process 0, with or without a picture."""
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._seen = []
@@ -94,7 +99,8 @@ class PictureCallback(pl.Callback, ABC):
         seen, self._seen = self._seen, []
         if seen and trainer.is_global_zero:
             tensors = [torch.cat(parts).cpu() for parts in zip(*seen, strict=True)]
-            add_figure(trainer, self.tag, self.draw(trainer, tensors), self._step)
+            self.record(trainer, tensors)
+            add_figure(trainer, self.tag, lambda: self.draw(trainer, tensors), self._step)
 
     def chosen(self, trainer: pl.Trainer, images: int, batch: int) -> list[int]:
         """The indices of a batch's images to show: ``count``, evenly spread over all batches."""
@@ -163,18 +169,20 @@ class Reconstructions(PictureCallback):
         with trainer.precision_plugin.val_step_context(), evaluation_mode(network), torch.no_grad():
             return images, network.inverse(network.encode(images)).to(images.dtype)
 
+    def record(self, trainer: pl.Trainer, gathered: list[Tensor]) -> None:
+        for logger in trainer.loggers:
+            # not module.log: Lightning refuses it at the end of training
+            error = float(relative_errors(*gathered).max())
+            logger.log_metrics({"reconstruction/error": error}, step=self._step)
+
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
         images, back = gathered
         difference = (back - images).abs()
-        errors = difference.flatten(1).amax(1) / images.abs().max()
         # `tiny` keeps a perfect reconstruction black, not NaN
         brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
         rows = torch.cat([to_pixels(trainer, images), to_pixels(trainer, back), brightened.float()])
         texts = ["image"] * len(images) + ["inverse"] * len(images)
-        texts += [f"error {error:.1g}" for error in errors.tolist()]
-        for logger in trainer.loggers:
-            # not module.log: Lightning refuses it at the end of training
-            logger.log_metrics({"reconstruction/error": float(errors.max())}, step=self._step)
+        texts += [f"error {error:.1g}" for error in relative_errors(images, back).tolist()]
         return images_figure(rows, texts, columns=len(images))
 
 
@@ -212,7 +220,7 @@ class ConfusionMatrix(PictureCallback):
             self._seen, self._metric = [(self._metric.compute(),)], None
         super().on_validation_epoch_end(trainer, pl_module)
 
-    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
+    def record(self, trainer: pl.Trainer, gathered: list[Tensor]) -> None:
         (counts,) = gathered
         names = class_names(trainer, len(counts))
         rows = [[name, *row] for name, row in zip(names, counts.tolist(), strict=True)]
@@ -222,7 +230,15 @@ class ConfusionMatrix(PictureCallback):
                 csv.writer(file).writerows([["true / predicted", *names], *rows])
         except OSError as error:
             log.error("cannot write %s (%s): the run continues", self.path, error.strerror)
-        return matrix(counts, names)
+
+    def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
+        (counts,) = gathered
+        return matrix(counts, class_names(trainer, len(counts)))
+
+
+def relative_errors(images: Tensor, back: Tensor) -> Tensor:
+    """The largest difference of each image, relative to the largest value of all."""
+    return (back - images).abs().flatten(1).amax(1) / images.abs().max()
 
 
 def matrix(counts: Tensor, names: list[str]) -> Figure:
@@ -308,11 +324,15 @@ def middle_slices(volumes: Tensor) -> Tensor:
     return functional.interpolate(slices.float(), size=(128, 128))
 
 
-def add_figure(trainer: pl.Trainer, tag: str, figure: Figure, step: int) -> None:
-    """Log a figure to the run's TensorBoard and W&B loggers."""
-    for logger in trainer.loggers:
+def add_figure(trainer: pl.Trainer, tag: str, draw: Callable[[], Figure], step: int) -> None:
+    """Draw a figure for the run's TensorBoard and W&B loggers; without them, do not draw."""
+    showing = [x for x in trainer.loggers if isinstance(x, TensorBoardLogger | WandbLogger)]
+    if not showing:
+        return
+    figure = draw()
+    for logger in showing:
         if isinstance(logger, TensorBoardLogger):
             with suppress(OSError):  # a full disk, which the logger reports
                 logger.experiment.add_figure(f"{GROUP}/{tag}", figure, step)
-        elif isinstance(logger, WandbLogger):  # W&B does not sort by group
+        else:  # W&B does not sort by group
             logger.log_image(tag, [figure], step=step)

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from small_task import TINY, TinyNet, loader, trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -225,6 +225,19 @@ def test_a_run_is_bit_for_bit_the_same_without_pictures(
     assert torch.equal(plain, state)
     for name, value in without.items():
         assert torch.equal(value, with_[name]), name
+
+
+def test_without_a_logger_of_pictures_the_numbers_are_written_and_nothing_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short run without a logger drew for a third of its time, and showed nothing."""
+    for draw in ("images_figure", "matrix"):
+        monkeypatch.delattr(f"revzoo.training.callbacks.pictures.{draw}")
+    log = CSVLogger(tmp_path, name="", version="csv")
+    runner = trainer(tmp_path, logger=log, callbacks=callbacks(tmp_path), max_epochs=1)
+    runner.fit(Classifier(IREVNET, optim=OPTIM), datamodule=Digits())
+    assert (tmp_path / "confusion.csv").exists()
+    assert "reconstruction/error" in (tmp_path / "csv" / "metrics.csv").read_text()
 
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"limit_val_batches": 0}])
