@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import program
+from small_run import NO_EXTRAS
 
 from revzoo.cli import plugins
+from revzoo.cli.main import main
 from revzoo.cli.run import folder
 from revzoo.cli.terminal import ConfigError
 
@@ -44,32 +49,31 @@ revzoo.register_data("mydata", MyDigits)
 revzoo.register_optimizer("nadam", torch.optim.NAdam)
 revzoo.register_callback("grad_norm", lambda *, every: None)
 """
-SMALL = ("debug=smoke", "trainer=cpu", "logger=none", "hydra.run.dir=run")
+SMALL = ("debug=smoke", "trainer=cpu", *NO_EXTRAS, "hydra.run.dir=run")
 
 
-COMMANDS = """
-import contextlib, io, json, sys
-from revzoo.cli.main import main
-outcomes = []
-for arguments in json.loads(sys.argv[1]):
-    output, status = io.StringIO(), None
-    with contextlib.redirect_stdout(output):
-        try:
-            main(arguments)
-        except SystemExit as end:
-            status = end.code
-    outcomes.append((status, output.getvalue()))
-print(json.dumps(outcomes))
-"""
+def run_all(commands: Sequence[Sequence[str]], site: str) -> None:
+    sys.path.insert(0, site)
+    outcomes = []
+    for arguments in commands:
+        output, status = io.StringIO(), None
+        with contextlib.redirect_stdout(output):
+            try:
+                main(list(arguments))
+            except SystemExit as end:
+                status = end.code
+        outcomes.append((status, output.getvalue()))
+    Path("outcomes.json").write_text(json.dumps(outcomes))
 
 
-def start(cwd: Path, *commands: tuple[str, ...]) -> list[tuple[Any, str]]:
-    """The status (or message, if refused) and output of each command, in one process."""
-    process = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
-    done = subprocess.run(process, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return [(status, output) for status, output in json.loads(done.stdout)]
+def start(cwd: Path, *commands: tuple[str, ...], site: str = "") -> list[tuple[Any, str]]:
+    """The status (or message, if refused) and output of each command, in one other process."""
+    output = cwd / "output"
+    with program(run_all, commands, site, cwd=cwd, output=output) as process:
+        process.join(100)
+    assert process.exitcode == 0, output.read_text()
+    assert "Traceback" not in output.read_text()
+    return [(status, shown) for status, shown in json.loads((cwd / "outcomes.json").read_text())]
 
 
 @pytest.mark.timeout(400)
@@ -139,20 +143,14 @@ def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:
     points = "[revzoo.plugins]\nmine = mypackage\n"
     (site / "mypackage-1.dist-info" / "entry_points.txt").write_text(points)
     (site / "mypackage.py").write_text(MODULE)
-    script = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); from revzoo.cli.main import main; "
-        "main(sys.argv[1:])"
+    (listed, _), (_, shown) = start(
+        tmp_path,
+        ("list", "mynet"),
+        ("train", "model=mynet", "--cfg", "job", "-p", "model"),
+        site=str(site),
     )
-    command = [sys.executable, "-c", script]
-    cfg = subprocess.run(
-        [*command, "train", "model=mynet", "--cfg", "job", "-p", "model"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "name: mynet" in cfg.stdout, cfg.stderr
-    listed = subprocess.run(
-        [*command, "list", "mynet"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert listed.returncode == 1, "lists of names import nothing"
+    assert "no model matches 'mynet'" in listed, "lists of names import nothing"
+    assert "name: mynet" in shown
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import csv
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from programs import program
 
 from revzoo.cli import sweep
 from revzoo.cli.config import quoted_if_needed
@@ -24,10 +24,15 @@ SPACE = ("trainer=cpu", "optim.lr=tag(log,interval(0.01,1))")
 pytest.importorskip("optuna")
 
 
+def no_runs():
+    script = Path(__file__).parent / "run_of_no_time.py"
+    sweep.train_words = lambda: [sys.executable, str(script)]
+
+
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch):
-    script = Path(__file__).parent / "run_of_no_time.py"
-    monkeypatch.setattr(sweep, "train_words", lambda: [sys.executable, str(script)])
+    monkeypatch.setattr(sweep, "train_words", sweep.train_words)  # restored after the test
+    no_runs()
 
 
 def search(folder, *arguments):
@@ -226,37 +231,26 @@ def test_without_optuna_the_message_names_the_package(tmp_path, monkeypatch):
     assert "pip install optuna" in refused(tmp_path, *SPACE)
 
 
-def program(folder):
-    """A sweep in another process, during its first trial."""
-    script = Path(__file__).parent / "run_of_no_time.py"
-    code = (
-        "import sys; from revzoo.cli.main import main; from revzoo.cli import sweep; "
-        f"sweep.train_words = lambda: [sys.executable, {str(script)!r}]; "
-        "main(['sweep', *sys.argv[1:]])"
-    )
-    (folder / "plot").write_text("wait")
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, f"dir={folder}", *SPACE, "trials=2"],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    deadline = time.monotonic() + 80
-    while not (folder / "waiting").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    return process
+def sweep_program(words):
+    no_runs()
+    main(["sweep", *words])
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_trial_is_resumed(signum, tmp_path, capfd):
-    with program(tmp_path) as process:
-        process.send_signal(signum)
-        output, _ = process.communicate(timeout=30)
+def test_an_interrupted_trial_is_resumed(signum, tmp_path):
+    (tmp_path / "plot").write_text("wait")
+    words, output = (f"dir={tmp_path}", *SPACE, "trials=2"), tmp_path / "output"
+    with program(sweep_program, words, cwd=ROOT, output=output) as process:
+        deadline = time.monotonic() + 80
+        while not (tmp_path / "waiting").exists():
+            assert time.monotonic() < deadline
+            assert process.is_alive()
+            time.sleep(0.05)
+        os.kill(process.pid, signum)
+        process.join(30)
     if signum == signal.SIGTERM:
-        assert process.returncode == 143
-        assert f"revzoo sweep dir={tmp_path}" in output
+        assert process.exitcode == 143
+        assert f"revzoo sweep dir={tmp_path}" in output.read_text()
     rows = search(tmp_path)
     assert [row["state"] for row in rows] == ["complete", "complete"]
     starts = [line.split()[:2] for line in (tmp_path / "starts").read_text().splitlines()]

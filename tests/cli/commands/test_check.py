@@ -2,12 +2,12 @@
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from programs import program
 from small_images import image_folder
 
 from revzoo.cli.main import main
@@ -121,16 +121,20 @@ def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
         main(["check", "data", str(root), "--workers", workers])
 
 
+def check_strictly(words: list[str]) -> None:
+    sys.stdout.reconfigure(encoding="utf-8", errors="strict")
+    main(words)
+
+
 def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
     """A UnicodeEncodeError of Python's strict output ended the list at the first such name."""
     (root / os.fsdecode(b"train/a/\xff.png")).write_bytes(b"no image")
-    code = f"from revzoo.cli.main import main; main(['check', {str(root)!r}, '--workers', '1'])"
-    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-    )
-    assert r"train/a/\udcff.png" in done.stdout
-    assert "Traceback" not in done.stderr
+    words, output = ["check", str(root), "--workers", "1"], root.with_suffix(".txt")
+    with program(check_strictly, words, cwd=root, output=output) as process:
+        process.join(100)
+    shown = output.read_text()
+    assert r"train/a/\udcff.png" in shown
+    assert "Traceback" not in shown
 
 
 def test_a_split_alone_is_not_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
