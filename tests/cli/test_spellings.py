@@ -3,8 +3,10 @@
 import re
 
 import pytest
+import yaml
 
-from revzoo.cli.config import SPELLINGS, compose, our_spelling
+from revzoo.cli import config as config_module
+from revzoo.cli.config import CONFIGS, SPELLINGS, our_spelling
 from revzoo.cli.main import main
 from revzoo.cli.terminal import ConfigError
 
@@ -20,12 +22,27 @@ VALUES = {
 }
 
 
-def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not():
+def refuse(word, config):
+    """Compose ``word`` if Hydra finds its file; add any other to a configuration, and check it."""
+    key, _, value = word.partition("=")
+    if (CONFIGS / key).is_dir():
+        config_module.compose([word])
+    *sections, leaf = key.split(".")
+    part = config
+    for name in sections:
+        part[name] = part.get(name) or {}
+        part = part[name]
+    part[leaf] = yaml.safe_load(value)
+    config_module.check(config)
+
+
+def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not(compose):
     for theirs, ours in SPELLINGS.items():
         key, _, value = theirs.partition("=")
         typed = theirs if value else f"{key}={VALUES.get(ours, 3)}"
         with pytest.raises(ConfigError, match="; use "):
-            compose([typed])
+            refuse(typed, compose())
+    for ours in {*SPELLINGS.values()}:
         if ours.startswith("revzoo "):
             continue
         command = ours.partition(",")[0].partition(" for ")[0].replace("'", "")
@@ -43,7 +60,7 @@ def test_what_the_table_suggests_is_accepted_and_what_it_replaces_is_not():
         words = [re.sub("(_path|root|project)=3", r"\1=a", word) for word in words]
         if words[0].startswith("data.image_size"):
             words.insert(0, "data=imagefolder")
-        compose(words, complete=False)
+        config_module.compose(words, complete=False)
 
 
 def test_only_options_that_the_command_has_are_suggested():
@@ -59,7 +76,7 @@ def test_only_options_that_the_command_has_are_suggested():
         ["--optim", "cosine", "optim.lr=0.05"],
     ],
 )
-def test_options_with_dashes_are_overrides(words, capsys):
+def test_options_with_dashes_are_overrides(words, compose, capsys):
     main(["train", *words, "--cfg", "job", "--package", "optim.lr"])
     assert capsys.readouterr().out == "0.05\n"
-    assert compose(["optim=cosine"]).config["optim"]["lr"] != 0.05
+    assert compose("optim=cosine")["optim"]["lr"] != 0.05

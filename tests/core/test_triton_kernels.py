@@ -243,7 +243,9 @@ def operators_of_couplings(monkeypatch, ours, mode, build, *, guard, autocast=Fa
                 y.float().square().sum().backward()
         found.append(counted.names)
     short, deep = found
-    couplings = (depths[1] - depths[0]) * sum(isinstance(m, AdditiveCoupling) for m in build().modules())
+    couplings = (depths[1] - depths[0]) * sum(
+        isinstance(m, AdditiveCoupling) for m in build().modules()
+    )
     return {name: n / couplings for name in deep if (n := deep[name] - short[name])}
 
 

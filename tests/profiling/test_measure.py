@@ -119,7 +119,7 @@ def test_steps_that_only_move_values_keep_nothing_alone(inverting):
     model = revzoo.create_model("irevnet13")
     planner = Planner(model, IMAGES, inverting=inverting, clock=False)
     draw, steps = random.Random(0), steps_of(planner.chain)
-    chosen = [[draw.choice(link.choices).mode for link in steps] for _ in range(20)]
+    chosen = [[draw.choice(link.choices).mode for link in steps] for _ in range(8)]
     # one step inverted, the others stored
     chosen += [[s.choices[-(s is one)].mode for s in steps] for one in steps]
     for modes in chosen:
