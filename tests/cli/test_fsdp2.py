@@ -47,7 +47,7 @@ EMA = "callbacks.ema.decay=0.8"
 CHANNELS_LAST = "precision.channels_last=true"
 # compiled branches have no warm-up
 EXACT = (*BATCH_NORM, "memory=exact", "callbacks.batch_norm.warmup=false")
-COMPILED = "callbacks.compiled_branches.backend=aot_eager"
+COMPILED = "callbacks.compiled_branches.backend=eager"
 SCENES: dict[int, list[Scene]] = {
     2: [
         ("ddp", ("trainer=ddp", *BATCH_NORM, "memory=store", EMA), GracefulStop),

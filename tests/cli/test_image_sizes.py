@@ -32,15 +32,25 @@ def _photos(root: Path, masks: bool = False) -> Path:
     return root
 
 
-@pytest.mark.parametrize("cache_bytes", [2**30, 0])
-def test_a_folder_is_trained_evaluated_and_predicted(
-    cache_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root, run = _photos(tmp_path / "photos"), tmp_path / "run"
+def _train(root: Path, run: Path, cache_bytes: int) -> None:
     data = ["data=imagefolder", f"data.root={root}", "data.image_size=[48,80]"]
     data += [f"data.cache_bytes={cache_bytes}", "data.augment.mixup=0.2"]
     model = ["model=revnet38", "+model.units=[1,1,1]", f"hydra.run.dir={run}"]
-    main(["train", *model, *data, *FEW])
+    main(["train", *model, "model.stem_width=8", "model.widths=[8,8,8]", *data, *FEW])
+
+
+def test_a_folder_is_trained_from_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _train(_photos(tmp_path / "photos"), tmp_path / "run", 2**30)
+    assert "3x48x80" in capsys.readouterr().out
+
+
+def test_a_folder_is_trained_evaluated_and_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, run = _photos(tmp_path / "photos"), tmp_path / "run"
+    _train(root, run, 0)
     assert "3x48x80" in capsys.readouterr().out
     assert restore(run).facts["input_size"] == (3, 48, 80)
     main(["eval", str(run), "split=val", "trainer=cpu"])

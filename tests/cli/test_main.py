@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from programs import program
 from small_weights import change, small, write_entry
 
 import revzoo
@@ -219,6 +220,12 @@ def test_an_empty_argument_is_not_the_working_directory(line, capsys):
     assert "one of the arguments is empty" in capsys.readouterr().err
 
 
+def interrupted():
+    # a shell's background jobs ignore SIGINT, and so do their children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(["train", "--import", "slow", "model=none"])
+
+
 def test_ctrl_c_during_imports_ends_the_program(tmp_path):
     """It showed the traceback of an import. If a library caught it, the program went on."""
     (tmp_path / "slow.py").write_text(
@@ -226,15 +233,10 @@ def test_ctrl_c_during_imports_ends_the_program(tmp_path):
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
         "except BaseException:\n    pass\n"
     )
-    command = (
-        # a shell's background jobs ignore SIGINT, and so do their children
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from revzoo.cli.main import main; main(['train', '--import', 'slow', 'model=none'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (130, "revzoo: interrupted\n")
+    output = tmp_path / "output"
+    with program(interrupted, cwd=tmp_path, output=output) as process:
+        process.join(100)
+    assert (process.exitcode, output.read_text()) == (130, "revzoo: interrupted\n")
 
 
 def test_ctrl_c_after_imports_is_an_exception():

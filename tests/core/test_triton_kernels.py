@@ -307,7 +307,7 @@ def words_of(shape, dtype, layout):
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter's NumPy
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "transposed", "with gaps"])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (3, 7, 11, 23), (2, 6, 33, 41)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 3, 5, 7), (3, 7, 11, 23), (2, 2, 33, 41)])
 def test_checksums_equal_torchs(in_place_of_torchs, monkeypatch, shape, layout):
     """Of words of both signs, whose sums and differences wrap around."""
     words, up = words_of(shape, torch.int32, layout), torch.tensor(2.0**20).to(device())

@@ -151,7 +151,9 @@ def test_pictures_of_finished_epochs_are_kept(compose, tmp_path, monkeypatch):
 
     shown = [f"callbacks.{name}.every_n_epochs=1" for name in ("samples", "reconstructions")]
     short = ("trainer.max_epochs=2", "trainer.limit_train_batches=1", "data.batch_size=16")
-    overrides = (*SMALL[:2], "model=irevnet13", "memory=exact", *short, *shown)
+    model = ("model=irevnet13", "model.units=[1,1]", "model.channels=[4,16]", "memory=exact")
+    others = ("callbacks.footprint=null", "callbacks.confusion=null")
+    overrides = (*SMALL[:2], *model, *short, *shown, *others)
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "GracefulStop", StopsAtEpochEnd)

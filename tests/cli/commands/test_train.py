@@ -63,7 +63,7 @@ def test_the_resolved_configuration_repeats_the_run(compose, tmp_path):
     ],
 )
 def test_options_run(option, compose, tmp_path):
-    figures = train(compose(*SMALL, option), run_dir=tmp_path)
+    figures = train(compose(*QUICK, option), run_dir=tmp_path)
     assert 0 < figures["test/loss"] < 10
 
 

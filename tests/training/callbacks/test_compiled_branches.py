@@ -125,10 +125,9 @@ def test_a_stored_model_is_one_part_and_stored_stages_are_parts() -> None:
     assert branches == [m.branch for m in model.stages[0].modules() if hasattr(m, "branch")]
 
 
-@pytest.mark.parametrize("modes", [("invert", "store", "store"), ("invert", "recompute", "store")])
-def test_stages_of_any_mode_have_the_eager_gradients(
-    tmp_path: Path, modes: tuple[str, ...]
-) -> None:
+def test_stages_of_any_mode_have_the_eager_gradients(tmp_path: Path) -> None:
+    modes = ("invert", "recompute", "store")
+
     def run(*callbacks: pl.Callback) -> Classifier:
         torch.manual_seed(0)
         module = Classifier({**TINY, "units": [1, 1, 1]}, optim={"lr": 0.05}).double()
@@ -188,7 +187,7 @@ def test_hooks_that_come_after_compiling_run(tmp_path: Path, memory: str) -> Non
 
     model = {**TINY, "memory": memory}
     eager = trained(tmp_path, model, Hook(), batches=3)
-    compiled = trained(tmp_path, model, Hook(), CompiledBranches(backend="aot_eager"), batches=3)
+    compiled = trained(tmp_path, model, Hook(), CompiledBranches(backend="eager"), batches=3)
     for name, value in compiled.state_dict().items():
         torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-6, atol=1e-9)
 
