@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
             f"masks, got the folder {folder}"
         )
     if not is_table and not folder.is_dir():
-        raise ValueError(f"there is no folder {folder.absolute()}: expected a folder of images")
+        place = words[-1] if "://" in words[-1] else folder.absolute()
+        raise ValueError(f"there is no folder {place}: expected a folder of images on this machine")
     if is_table or options:
         _report(_check_set(folder, options, args.workers), folder)
         return

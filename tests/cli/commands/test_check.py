@@ -104,6 +104,7 @@ def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixt
         (["small"], r"check small: expected revzoo check DIR, .* a model: revzoo info NAME\."),
         (["model", "revnet38"], "check model revnet38: expected revzoo check DIR"),
         (["data"], "check data: expected revzoo check DIR, where DIR is a folder of images"),
+        (["s3://a/b"], "no folder s3://a/b: expected a folder of images on this machine"),
     ],
 )
 def test_other_words_are_told_what_to_write(
