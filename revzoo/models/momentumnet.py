@@ -41,7 +41,7 @@ from revzoo.models.revnet import ResidualRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentumNetVariant(ResidualRow):
-    """One row of the table of Momentum ResNets; channels count those of x.
+    """One row of the table of Momentum ResNets. Numbers of channels leave out the velocity's.
 
     Attributes:
         gamma: the momentum, at least 0.001 and below 1.

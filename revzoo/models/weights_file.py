@@ -80,8 +80,8 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
 def read_weights_file(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, or as :func:`read_published_file`.
 
-    Of the folder of a run, those of its best checkpoint; of a folder with one safetensors file,
-    those of the file.
+    ``path`` may also be a folder: a run's, whose best checkpoint is read, or one with a single
+    safetensors file.
 
     Raises:
         EntryError: the entry beside a safetensors file is not valid.

@@ -19,7 +19,7 @@ Known limits: a network without steps is one unit. The module may have parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ from revzoo.layers.contractive import ContractiveBlock
 from revzoo.models.checkpoint_folder import filled, is_empty
 from revzoo.models.weights_file import check_module
 from revzoo.training.checkpoint.distributed import DistributedCheckpointIO
-from revzoo.training.lightning_compat import average_of, callbacks_of
+from revzoo.training.lightning_compat import average_of, callbacks_of, units_of
 
 DIVIDED = ("state_dict", "current_model_state", "optimizer_states")
-"""The parts of a checkpoint that hold divided tensors; an evaluation needs the first."""
+"""The parts of a checkpoint that hold divided tensors."""
 
 
 class FSDP2(ModelParallelStrategy):
@@ -129,7 +129,7 @@ class FSDP2(ModelParallelStrategy):
             return params[name][i] if kind == "state" else None
 
         fits = module.trainer.state.fn == TrainerFn.FITTING
-        used = {k: state[k] for k in DIVIDED[: None if fits else 1] if k in state}
+        used = {k: state[k] for k in DIVIDED if k in state and (fits or k == "state_dict")}
         own = filled(used, self._loaded_from, lambda keys, v: part_of(parameter(*keys), v))
         return {**state, **own}
 
@@ -173,11 +173,12 @@ def shard(network: nn.Module, mesh: DeviceMesh, *, half: bool) -> None:
 
 
 def divide_as(module: nn.Module, copy: nn.Module) -> None:
-    """Divide the parameters of ``copy`` as those of ``module`` are."""
+    """Divide the parameters of ``copy`` among the processes, in the same way as ``module``."""
     copy.to(memory_format=torch.contiguous_format)
     for path, divided in module.named_parameters():
-        owner, name = copy.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
-        setattr(owner, name, nn.Parameter(part_of(divided, getattr(owner, name).detach())))
+        owner, _, name = path.rpartition(".")
+        part = part_of(divided, copy.get_parameter(path).detach())
+        setattr(copy.get_submodule(owner), name, nn.Parameter(part))
 
 
 def unit_of(network: nn.Module, path: str, step: Step) -> nn.Module | None:
@@ -190,11 +191,6 @@ def unit_of(network: nn.Module, path: str, step: Step) -> nn.Module | None:
         return None  # it reads the weights of its branch by itself
     # with hooks, an invertible step itself would be recomputed
     return getattr(step, "branch", None) if step.invertible else step
-
-
-def units_of(network: nn.Module) -> Iterator[FSDPModule]:
-    """The modules whose weights are gathered together; the network, too."""
-    return (module for module in network.modules() if isinstance(module, FSDPModule))
 
 
 def part_of(parameter: Any, value: Any) -> Any:

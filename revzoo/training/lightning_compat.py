@@ -22,7 +22,8 @@ from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import distributed
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
 
 from revzoo._checks import UserError
@@ -178,6 +179,11 @@ def average_of(callback: WeightAveraging) -> AveragedModel:
 def swap_with_average(callback: WeightAveraging, module: pl.LightningModule) -> None:
     """Swap the values of the weights and of their average."""
     callback._swap_models(module)
+
+
+def units_of(module: nn.Module) -> Iterator[FSDPModule]:
+    """The modules whose weights FSDP2 gathers together, ``module`` included."""
+    return (m for m in module.modules() if isinstance(m, FSDPModule))
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:

@@ -22,12 +22,11 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import WeightAveraging
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.registry import RestoresAfterFit
-from revzoo.training.lightning_compat import average_of, is_fitting, swap_with_average
+from revzoo.training.lightning_compat import average_of, is_fitting, swap_with_average, units_of
 
 
 class AveragedWeights(RestoresAfterFit, WeightAveraging):
@@ -100,11 +99,11 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
         if is_fitting(trainer):
             self._swap(pl_module)
             self._in_place = False
-            for unit in _units(pl_module):  # other callbacks may evaluate in one process
+            for unit in units_of(pl_module):  # other callbacks may evaluate in one process
                 unit.unshard()
 
     def _swap(self, pl_module: LightningModule) -> None:
-        for unit in _units(pl_module):  # gathered for a validation
+        for unit in units_of(pl_module):  # gathered for a validation
             unit.reshard()
         swap_with_average(self, pl_module)
 
@@ -139,7 +138,3 @@ class AveragedWeights(RestoresAfterFit, WeightAveraging):
 def _part(t: Tensor) -> Tensor:
     """The part of this process, in the memory of ``t``; a whole tensor itself."""
     return t.to_local() if isinstance(t, DTensor) else t
-
-
-def _units(module: LightningModule) -> list[FSDPModule]:
-    return [m for m in module.modules() if isinstance(m, FSDPModule)]

@@ -170,9 +170,9 @@ class Reconstructions(PictureCallback):
             return images, network.inverse(network.encode(images)).to(images.dtype)
 
     def record(self, trainer: pl.Trainer, gathered: list[Tensor]) -> None:
+        error = float(relative_errors(*gathered).max())
         for logger in trainer.loggers:
             # not module.log: Lightning refuses it at the end of training
-            error = float(relative_errors(*gathered).max())
             logger.log_metrics({"reconstruction/error": error}, step=self._step)
 
     def draw(self, trainer: pl.Trainer, gathered: list[Tensor]) -> Figure:
